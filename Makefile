@@ -1,0 +1,78 @@
+# On a bare machine (Python 3.11, make, a package registry): `make demo` or `make test`.
+SHELL       := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS   += --no-print-directory
+
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+LOCKS  := requirements/cpu.lock requirements/cpu-nodeps.lock requirements/dev.lock
+STAMP  := $(VENV)/.setup-done
+
+.PHONY: help setup demo test test-fast lint format wheel clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       serve the demo model with too little KV memory, beside stock SGLang'
+	@echo 'make test       all tests that need no GPU: the fast ones, then the slow ones'
+	@echo 'make test-fast  only the fast ones'
+	@echo 'make lint       ruff and mypy'
+	@echo 'make format     let ruff rewrite'
+	@echo 'make wheel      build the wheel and the sdist into dist/'
+	@echo 'make clean      remove what building and testing left (.venv stays)'
+
+setup: $(STAMP)
+
+$(STAMP): $(LOCKS) pyproject.toml
+	@test -x $(BIN)/python || { echo 'setup: creating $(VENV) ($(PYTHON))'; $(PYTHON) -m venv $(VENV); }
+	@echo 'setup: installing the pinned packages (some minutes the first time)'
+	@$(PIP) install --no-deps $(addprefix -r ,$(LOCKS))
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+	    echo 'setup: this registry has only the CUDA build of torch; installing the CUDA libraries it'; \
+	    echo '       needs (several GB; requirements/README.md says how to get the CPU build)'; \
+	    $(PIP) install -c requirements/cpu.lock torch; $(BIN)/python -c 'import torch'; }
+	@echo 'setup: installing ellm-sgl (editable)'
+	@$(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+	@echo 'setup: done'
+
+demo: setup
+	@$(BIN)/ellm-sgl demo
+
+# Both stages run even when the first one fails. pytest's exit status 5 (nothing selected) is
+# accepted from one stage, not from both.
+test: setup
+	@stage() { \
+	    local name=$$1 rc=0 start=$$SECONDS; shift; \
+	    echo "== $$name tests"; \
+	    $(BIN)/pytest --durations=10 "$$@" || rc=$$?; \
+	    case $$rc in 0) result=passed;; 5) result='none found';; *) result="FAILED ($$rc)";; esac; \
+	    summary+="  $$name: $$result, $$((SECONDS - start)) s"$$'\n'; codes+=" $$rc"; \
+	}; \
+	summary= codes=; \
+	stage fast -m 'not slow and not gpu'; \
+	stage slow -m 'slow and not gpu'; \
+	printf '== summary\n%s' "$$summary"; \
+	case "$$codes" in ' 0 0'|' 0 5'|' 5 0') ;; *) exit 1;; esac
+
+test-fast: setup
+	@$(BIN)/pytest -m 'not slow and not gpu'
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+wheel: setup
+	@rm -rf build
+	@$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	@ls dist/*
+
+clean:
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find ellm_sgl policies kernels eval tests -name __pycache__ -type d -prune -exec rm -rf {} +

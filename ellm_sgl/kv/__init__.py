@@ -1,0 +1,17 @@
+"""Units, page table and physical pool: where each piece of KV is. No SGLang in here."""
+
+from ellm_sgl.kv.page_table import IntegrityError, OutOfBlocksError, PageTable
+from ellm_sgl.kv.pool import KVPool
+from ellm_sgl.kv.shape import NONE, MapEntry, Placement, PoolShape, PoolStatistics
+
+__all__ = [
+    "NONE",
+    "IntegrityError",
+    "KVPool",
+    "MapEntry",
+    "OutOfBlocksError",
+    "PageTable",
+    "Placement",
+    "PoolShape",
+    "PoolStatistics",
+]

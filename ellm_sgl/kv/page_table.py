@@ -1,0 +1,396 @@
+"""The page table: logical token blocks of every request → physical units, per layer group.
+
+```
+ sequence (request)      blocks (logical)             units (physical), one column per layer group
+ seq 7: 40 tokens  ──▶  [ 12 | 31 | 5 ]   block 12 →  [  3 | NONE ]   group 0 resident, group 1 not
+                          16   16   8     block 31 →  [ 17 |   8  ]
+```
+
+Blocks are reference counted: one reference for the owner of the logical address (SGLang's
+allocator: a request, later the prefix tree), plus one for every sequence that maps the block.
+A block's units return to the free list at the moment its last reference goes; nothing is ever
+compacted. Only numbers live here; the KV itself is in `KVPool`.
+
+Not thread-safe: one scheduler thread owns the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.kv.free_list import FreeList
+from ellm_sgl.kv.shape import NONE, MapEntry, Placement, PoolShape, PoolStatistics
+
+IntArray = npt.NDArray[np.int32]
+Blocks = IntArray | SequenceABC[int]
+
+RESERVED: int = 0
+"""Block 0 and unit 0 are never handed out: SGLang writes padded tokens to slot 0."""
+
+
+class OutOfBlocksError(RuntimeError):
+    """The logical address space is exhausted."""
+
+
+class IntegrityError(RuntimeError):
+    """The page table contradicts itself; the message says where."""
+
+
+class _Sequence:
+    """Blocks and length of one request; the block array grows by doubling."""
+
+    __slots__ = ("_blocks", "count", "length")
+
+    def __init__(self, blocks: IntArray, length: int) -> None:
+        self._blocks = blocks.copy()
+        self.count = len(blocks)
+        self.length = length
+
+    @property
+    def blocks(self) -> IntArray:
+        return self._blocks[: self.count]
+
+    def append(self, blocks: IntArray) -> None:
+        needed = self.count + len(blocks)
+        if needed > len(self._blocks):
+            grown = np.empty(max(needed, 2 * len(self._blocks)), np.int32)
+            grown[: self.count] = self.blocks
+            self._blocks = grown
+        self._blocks[self.count : needed] = blocks
+        self.count = needed
+
+
+class PageTable:
+    """Bookkeeping of `num_blocks` logical blocks over `num_units` physical units.
+
+    Args:
+        shape: how tokens and layers are cut.
+        num_blocks: logical capacity in blocks; may exceed what the units can back.
+        num_units: physical capacity in units.
+    """
+
+    def __init__(self, shape: PoolShape, num_blocks: int, num_units: int) -> None:
+        if num_blocks < 1 or num_units < shape.num_groups:
+            raise ValueError(
+                f"a pool needs at least one block ({shape.num_groups} units), "
+                f"got {num_blocks} blocks and {num_units} units"
+            )
+        self.shape = shape
+        self.units: IntArray = np.full((num_blocks + 1, shape.num_groups), NONE, np.int32)
+        self.units[RESERVED] = RESERVED
+        self._refs: IntArray = np.zeros(num_blocks + 1, np.int32)
+        self._filled: IntArray = np.zeros(num_blocks + 1, np.int32)
+        self._free_blocks = FreeList(num_blocks)
+        self._free_units = FreeList(num_units)
+        self._unit_limit = num_units
+        self._sequences: dict[int, _Sequence] = {}
+        self._none_units = 0
+
+    # -- capacity ---------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return self._free_blocks.capacity
+
+    @property
+    def num_units(self) -> int:
+        """Units that exist; `unit_limit` says how many of them may be used."""
+        return self._free_units.capacity
+
+    @property
+    def unit_limit(self) -> int:
+        return self._unit_limit
+
+    @property
+    def used_units(self) -> int:
+        return self._free_units.capacity - len(self._free_units)
+
+    @property
+    def free_units(self) -> int:
+        """Units that `place` can give out now; negative while a lowered limit is exceeded."""
+        return self._unit_limit - self.used_units
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free_blocks)
+
+    @property
+    def free_block_ids(self) -> IntArray:
+        """The free blocks, in no particular order (a view)."""
+        return self._free_blocks.ids
+
+    @property
+    def none_units(self) -> int:
+        """(block, group) pairs of allocated blocks without a unit. 0: nothing to restore."""
+        return self._none_units
+
+    def limit_units(self, limit: int) -> None:
+        """Use at most `limit` units from now on: the pool shrinks or grows while serving.
+
+        Units in use beyond the limit stay valid until they are evicted or freed.
+
+        Raises:
+            ValueError: fewer than one block's units, or more than exist.
+        """
+        if not self.shape.num_groups <= limit <= self.num_units:
+            raise ValueError(
+                f"unit limit must be between {self.shape.num_groups} and {self.num_units}, "
+                f"got {limit}"
+            )
+        self._unit_limit = limit
+
+    # -- blocks -----------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> IntArray:
+        """Take `count` logical blocks, one reference each, without units.
+
+        Raises:
+            OutOfBlocksError: the logical space is exhausted; nothing was taken.
+        """
+        if count > len(self._free_blocks):
+            raise OutOfBlocksError(f"{count} blocks asked for, {len(self._free_blocks)} left")
+        blocks = self._free_blocks.take(count)
+        self._refs[blocks] = 1
+        self._none_units += count * self.shape.num_groups
+        return blocks
+
+    def release(self, blocks: Blocks) -> None:
+        """Drop one reference from each block; a block without references is freed at once.
+
+        Raises:
+            IntegrityError: a block is not allocated; nothing was changed.
+        """
+        ids = np.asarray(blocks, np.int32)
+        unique, counts = np.unique(ids, return_counts=True)
+        if np.any(self._refs[unique] < counts) or RESERVED in unique:
+            raise IntegrityError(f"release of a block that is not held: {unique.tolist()}")
+        self._refs[unique] -= counts.astype(np.int32)
+        dead = unique[self._refs[unique] == 0]
+        if len(dead):
+            self._none_units -= int(np.count_nonzero(self.units[dead] == NONE))
+            self._give_back_units(dead)
+            self._filled[dead] = 0
+            self._free_blocks.give(dead)
+
+    def references(self, blocks: Blocks) -> IntArray:
+        """References of each block: its owner's plus one per sequence that maps it."""
+        return self._refs[np.asarray(blocks, np.int32)]
+
+    # -- units ------------------------------------------------------------------------------
+
+    def place(self, blocks: Blocks) -> IntArray:
+        """Give units to the missing groups of `blocks`, in the order given, while units last.
+
+        Returns:
+            The leading blocks that are now complete. A block is completed or left as it was.
+        """
+        ids = np.asarray(blocks, np.int32)
+        missing = self.units[ids] == NONE
+        wanted = np.cumsum(np.count_nonzero(missing, axis=1))
+        fitting = int(np.searchsorted(wanted, self.free_units, side="right"))
+        if fitting == 0:
+            return ids[:0]
+        ids, missing = ids[:fitting], missing[:fitting]
+        rows, groups = np.nonzero(missing)
+        self.units[ids[rows], groups] = self._free_units.take(len(rows))
+        self._none_units -= len(rows)
+        return ids
+
+    def evict(self, block: int, groups: slice | None = None) -> int:
+        """Drop the units of one block, in `groups` or in all; their KV is gone.
+
+        Returns:
+            Units freed.
+        """
+        row = self.units[block, groups if groups is not None else slice(None)]
+        held = row[row != NONE]
+        if len(held) and self._refs[block] == 0:
+            raise IntegrityError(f"evict of block {block}, which is not allocated")
+        self._free_units.give(held)
+        row[row != NONE] = NONE
+        self._none_units += len(held)
+        return len(held)
+
+    def adopt(self, destination: int, source: int) -> int:
+        """Move units of `source` into the groups that `destination` lacks.
+
+        Both blocks hold the same tokens at the same positions (a request computed again what
+        the prefix tree had lost), so the KV is the same.
+
+        Returns:
+            Units moved.
+        """
+        gaps = (self.units[destination] == NONE) & (self.units[source] != NONE)
+        self.units[destination, gaps] = self.units[source, gaps]
+        self.units[source, gaps] = NONE
+        return int(np.count_nonzero(gaps))
+
+    def depth(self, blocks: Blocks) -> IntArray:
+        """Groups, from the lowest, that a step must recompute to restore each block.
+
+        0 when every unit is there; otherwise 1 + the highest missing group, because the KV of
+        a layer can only be recomputed through all layers below it (DESIGN §2.3).
+        """
+        missing = self.units[np.asarray(blocks, np.int32)] == NONE
+        highest = self.shape.num_groups - np.argmax(missing[:, ::-1], axis=1)
+        return np.where(missing.any(axis=1), highest, 0).astype(np.int32)
+
+    def clear(self) -> None:
+        """Forget every sequence and free every block."""
+        self._sequences.clear()
+        self._refs[:] = 0
+        self._filled[:] = 0
+        self.units[1:] = NONE
+        self._none_units = 0
+        self._free_blocks = FreeList(self.num_blocks)
+        self._free_units = FreeList(self.num_units)
+
+    # -- sequences --------------------------------------------------------------------------
+
+    def map(self, seq_id: int, blocks: Blocks, length: int) -> None:
+        """Map a request's first `length` tokens to `blocks`, replacing what it had mapped.
+
+        Raises:
+            ValueError: the blocks do not fit the length.
+        """
+        ids = np.asarray(blocks, np.int32)
+        if len(ids) != self.shape.blocks_for(length):
+            raise ValueError(f"{length} tokens need {self.shape.blocks_for(length)} blocks, "
+                             f"got {len(ids)}")
+        self._refs[ids] += 1
+        self.unmap(seq_id)
+        self._sequences[seq_id] = _Sequence(ids, length)
+        self._mark_filled(ids, length)
+
+    def extend(self, seq_id: int, length: int, blocks: Blocks = ()) -> None:
+        """Grow a request to `length` tokens; `blocks` are those that begin in the new part."""
+        sequence = self._sequences[seq_id]
+        ids = np.asarray(blocks, np.int32)
+        if sequence.count + len(ids) != self.shape.blocks_for(length):
+            raise ValueError(f"{length} tokens need {self.shape.blocks_for(length)} blocks, "
+                             f"got {sequence.count + len(ids)}")
+        first_changed = max(sequence.count - 1, 0)
+        if len(ids):
+            self._refs[ids] += 1
+            sequence.append(ids)
+        sequence.length = length
+        self._mark_filled(sequence.blocks[first_changed:],
+                          length - first_changed * self.shape.block_tokens)
+
+    def unmap(self, seq_id: int) -> None:
+        """Forget a request; its blocks lose one reference each. Unknown ids are ignored."""
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None:
+            self.release(sequence.blocks)
+
+    def __contains__(self, seq_id: object) -> bool:
+        return seq_id in self._sequences
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        return list(self._sequences)
+
+    def blocks_of(self, seq_id: int) -> IntArray:
+        """Logical blocks of a request in token order. A view: valid until the next change."""
+        return self._sequences[seq_id].blocks
+
+    def length_of(self, seq_id: int) -> int:
+        return self._sequences[seq_id].length
+
+    def uncached_tokens(self, seq_id: int) -> int:
+        """Tokens of a request in blocks that lack a unit: the rows a step must recompute."""
+        if self._none_units == 0:
+            return 0
+        sequence = self._sequences[seq_id]
+        incomplete = (self.units[sequence.blocks] == NONE).any(axis=1)
+        return int(self._filled[sequence.blocks[incomplete]].sum())
+
+    def lookup(self, seq_id: int, token_id: int, layer_id: int) -> MapEntry:
+        """The map table: where the KV of one token in one layer is.
+
+        Raises:
+            KeyError: unknown request.
+            IndexError: token or layer out of range.
+        """
+        sequence = self._sequences[seq_id]
+        if not 0 <= token_id < sequence.length:
+            raise IndexError(f"sequence {seq_id} has {sequence.length} tokens, no {token_id}")
+        if not 0 <= layer_id < self.shape.num_layers:
+            raise IndexError(f"there are {self.shape.num_layers} layers, no {layer_id}")
+        block = int(sequence.blocks[token_id // self.shape.block_tokens])
+        unit = int(self.units[block, self.shape.group_of(layer_id)])
+        return MapEntry(
+            seq_id=seq_id,
+            token_id=token_id,
+            layer_id=layer_id,
+            logical_block_id=block,
+            physical_block_id=unit,
+            placement=Placement.NONE if unit == NONE else Placement.DEVICE,
+            filled=int(self._filled[block]),
+        )
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def statistics(self) -> PoolStatistics:
+        mapped = sum(s.length for s in self._sequences.values())
+        places = sum(s.count for s in self._sequences.values()) * self.shape.block_tokens
+        return PoolStatistics(
+            units_total=self._unit_limit,
+            units_free=max(self.free_units, 0),
+            blocks_total=self.num_blocks,
+            blocks_free=len(self._free_blocks),
+            none_units=self._none_units,
+            sequences=len(self._sequences),
+            mapped_tokens=mapped,
+            uncached_tokens=sum(self.uncached_tokens(s) for s in self._sequences),
+            occupancy=self.used_units / self._unit_limit,
+            fragmentation=1 - mapped / places if places else 0.0,
+        )
+
+    def check_integrity(self) -> None:
+        """Prove that every unit is free or owned exactly once, and every reference is owed.
+
+        Raises:
+            IntegrityError: naming the first contradiction found.
+        """
+        owned = self.units[1:][self.units[1:] != NONE]
+        accounted = np.concatenate([owned, self._free_units.ids])
+        if not np.array_equal(np.sort(accounted), np.arange(1, self.num_units + 1)):
+            raise IntegrityError("units: some unit is lost, or owned more than once")
+        free = np.zeros(self.num_blocks + 1, bool)
+        free[self._free_blocks.ids] = True
+        if int(free.sum()) != len(self._free_blocks):
+            raise IntegrityError("blocks: some block is on the free list more than once")
+        if np.any(free[1:] != (self._refs[1:] == 0)):
+            raise IntegrityError("blocks: a free block is referenced, or a held one is free")
+        if np.any(self.units[free] != NONE):
+            raise IntegrityError("blocks: a free block still holds units")
+        allocated = ~free
+        allocated[RESERVED] = False
+        if int(np.count_nonzero(self.units[allocated] == NONE)) != self._none_units:
+            raise IntegrityError("units: the count of missing units is wrong")
+        mapped = np.zeros_like(self._refs)
+        for seq_id, sequence in self._sequences.items():
+            if sequence.count != self.shape.blocks_for(sequence.length):
+                raise IntegrityError(f"sequence {seq_id}: blocks do not fit its length")
+            np.add.at(mapped, sequence.blocks, 1)
+        if np.any(mapped > self._refs):
+            raise IntegrityError("blocks: a sequence maps a block it holds no reference to")
+
+    # -- internals --------------------------------------------------------------------------
+
+    def _give_back_units(self, blocks: IntArray) -> None:
+        units = self.units[blocks]
+        self._free_units.give(units[units != NONE])
+        self.units[blocks] = NONE
+
+    def _mark_filled(self, blocks: IntArray, length: int) -> None:
+        """Note that `blocks` hold `length` tokens: all full but the last."""
+        if len(blocks) == 0:
+            return
+        self._filled[blocks[:-1]] = self.shape.block_tokens
+        tail = length - (len(blocks) - 1) * self.shape.block_tokens
+        self._filled[blocks[-1]] = max(self._filled[blocks[-1]], tail)

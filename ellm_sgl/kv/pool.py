@@ -1,0 +1,57 @@
+"""Physical KV memory: one buffer of units."""
+
+from __future__ import annotations
+
+import torch
+
+from ellm_sgl.kv.shape import PoolShape
+
+
+class KVPool:
+    """One buffer `[units + 1, F, 2, block_tokens, kv_heads, head_dim]`; unit 0 is scratch.
+
+    Layer l of group g is the column `[:, l mod F]`; K is index 0 of the third axis, V index 1.
+    A last, shorter group leaves its columns beyond the last layer unused: units of every group
+    are interchangeable, which is worth more than those columns.
+    """
+
+    def __init__(
+        self,
+        shape: PoolShape,
+        num_units: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+    ) -> None:
+        self.shape = shape
+        self.num_units = num_units
+        self.buffer = torch.zeros(
+            (num_units + 1, shape.layer_group, 2, shape.block_tokens, kv_heads, head_dim),
+            dtype=dtype,
+            device=device,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """K of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""
+        return self.buffer[:, layer % self.shape.layer_group, 0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """V of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""
+        return self.buffer[:, layer % self.shape.layer_group, 1]
+
+    def write(
+        self,
+        layer: int,
+        units: torch.Tensor,
+        offsets: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Store rows: `k`, `v` `[n, kv_heads, head_dim]` at (`units[i]`, `offsets[i]`), int64."""
+        self.keys(layer)[units, offsets] = k.to(self.buffer.dtype)
+        self.values(layer)[units, offsets] = v.to(self.buffer.dtype)

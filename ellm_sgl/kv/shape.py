@@ -1,0 +1,91 @@
+"""The vocabulary of the pool: token blocks, layer groups, units and placements (DESIGN §1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+NONE: Final = -1
+"""Unit id of a (block, group) that has no unit: its KV is recomputed when a step needs it."""
+
+
+class Placement(Enum):
+    """Where the KV of one (token block, layer group) is."""
+
+    DEVICE = "device"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """How tokens and layers are cut into units.
+
+    A token block is `block_tokens` consecutive tokens of one request; a layer group is
+    `layer_group` consecutive layers (the last one may be shorter); a unit is the KV of one
+    token block for one layer group.
+    """
+
+    num_layers: int
+    layer_group: int
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "layer_group", "block_tokens"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_layers // self.layer_group)
+
+    def group_of(self, layer: int) -> int:
+        """Layer group of `layer`."""
+        return layer // self.layer_group
+
+    def layers_below(self, depth: int) -> int:
+        """Number of layers in the lowest `depth` groups."""
+        return min(depth * self.layer_group, self.num_layers)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Token blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_tokens)
+
+
+@dataclass(frozen=True)
+class MapEntry:
+    """One answer of the map table: where the KV of (seq_id, token_id, layer_id) is."""
+
+    seq_id: int
+    token_id: int
+    layer_id: int
+    logical_block_id: int
+    physical_block_id: int
+    """Unit id, or `NONE`."""
+    placement: Placement
+    filled: int
+    """Tokens of the block that hold valid KV (1..block_tokens)."""
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """Occupancy of the pool. All figures are instantaneous counts, none is an estimate."""
+
+    units_total: int
+    """Units that may be in use (the current limit)."""
+    units_free: int
+    """Units that can be given out now; never negative."""
+    blocks_total: int
+    blocks_free: int
+    none_units: int
+    """(block, group) pairs of allocated blocks that have no unit."""
+    sequences: int
+    mapped_tokens: int
+    """Tokens of all sequences; a shared prefix counts once per sequence."""
+    uncached_tokens: int
+    """Mapped tokens in blocks that lack at least one unit."""
+    occupancy: float
+    """Units in use / units total, 0..1."""
+    fragmentation: float
+    """Share of token places in the mapped blocks that hold no token (tail blocks), 0..1."""

@@ -1,0 +1,214 @@
+"""The pool and the allocator that SGLang sees."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import KVCache
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.control import ElasticMemory
+from ellm_sgl.kv import KVPool, OutOfBlocksError, PageTable, PoolShape
+from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.server_args import policy_class
+from ellm_sgl.sglang.slots import extend_slots, pages_to_add
+
+logger = logging.getLogger(__name__)
+
+_device_tokens: int | None = None
+"""Tokens the device pool holds; decided before SGLang learns of the larger logical capacity."""
+
+
+def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -> Any:
+    """Hook after `_resolve_memory_pool_config`: SGLang gets logical capacity, we the physical.
+
+    The logical space holds four times the device pool, and beyond that two requests of the
+    model's full context, so that a request larger than the device still has addresses.
+    """
+    global _device_tokens
+    settings = _settings()
+    block = settings.block_tokens
+    device = settings.device_kv_tokens or config.max_total_num_tokens
+    _device_tokens = device // block * block
+    logical = 4 * _device_tokens + 2 * configurator.model_config.context_len
+    config.max_total_num_tokens = -(-logical // block) * block
+    return config
+
+
+def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVCache:
+    """Hook around `_build_token_to_kv_pool`: our pool, and with it this process's runtime."""
+    from sglang.srt.runtime_context import get_parallel
+
+    settings = _settings()
+    model = configurator.model_config
+    layers = configurator.layer_info.num_effective_layers
+    shape = PoolShape(layers, min(settings.layer_group, layers), settings.block_tokens)
+    sizes = _["sizes"]
+    assert _device_tokens is not None
+    units = shape.blocks_for(_device_tokens) * shape.num_groups
+    table = PageTable(shape, sizes.max_total_num_tokens // shape.block_tokens, units)
+    pool = KVPool(
+        shape,
+        units,
+        model.get_num_kv_heads(get_parallel().attn_tp_size),
+        model.head_dim,
+        configurator.kv_cache_dtype,
+        configurator.device,
+    )
+    policy = policy_class(settings.policy)(ratio=settings.ratio)
+    # A step may recompute as many rows as the longest request has, or as a prefill may bring.
+    transient = max(model.context_len, configurator.server_args.max_prefill_tokens)
+    ours: runtime.Runtime
+    elastic = ElasticMemory(table, policy, transient, lambda tokens: ours.reclaim(tokens))
+    ours = runtime.Runtime(settings, table, pool, elastic)
+    runtime.install(ours)
+    logger.info(
+        "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
+        "%d tokens logical",
+        _device_tokens, units, shape.layer_group, shape.block_tokens, pool.nbytes / 1e6,
+        sizes.max_total_num_tokens,
+    )  # fmt: skip
+    return EllmKVCache(pool, sizes.max_total_num_tokens, configurator)
+
+
+def build_allocator(
+    original: Callable[..., Any], configurator: Any, *, sizes: Any, token_to_kv_pool: Any, **_: Any
+) -> BaseTokenToKVPoolAllocator:
+    """Hook around `_build_token_to_kv_pool_allocator`."""
+    return EllmAllocator(
+        sizes.max_total_num_tokens,
+        runtime.current().table.shape.block_tokens,
+        configurator.kv_cache_dtype,
+        configurator.device,
+        token_to_kv_pool,
+        need_sort=False,
+    )
+
+
+def _settings() -> EllmConfig:
+    settings = EllmConfig.from_env()
+    assert settings is not None, "hooks of an enabled server run where eLLM is not enabled"
+    return settings
+
+
+class EllmKVCache(KVCache):  # type: ignore[misc]
+    """Our pool as SGLang's `KVCache`. Indices of its buffers are units, not slots."""
+
+    def __init__(self, pool: KVPool, logical_tokens: int, configurator: Any) -> None:
+        super().__init__(
+            logical_tokens,
+            pool.shape.block_tokens,
+            pool.buffer.dtype,
+            pool.shape.num_layers,
+            configurator.device,
+            enable_memory_saver=False,
+            start_layer=configurator.layer_info.start_layer,
+            end_layer=configurator.layer_info.end_layer,
+        )
+        self.pool = pool
+        self._finalize_allocation_log(pool.num_units // pool.shape.num_groups * self.page_size)
+
+    def get_kv_size_bytes(self) -> int:
+        return self.pool.nbytes
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.pool.keys(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self.pool.values(layer_id)
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def set_kv_buffer(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("KV is written by eLLM's attention backend, never by slot")
+
+
+class EllmAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
+    """Logical slots from the page table. A page of SGLang's is a token block of ours."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._table = runtime.current().table
+        self._elastic = runtime.current().elastic
+        self._group: list[torch.Tensor] = []
+        self.release_pages = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        """Free logical pages, for SGLang's own invariant checks."""
+        return torch.from_numpy(self._table.free_block_ids.astype("int64"))
+
+    @free_pages.setter
+    def free_pages(self, _: None) -> None:
+        """The base class's constructor sets None; the page table is what counts."""
+
+    def available_size(self) -> int:
+        return self._table.free_blocks * self.page_size
+
+    def clear(self) -> None:
+        """Free everything (`/flush_cache`, with nothing running; the tree is reset beside it)."""
+        self._table.clear()
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        zero = torch.zeros(1, dtype=torch.int64)
+        need = torch.tensor([need_size])
+        return self.alloc_extend(zero, zero, need, need, zero - 1, need_size)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        """Slots for prompts. Blocks for which no unit is left exist only while computed."""
+        return self._grow(prefix_lens_cpu, seq_lens_cpu, last_loc, all_placed=False)
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One slot per request; each must have its units, or None."""
+        return self._grow(seq_lens_cpu - 1, seq_lens_cpu, last_loc, all_placed=True)
+
+    def _grow(
+        self, before: torch.Tensor, after: torch.Tensor, last_slot: torch.Tensor, all_placed: bool
+    ) -> torch.Tensor | None:
+        count = int(pages_to_add(before, after, self.page_size).sum())
+        try:
+            blocks = self._table.allocate(count)
+        except OutOfBlocksError:
+            return None
+        if self._elastic.place(blocks) and all_placed:
+            self._table.release(blocks)
+            return None
+        pages = torch.from_numpy(blocks.astype("int64"))
+        return extend_slots(before, after, last_slot.cpu(), pages, self.page_size).to(self.device)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        self._free_pages(free_index // self.page_size)
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        # Tokens of a page are neighbours in a request's row: one of each page is enough.
+        tail = free_index[-start_pos % self.page_size :: self.page_size]
+        head = free_index[:1] if start_pos % self.page_size else free_index[:0]
+        self._free_pages(torch.cat([head, tail]) // self.page_size)
+
+    def free_group_end(self) -> None:
+        self.is_not_in_free_group = True
+        pages, self._group = self._group, []
+        if pages:
+            self._free_pages(torch.cat(pages))
+
+    def _free_pages(self, pages: torch.Tensor) -> None:
+        if self.is_not_in_free_group:
+            self._table.release(torch.unique(pages).numpy())
+        else:
+            self._group.append(pages)

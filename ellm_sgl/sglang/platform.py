@@ -1,0 +1,55 @@
+"""SGLang on any x86 CPU: an out-of-tree platform built from SGLang's own parts.
+
+SGLang's CPU engine needs a build of sgl-kernel with AMX; this platform needs none of it: layers
+run their `forward_native`, attention is `torch_native` (or eLLM's when enabled).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+ATTENTION_BACKEND = "torch_native"
+"""SGLang takes its paths without Triton kernels for this name, whatever class it stands for."""
+
+
+class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """An x86 host without accelerator and without AMX."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def get_device(self, local_rank: int = 0) -> Any:
+        # SGLang's base class answers a torch.device, but its only caller takes a string apart.
+        return "cpu"
+
+    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
+        if server_args.attention_backend is None:
+            server_args.attention_backend = ATTENTION_BACKEND
+        server_args.sampling_backend = "pytorch"
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_mha_kv_pool_cls(self) -> type[Any]:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type[Any]:
+        from ellm_sgl.sglang.cpu_allocator import CpuPagedAllocator
+
+        return CpuPagedAllocator
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"

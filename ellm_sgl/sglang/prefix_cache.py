@@ -1,0 +1,133 @@
+"""SGLang's prefix caches over a pool in which a cached block may have lost its units.
+
+What the tree holds is always as good as resident to others: a match ends at the first block that
+lacks a unit, and what lies beyond goes when the request that used it leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.registry import (
+    TreeCacheBuildContext,
+    register_radix_cache_backend,
+    registered_radix_cache_backends,
+)
+
+from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.server_args import PREFIX_CACHE
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+
+def register_prefix_cache() -> None:
+    """Register the factory under the name that `server_args` selects."""
+    if PREFIX_CACHE not in registered_radix_cache_backends():
+        register_radix_cache_backend(PREFIX_CACHE, _build)
+
+
+def _build(context: TreeCacheBuildContext) -> RadixCache | ChunkCache:
+    kind = EllmChunkCache if context.disable_radix_cache else EllmRadixCache
+    cache = kind(context.params)
+    runtime.current().prefix_cache = cache
+    return cache
+
+
+class EllmChunkCache(ChunkCache):  # type: ignore[misc]
+    """`--disable-radix-cache`: no sharing; a finished request's blocks are free at once."""
+
+    def cache_finished_req(
+        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
+    ) -> None:
+        runtime.current().forget_request(req)
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+
+
+class EllmRadixCache(RadixCache):  # type: ignore[misc]
+    """The radix tree; see the module's docstring."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._table = runtime.current().table
+        self._match_all = False
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix whose KV is all there."""
+        result = super().match_prefix(params)
+        if self._match_all:
+            return result
+        resident = self._resident_tokens(result.device_indices)
+        if resident == len(result.device_indices):
+            return result
+        # Match again up to there: this splits the node at the boundary.
+        return super().match_prefix(dataclasses.replace(params, key=params.key[:resident]))
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Insert, and give the tree back any KV that the request has and the tree had lost."""
+        cached = super().match_prefix(MatchPrefixParams(key=params.key)).device_indices
+        lost = self._table.depth(cached[:: self.page_size].numpy() // self.page_size) > 0
+        for i in np.flatnonzero(lost):
+            at = int(i) * self.page_size
+            old, new = (int(t[at]) // self.page_size for t in (cached, params.value))
+            if old != new:
+                self._table.adopt(old, new)
+        return super().insert(params)
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        """The tree takes over a prefilled request's blocks, or gives it those it has."""
+        self._match_all = True  # the request's own blocks, whether resident or not
+        try:
+            super().cache_unfinished_req(req, chunked)
+        finally:
+            self._match_all = False
+        length = self._table.length_of(int(req.req_pool_idx))
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
+        runtime.current().map_request(req, row.cpu().numpy(), length)
+
+    def cache_finished_req(
+        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
+    ) -> None:
+        """Keep a finished request's blocks as far as they are all there."""
+        tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
+        key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(key)]
+        resident = self._resident_tokens(row)
+        runtime.current().forget_request(req)
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        if resident < len(key):
+            self._drop_beyond(key, resident)
+
+    def _resident_tokens(self, slots: torch.Tensor) -> int:
+        """Leading tokens, whole blocks, whose units are all there. `slots`: in token order."""
+        blocks = slots[:: self.page_size].cpu().numpy() // self.page_size
+        incomplete = np.flatnonzero(self._table.depth(blocks))
+        return int(incomplete[0]) * self.page_size if len(incomplete) else len(slots)
+
+    def _drop_beyond(self, key: RadixKey, tokens: int) -> None:
+        """Delete what the tree holds of `key` beyond `tokens`, unless a request still uses it."""
+        matched, node = self._match_prefix_helper(self.root_node, key[:tokens])
+        if sum(map(len, matched)) != tokens:
+            return
+        below = node.children.get(key[tokens:].child_key(self.page_size))
+        if below is None or below.lock_ref > 0:
+            return
+        for dead in _children_first(below):
+            self.token_to_kv_pool_allocator.free_segment(dead.value, start_pos=0)
+            self._delete_leaf(dead)
+
+
+def _children_first(root: TreeNode) -> list[TreeNode]:
+    """The nodes of a subtree, every child before its parent."""
+    order = [root]
+    for node in order:
+        order += node.children.values()
+    return order[::-1]

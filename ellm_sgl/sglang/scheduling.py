@@ -1,0 +1,105 @@
+"""Hooks where SGLang's scheduler decides about memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ellm_sgl.sglang import runtime
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+
+_SURPLUS = "_ellm_surplus"
+"""Attribute of a `PrefillAdder`: (eventual, present) slots that exist but have no memory."""
+
+
+def map_extended(result: Any, batch: ScheduleBatch) -> Any:
+    """After `alloc_for_extend`: note the blocks of every request in a prefill batch."""
+    ours = runtime.current()
+    rows = batch.req_to_token_pool.req_to_token
+    for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+        ours.map_request(req, rows[req.req_pool_idx, :length].cpu().numpy(), length)
+    return result
+
+
+def map_decoded(out_cache_loc: Any, batch: ScheduleBatch, token_per_req: int) -> Any:
+    """After `alloc_for_decode`: note the block a request begins, if it begins one."""
+    table = runtime.current().table
+    block_tokens = table.shape.block_tokens
+    slots = out_cache_loc.cpu().numpy()
+    for req, slot in zip(batch.reqs, slots, strict=True):
+        length = table.length_of(int(req.req_pool_idx)) + 1
+        begun = length % block_tokens == 1 or block_tokens == 1
+        blocks = np.array([slot // block_tokens] if begun else [], np.int32)
+        table.extend(int(req.req_pool_idx), length, blocks)
+    return out_cache_loc
+
+
+def check_decode_memory(
+    original: Callable[..., bool],
+    batch: ScheduleBatch,
+    selected_indices: Sequence[int] | None = None,
+) -> bool:
+    """Around `check_decode_mem`: make room for the next token of each request by evicting.
+
+    False, whereupon SGLang retracts a request, only when the rows to recompute no longer fit the
+    transient buffer, or the requests are so many that not even their last blocks fit.
+    """
+    if not original(batch, selected_indices=selected_indices):
+        return False
+    elastic, shape = runtime.current().elastic, runtime.current().table.shape
+    tokens = batch.new_tokens_required_next_decode(selected_indices)
+    if not elastic.make_room(tokens // shape.block_tokens * shape.num_groups):
+        return False
+    reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
+    return elastic.fits_transient(int(req.req_pool_idx) for req in reqs)
+
+
+def count_retractions(result: Any, batch: ScheduleBatch, server_args: Any) -> Any:
+    """After `retract_decode`: (retracted requests, new token ratio, aborted requests)."""
+    retracted, _, aborted = result
+    runtime.current().elastic.totals.retractions += len(retracted) + len(aborted)
+    return result
+
+
+def apply_targets(batch: ScheduleBatch) -> None:
+    """Before `prepare_for_decode`: bring the batch to the policy's ratios."""
+    runtime.current().elastic.apply_targets([int(req.req_pool_idx) for req in batch.reqs])
+
+
+def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> None:
+    """After `PrefillAdder.__init__`: charge it for the slots that have no memory behind them."""
+    reclaimable = adder.tree_cache.evictable_size()
+    slots = adder.token_to_kv_pool_allocator.available_size() + reclaimable
+    now, eventually = runtime.current().elastic.admission_tokens(reclaimable)
+    setattr(adder, _SURPLUS, (max(slots - eventually, 0), max(slots - now, 0)))
+    _charge(adder, 1)
+
+
+def admit_first(original: Callable[..., Any], adder: PrefillAdder, *args: Any, **kwargs: Any) -> Any:
+    """Around `add_one_req`: a request that would have the device to itself may be larger."""
+    alone = not adder.can_run_list and not adder.running_batch.reqs
+    return _unlimited(original, adder, args, kwargs) if alone else original(adder, *args, **kwargs)
+
+
+def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, *args: Any) -> Any:
+    """Around `add_chunked_req`: later chunks evict earlier ones where they must."""
+    return _unlimited(original, adder, args, {})
+
+
+def _unlimited(original: Callable[..., Any], adder: PrefillAdder, args: Any, kwargs: Any) -> Any:
+    _charge(adder, -1)
+    try:
+        return original(adder, *args, **kwargs)
+    finally:
+        _charge(adder, 1)
+
+
+def _charge(adder: PrefillAdder, sign: int) -> None:
+    eventual, present = getattr(adder, _SURPLUS)
+    adder.rem_total_token_offset += sign * eventual
+    adder.cur_rem_token_offset += sign * present

@@ -1,0 +1,156 @@
+"""Flags, and what of SGLang's arguments goes together with eLLM."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.sglang.platform_entry import activate
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+OFF = "off"
+PREFIX_CACHE = "ellm"
+
+ARCHITECTURES = frozenset({
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+})  # fmt: skip
+"""Models proved exact by `ellm-sgl verify` in the test suite."""
+
+_NOT_SUPPORTED: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("--speculative-algorithm", lambda a: a.speculative_algorithm is not None),
+    ("--enable-lora", lambda a: bool(a.enable_lora or a.lora_paths)),
+    ("--pipeline-parallel-size", lambda a: a.pp_size > 1),
+    ("--data-parallel-size", lambda a: a.dp_size > 1),
+    ("--enable-dp-attention", lambda a: a.enable_dp_attention),
+    ("--disaggregation-mode", lambda a: a.disaggregation_mode != "null"),
+    ("--enable-hierarchical-cache", lambda a: a.enable_hierarchical_cache),
+    ("--enable-lmcache", lambda a: a.enable_lmcache),
+    ("--enable-streaming-session", lambda a: a.enable_streaming_session),
+    ("--enable-two-batch-overlap", lambda a: a.enable_two_batch_overlap),
+    ("--enable-pdmux", lambda a: a.enable_pdmux),
+    ("--enable-torch-compile", lambda a: a.enable_torch_compile),
+    ("--enable-memory-saver", lambda a: a.enable_memory_saver),
+    ("--is-embedding", lambda a: a.is_embedding),
+    ("--kv-cache-dtype", lambda a: a.kv_cache_dtype not in _PLAIN_KV_DTYPES),
+)
+_PLAIN_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
+
+
+def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
+    """Hook after `ServerArgs.add_cli_args`."""
+    group = parser.add_argument_group("eLLM (partial KV caching; enabled by --ellm-policy)")
+    group.add_argument(
+        "--ellm-policy",
+        metavar="NAME",
+        help=f"Enable eLLM with this policy (fixed-ratio). '{OFF}' is stock SGLang.",
+    )
+    for flag, kind, text in (
+        ("--ellm-ratio", float, "Target share r of each request's tokens left uncached, 0 <= r < 1 "
+         "(fixed-ratio policy). Default 0: all cached until memory runs out."),
+        ("--ellm-layer-group", int, "Layers per layer group (F). Default 4."),
+        ("--ellm-block-tokens", int, "Tokens per block; also SGLang's page size. Default 16."),
+        ("--ellm-device-kv-tokens", int,
+         "Tokens of KV that the device pool holds. Default: what SGLang finds room for."),
+    ):  # fmt: skip
+        group.add_argument(flag, type=_number(kind), metavar="N", help=text)
+
+
+def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> ServerArgs:
+    """Hook around `ServerArgs.from_cli_args`: settings first, so that the check sees them."""
+    given = {
+        name.removeprefix("ellm_"): value
+        for name, value in vars(args).items()
+        if name.startswith("ellm_") and value is not None
+    }
+    policy = given.get("policy")
+    try:
+        if given and policy is None:
+            flag = next(iter(given)).replace("_", "-")
+            raise ConfigError(f"--ellm-{flag} needs --ellm-policy, which enables eLLM")
+        if given and policy != OFF:
+            config = EllmConfig(**given)
+            policy_class(config.policy)
+            config.to_env()
+    except ConfigError as error:
+        _refuse(str(error))
+    return original(cls, args)
+
+
+def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
+    """Hook around `ServerArgs.__post_init__`: adapt what eLLM needs, refuse what it lacks."""
+    config = EllmConfig.from_env()
+    if config is None:
+        return original(args)
+    if args.page_size not in (None, config.block_tokens):
+        _refuse(
+            f"--page-size {args.page_size}: eLLM's blocks are SGLang's pages; leave it out, or "
+            f"give the value of --ellm-block-tokens ({config.block_tokens})"
+        )
+    if args.radix_cache_backend not in (None, PREFIX_CACHE):
+        _refuse(f"--radix-cache-backend {args.radix_cache_backend}: eLLM brings its own; leave "
+                "it out")
+    args.page_size = config.block_tokens
+    args.radix_cache_backend = PREFIX_CACHE
+    original(args)
+    if args.model_path.lower() in ("none", "dummy"):
+        return None
+    for flag, is_set in _NOT_SUPPORTED:
+        if is_set(args):
+            _refuse(f"{flag}: not supported together with eLLM; leave it out or use "
+                    f"--ellm-policy {OFF}")
+    if activate() is None:
+        _refuse(f"--ellm-policy: eLLM runs on x86 CPU hosts so far, and this host is none; use "
+                f"--ellm-policy {OFF}")
+    if args.attention_backend != "torch_native":
+        _refuse(f"--attention-backend {args.attention_backend}: eLLM brings its own attention; "
+                "leave it out")
+    architectures = args.get_model_config().hf_config.architectures or ["(none named)"]
+    if not ARCHITECTURES.issuperset(architectures):
+        _refuse(
+            f"--model-path {args.model_path}: architecture {', '.join(architectures)} is not "
+            f"supported by eLLM ({', '.join(sorted(ARCHITECTURES))} are); use --ellm-policy {OFF}"
+        )
+    return None
+
+
+def policy_class(name: str) -> Any:
+    """The policy registered as `name` under the entry-point group `ellm_sgl.policies`.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    from importlib.metadata import entry_points
+
+    found = {e.name: e for e in entry_points(group="ellm_sgl.policies")}
+    if name not in found:
+        raise ConfigError(
+            f"--ellm-policy {name}: no such policy; installed: {', '.join(sorted(found))}"
+        )
+    return found[name].load()
+
+
+def _number(kind: type) -> Callable[[str], Any]:
+    """An argparse type whose error is one sentence, without SGLang's 300 lines of usage."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            _refuse(f"{text!r} is not a number ({kind.__name__}) in an --ellm-* flag")
+
+    return parse
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"ellm-sgl: error: {message}", file=sys.stderr)
+    sys.exit(2)

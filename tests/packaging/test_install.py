@@ -1,0 +1,197 @@
+"""The same imports from a checkout, an editable install and the wheel; and what the wheel holds.
+
+Everything happens in copies under pytest's temporary folder; no registry is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKED = ("policies", "kernels", "eval")
+IMPORTS = ("ellm_sgl", *(f"ellm_sgl.{name}" for name in LINKED))
+
+
+def run(*command: object, cwd: Path, **env: str) -> str:
+    """Run a command free of the caller's Python path; its output, or a failure that shows it."""
+    clean = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONHOME"}}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**clean, **env},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a commit of the working tree would hold: building it leaves nothing in the real one."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout")
+    copy = tmp_path_factory.mktemp("checkout")
+    listed = run("git", "ls-files", "-co", "--exclude-standard", "-z", cwd=ROOT)
+    for name in filter(None, listed.split("\0")):
+        if os.path.lexists(ROOT / name):  # deleted, and not yet committed, otherwise
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def dist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel built from that sdist."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, cwd=checkout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    return next(dist.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that `pip install -e` makes and installs (PEP 660)."""
+    folder = tmp_path_factory.mktemp("editable")
+    hook = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    run(sys.executable, "-c", hook, folder, cwd=checkout)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Links to the packages of the running environment, less its own ellm-sgl."""
+    folder = tmp_path_factory.mktemp("dependencies")
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "ellm_sgl" not in entry.name and entry.suffix != ".pth":
+            (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+class Environment:
+    """A throw-away virtual environment that sees `dependencies` behind its own packages."""
+
+    def __init__(self, folder: Path, dependencies: Path, wheel: Path | None = None) -> None:
+        venv.create(folder, symlinks=True)
+        self.python = folder / "bin" / "python"
+        self.site = next(folder.glob("lib/python3*/site-packages"))
+        if wheel is not None:
+            pip = (sys.executable, "-m", "pip", "--python", self.python)
+            run(*pip, "install", "-q", "--no-index", "--no-deps", wheel, cwd=folder)
+        self.installed = {entry.name for entry in self.site.iterdir()}
+        (self.site / "dependencies.pth").write_text(f"{dependencies}\n")
+
+    def origins(self, cwd: Path, **env: str) -> list[Path]:
+        """Import all of `IMPORTS`; the folders they came from, links resolved."""
+        code = (
+            "import importlib, sys\n"
+            "for name in sys.argv[1:]: print(importlib.import_module(name).__file__)"
+        )
+        lines = run(self.python, "-c", code, *IMPORTS, cwd=cwd, **env).splitlines()
+        return [Path(line).resolve().parent for line in lines]
+
+    def finds(self, name: str, cwd: Path) -> bool:
+        """Whether `import name` would find something of this environment's own packages."""
+        code = (
+            "import importlib.util, sys\nspec = importlib.util.find_spec(sys.argv[1])\nprint(spec)"
+        )
+        return str(self.site.parent) in run(self.python, "-c", code, name, cwd=cwd)
+
+    def entry_points(self, group: str, cwd: Path) -> set[str]:
+        code = (
+            "import sys; from importlib.metadata import entry_points\n"
+            "for point in entry_points(group=sys.argv[1]): print(point.name, point.value)"
+        )
+        return set(run(self.python, "-c", code, group, cwd=cwd).splitlines())
+
+
+def test_wheel_installs_one_package_of_real_files(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        infos = {info.filename: info for info in archive.infolist()}
+    top = {name.split("/")[0] for name in infos}
+    assert top == {"ellm_sgl", next(name for name in top if name.endswith(".dist-info"))}
+    for name in LINKED:
+        assert infos[f"ellm_sgl/{name}/__init__.py"].file_size > 0
+    assert infos["ellm_sgl/demo_model/model.safetensors"].file_size > 100_000
+    assert "ellm_sgl/py.typed" in infos
+    assert not any(name.endswith(".pth") for name in infos)
+
+
+def test_wheel_holds_whatever_the_checkout_holds(checkout: Path, wheel: Path) -> None:
+    """No module of a folder without __init__.py, no data file of a forgotten kind, is left out."""
+    expected = set()
+    for folder in ("ellm_sgl", *LINKED):
+        for path in (checkout / folder).rglob("*"):
+            if path.is_file() and path.suffix not in {".md", ".pyc"}:
+                name = path.relative_to(checkout).as_posix()
+                expected.add(name if folder == "ellm_sgl" else f"ellm_sgl/{name}")
+    with zipfile.ZipFile(wheel) as archive:
+        assert expected <= set(archive.namelist()), expected - set(archive.namelist())
+
+
+def test_sdist_holds_no_links(dist: Path) -> None:
+    with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
+        members = archive.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members)
+    assert any(member.name.endswith("/ellm_sgl/kernels/__init__.py") for member in members)
+
+
+def test_imports_from_the_wheel(wheel: Path, dependencies: Path, tmp_path: Path) -> None:
+    before = Environment(tmp_path / "empty", dependencies).installed
+    env = Environment(tmp_path / "venv", dependencies, wheel)
+    added = env.installed - before
+    assert added == {"ellm_sgl", next(name for name in added if name.endswith(".dist-info"))}
+    package = env.site / "ellm_sgl"
+    assert env.origins(tmp_path) == [package, *(package / name for name in LINKED)]
+    assert env.finds("ellm_sgl", tmp_path)
+    for name in (*LINKED, "tests"):
+        assert not env.finds(name, tmp_path), f"the wheel installs a top-level {name}"
+    for group, point in {
+        "console_scripts": "ellm-sgl ellm_sgl.serve.cli:main",
+        "sglang.srt.platforms": "ellm_cpu ellm_sgl.sglang.platform_entry:activate",
+        "sglang.srt.plugins": "ellm ellm_sgl.sglang.plugin:register",
+        "ellm_sgl.policies": "fixed-ratio ellm_sgl.policies.fixed_ratio:FixedRatio",
+    }.items():
+        assert point in env.entry_points(group, tmp_path)
+
+
+def test_imports_from_an_editable_install(
+    checkout: Path, editable: Path, dependencies: Path, tmp_path: Path
+) -> None:
+    env = Environment(tmp_path / "venv", dependencies, editable)
+    folders = [checkout / "ellm_sgl", *(checkout / name for name in LINKED)]
+    assert env.origins(tmp_path) == folders
+
+
+def test_imports_from_a_checkout(checkout: Path, dependencies: Path, tmp_path: Path) -> None:
+    env = Environment(tmp_path / "venv", dependencies)
+    folders = [checkout / "ellm_sgl", *(checkout / name for name in LINKED)]
+    assert env.origins(checkout) == folders
+    assert env.origins(tmp_path, PYTHONPATH=str(checkout)) == folders
+
+
+def test_the_folder_kernels_is_not_taken_for_hugging_face_kernels(
+    checkout: Path, dependencies: Path, tmp_path: Path
+) -> None:
+    """With the checkout as working directory, transformers finds our folder `kernels`, and fails
+    unless that folder has a version to decline."""
+    env = Environment(tmp_path / "venv", dependencies)
+    code = "from transformers.utils import is_kernels_available; assert not is_kernels_available()"
+    run(env.python, "-c", code, cwd=checkout)
