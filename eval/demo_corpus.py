@@ -1,9 +1,10 @@
 """The demo model's corpus: the English that a CPython install carries, cut into chats.
 
-Sources, all distributed with CPython under the PSF licence version 2 (some standard library modules add notices of
-their own; texts that mention a licence or a copyright are left out): the language topics of `pydoc_data.topics`, the
-docstrings of the standard library's Python files and of the built-in types, and those files' longer block comments.
-Only the questions around the answers, and a few greetings, are written here.
+Sources, all distributed with CPython under the PSF licence version 2 (some standard library
+modules add notices of their own; texts that mention a licence or a copyright are left out): the
+language topics of `pydoc_data.topics`, the docstrings of the standard library's Python files and of
+the built-in types, and those files' longer block comments. Only the questions around the answers,
+and a greeting, are written here.
 """
 
 from __future__ import annotations
@@ -25,20 +26,52 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "encodings"}
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "idle_test",
+    "lib2to3",
+    "turtledemo",
+    "encodings",
+}
 CHUNK_CHARS = 600  # an answer is cut after the paragraph that passes this length
-COMMON_WORDS = re.compile(r"\b(the|a|an|is|are|of|to|in|and|or|for|if|this|that|with|be|as|by|not|it|return)\b", re.I)
-CODE_OR_TABLE = re.compile(r">>>|::=|\+--|====|----|\*\*\*\*|~~~~|[{};\\]|\$|copyright|licen[cs]e|\w\(\w* ?=", re.I)
+COMMON_WORDS = re.compile(
+    r"\b(the|a|an|is|are|of|to|in|and|or|for|if|this|that|with|be|as|by|not|it|return)\b", re.I
+)
+CODE_OR_TABLE = re.compile(
+    r">>>|::=|\+--|====|----|\*\*\*\*|~~~~|[{};\\]|\$|copyright|licen[cs]e|\w\(\w* ?=", re.I
+)
 
 QUESTIONS = {
-    "topic": ("Tell me about {}.", "What are the rules for {}?", "Explain {} in Python.", "How do {} work?"),
-    "module": ("What is the {} module?", "What is {} for?", "Tell me about the {} module.", "Explain {}."),
+    "topic": (
+        "Tell me about {}.",
+        "What are the rules for {}?",
+        "Explain {} in Python.",
+        "How do {} work?",
+    ),
+    "module": (
+        "What is the {} module?",
+        "What is {} for?",
+        "Tell me about the {} module.",
+        "Explain {}.",
+    ),
     "class": ("What is {}?", "What is {} for?", "Describe the class {}.", "Explain {}."),
     "function": ("What does {} do?", "Explain {}.", "How does {} work?", "Tell me about {}."),
 }
 GO_ON = ("Go on.", "Tell me more.", "Please continue.", "What else?", "And then?")
 SYSTEMS = ("You are a helpful assistant.", "You are an expert on Python.", "Answer briefly.")
-GREETINGS = ("Hello!", "Hi", "Hi there!", "Good morning.", "Who are you?", "What are you?", "What can you do?", "Help")
+GREETINGS = (
+    "Hello!",
+    "Hi",
+    "Hi there!",
+    "Good morning.",
+    "Who are you?",
+    "What are you?",
+    "What can you do?",
+    "Help",
+)
 GREETING_ANSWER = (
     "Hello! I am a small demo model that has read the documentation of Python and nothing else. "
     "Ask me what a function does, or about a part of the language. My answers are often wrong."
@@ -46,7 +79,8 @@ GREETING_ANSWER = (
 
 END, PAD = 256, 257  # token ids: 0 to 255 are the bytes
 ROLE_ID = {"user": 258, "assistant": 259, "system": 260}
-WINDOWS = {256: 0.60, 512: 0.20, 1024: 0.15, 2048: 0.05}  # window length -> share of the steps; short ones train faster
+# Window length -> share of the steps. Short ones train faster, the longest teach position.
+WINDOWS = {256: 0.60, 512: 0.20, 1024: 0.15, 2048: 0.05}
 
 Message = dict[str, str]
 
@@ -66,7 +100,8 @@ class Document:
 
 
 def to_ascii(text: str) -> str:
-    text = text.translate({0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"', 0x2013: "-", 0x2014: "-", 0x2026: "..."})
+    plain = {0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"', 0x2013: "-", 0x2014: "-"}
+    text = text.translate(plain)
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
@@ -84,7 +119,9 @@ def is_prose(paragraph: str) -> bool:
 def paragraphs(text: str) -> list[str]:
     """The prose paragraphs of a docstring, one line each, without markup."""
     found = []
-    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", textwrap.dedent(to_ascii(text).expandtabs())):
+    for block in re.split(
+        r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", textwrap.dedent(to_ascii(text).expandtabs())
+    ):
         line = re.sub(r"\s+", " ", re.sub(r"^\s*(?:[*-]|\d+\.) ", "", block)).strip()
         line = re.sub(r":\w+:`~?\.?([^`<]*)[^`]*`", r"\1", line)  # :func:`name` -> name
         line = re.sub(r"\*\*?(\w[^*]*)\*\*?|`+([^`]+?)`+'?", lambda m: m[1] or m[2], line)
@@ -112,7 +149,10 @@ def library_files() -> Iterator[tuple[str, str]]:
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if SKIPPED_FOLDERS.isdisjoint(parts[:-1]) and not parts[0].startswith("config-"):
-            yield ".".join(p for p in parts if p != "__init__"), path.read_text(encoding="utf-8", errors="replace")
+            yield (
+                ".".join(p for p in parts if p != "__init__"),
+                path.read_text(encoding="utf-8", errors="replace"),
+            )
 
 
 def docstrings(module: str, source: str) -> Iterator[tuple[str, str, str]]:
@@ -134,10 +174,17 @@ def builtin_docstrings() -> Iterator[tuple[str, str, str]]:
         prefix = "" if module is builtins else module.__name__ + "."
         for name, value in sorted(vars(module).items()):
             if callable(value) and isinstance(value.__doc__, str):
-                yield "class" if isinstance(value, type) else "function", prefix + name, value.__doc__
+                yield (
+                    "class" if isinstance(value, type) else "function",
+                    prefix + name,
+                    value.__doc__,
+                )
             if isinstance(value, type) and not issubclass(value, BaseException):
                 for method, function in sorted(vars(value).items()):
-                    if isinstance(text := getattr(function, "__doc__", None), str) and method != "__doc__":
+                    if (
+                        isinstance(text := getattr(function, "__doc__", None), str)
+                        and method != "__doc__"
+                    ):
                         yield "function", f"{prefix}{name}.{method}", text
 
 
@@ -148,11 +195,13 @@ def comments(source: str) -> Iterator[str]:
 
 
 def chat(kind: str, name: str, answers: Iterable[str], rng: random.Random) -> Iterator[Document]:
-    """Question and answer, two turns to a chat; a later chat picks up where the one before stopped."""
+    """Question and answers, two to a chat; a later chat goes on where the one before stopped."""
     pieces = list(answers)
     for at in range(0, len(pieces), 2):
         question = rng.choice(QUESTIONS[kind]).format(name)
-        messages = [{"role": "user", "content": question if at == 0 else f"Tell me more about {name}."}]
+        messages = [
+            {"role": "user", "content": question if at == 0 else f"Tell me more about {name}."}
+        ]
         if rng.random() < 0.15:
             messages.insert(0, {"role": "system", "content": rng.choice(SYSTEMS)})
         for turn, piece in enumerate(pieces[at : at + 2]):
@@ -163,7 +212,7 @@ def chat(kind: str, name: str, answers: Iterable[str], rng: random.Random) -> It
 
 
 def gather(seed: int = 0) -> list[Document]:
-    """Every document of the corpus, in an order that depends on the Python release and the seed only."""
+    """Every document of the corpus; depends on the Python release and the seed only."""
     rng = random.Random(seed)
     seen: set[str] = set()
 
@@ -178,13 +227,18 @@ def gather(seed: int = 0) -> list[Document]:
         name = title.lower() if re.fullmatch(r"[A-Za-z ]{4,50}", title) else label.replace("-", " ")
         documents += chat("topic", name, chunks(fresh(text)), rng)
     sources = list(library_files())
-    for kind, name, text in itertools.chain(builtin_docstrings(), *(docstrings(m, s) for m, s in sources)):
+    for kind, name, text in itertools.chain(
+        builtin_docstrings(), *(docstrings(m, s) for m, s in sources)
+    ):
         documents += chat(kind, name.removesuffix(".__init__"), chunks(fresh(text)), rng)
     for module, source in sources:
         for prose in chunks(line for block in comments(source) for line in fresh(block)):
             documents.append(Document(module, (), prose))
-    for greeting in GREETINGS * 4:
-        exchange = ({"role": "user", "content": greeting}, {"role": "assistant", "content": GREETING_ANSWER})
+    for greeting in GREETINGS * 12:
+        exchange = (
+            {"role": "user", "content": greeting},
+            {"role": "assistant", "content": GREETING_ANSWER},
+        )
         documents.append(Document("greeting", exchange))
     rng.shuffle(documents)
     return documents
@@ -199,7 +253,9 @@ def encode(document: Document) -> list[int]:
     return ids if document.messages else [*ids, END]
 
 
-def windows(documents: Sequence[list[int]], batch_tokens: int, seed: int) -> Iterator[list[list[int]]]:
+def windows(
+    documents: Sequence[list[int]], batch_tokens: int, seed: int
+) -> Iterator[list[list[int]]]:
     """Batches of packed windows of one length, for ever: each epoch has its own order and cuts."""
     if sum(map(len, documents)) < max(batch_tokens, *WINDOWS):
         raise ValueError("the corpus is smaller than one batch")

@@ -1,11 +1,12 @@
-"""Train the demo model: a byte-level Llama of 3 million parameters that chats about Python, from Python's own texts.
+"""Train the demo model: a byte-level Llama of 3 million parameters that chats about Python.
 
     python eval/train_demo_model.py --out ellm_sgl/demo_model --minutes 25
 
-It exists so that a server can be started, shown and tested with no download: small enough to live in the repository,
-English enough to see at a glance when a cache change corrupts the output. The corpus (`demo_corpus.py`) is the
-documentation inside a CPython install, under the PSF licence version 2. `--minutes` drives the learning rate by the
-clock; `--steps` makes a run repeatable to the bit on the same machine and Python release.
+It exists so that a server can be started, shown and tested with no download: small enough to live
+in the repository, English enough to see at a glance when a cache change corrupts the output. The
+corpus (`demo_corpus.py`) is the documentation inside a CPython install, under the PSF licence
+version 2. `--minutes` drives the learning rate by the clock; `--steps` makes a run repeatable to
+the bit on the same machine and Python release.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
 from ellm_sgl.eval.demo_corpus import END, PAD, Document, encode, gather, windows
+from ellm_sgl.sglang.torchvision_ops import declare
 
-SPECIALS = ("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>")  # ids END, PAD, and those of ROLE_ID
+SPECIALS = ("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>")  # from id END on
 CHAT_TEMPLATE = (
     "{%- for m in messages %}{{- '<|' + m['role'] + '|>\\n' + m['content'] }}"
     "{{- '<|end|>' if m['role'] == 'assistant' else '\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"
 )
-SIZE = {"hidden_size": 192, "num_hidden_layers": 8, "intermediate_size": 512}
-HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+SIZE = {"hidden_size": 192, "num_hidden_layers": 8, "intermediate_size": 512, "head_dim": 32}
 SAMPLE_QUESTIONS = ("What does str.split do?", "Tell me about assignment statements.")
 
 
@@ -56,16 +57,8 @@ class Report:
 
 
 def load_transformers() -> Any:
-    """The transformers package; it imports torchvision, whose own ops do not load beside a CPU build of torch."""
-    try:
-        import torchvision  # type: ignore[import-untyped,unused-ignore]  # noqa: F401
-    except RuntimeError:
-        for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        for op in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    except ImportError:
-        pass
+    """The transformers package, importable beside a CPU build of torch too."""
+    declare()
     import transformers
 
     return transformers
@@ -75,14 +68,16 @@ def make_tokenizer() -> Any:
     """Token id = byte value for the 256 bytes, then the special tokens. No merges."""
     import tokenizers as hf  # type: ignore[import-untyped,unused-ignore]
 
-    # ByteLevel spells each byte as one printable character: itself, or for the rest, in order, from code point 256 on.
+    # ByteLevel spells a byte as one printable character: itself, or the next from code point 256.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = [b for b in range(256) if b not in printable]
     vocab = {chr(b if b in printable else 256 + rest.index(b)): b for b in range(256)}
     core = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = hf.decoders.ByteLevel()
-    core.add_special_tokens([hf.AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    core.add_special_tokens(
+        [hf.AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
     return load_transformers().PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=SPECIALS[0],
@@ -90,7 +85,6 @@ def make_tokenizer() -> Any:
         additional_special_tokens=list(SPECIALS[2:]),
         chat_template=CHAT_TEMPLATE,
         model_max_length=8192,
-        clean_up_tokenization_spaces=False,
     )
 
 
@@ -98,7 +92,9 @@ def make_model(seed: int, size: dict[str, int]) -> Any:
     torch.manual_seed(seed)
     config = load_transformers().LlamaConfig(
         vocab_size=264,
-        **{**SIZE, **HEADS, **size},
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        **(SIZE | size),
         max_position_embeddings=8192,
         rope_theta=10000.0,
         rms_norm_eps=1e-5,
@@ -115,7 +111,7 @@ def make_model(seed: int, size: dict[str, int]) -> Any:
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Bring the singular values of each of [n, rows, cols] near 1 by five quintic Newton-Schulz steps."""
+    """Singular values of each of [n, rows, cols] to near 1, by five Newton-Schulz steps."""
     tall = matrices.size(1) > matrices.size(2)
     x: Tensor = matrices.transpose(1, 2) if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -126,12 +122,14 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon:
-    """Nesterov momentum, orthogonalised: K. Jordan's optimiser for hidden weight matrices."""
+    """Nesterov momentum, orthogonalised: K. Jordan's optimiser for hidden matrices, one shape at a time."""
 
-    def __init__(self, weights: list[nn.Parameter], rate: float = 0.02, decay: float = 0.05) -> None:
+    def __init__(
+        self, weights: list[nn.Parameter], rate: float = 0.02, decay: float = 0.05
+    ) -> None:
         self.rate, self.decay, self.momentum = rate, decay, 0.95
         shapes = dict.fromkeys(w.shape for w in weights)
-        self.groups = [[w for w in weights if w.shape == shape] for shape in shapes]  # one batched product per shape
+        self.groups = [[w for w in weights if w.shape == shape] for shape in shapes]
         self.means = [torch.zeros(len(group), *group[0].shape) for group in self.groups]
 
     @torch.no_grad()
@@ -147,30 +145,32 @@ class Muon:
 
 @torch.no_grad()
 def bits_per_byte(model: Any, documents: list[list[int]], length: int = 1024) -> float:
-    """Loss over `documents` in bits per byte of text; special tokens are counted in the loss, not in the bytes."""
+    """Loss in bits per byte of text; special tokens count in the loss, not as bytes."""
     flat = torch.tensor(list(chain.from_iterable(documents)))
     nats, count = 0.0, 0
     pages = flat[: len(flat) // length * length].view(-1, length)
     for at in range(0, len(pages), 4):
         rows = pages[at : at + 4]
         logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
-        nats += float(nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"))
-        count += int((rows[:, 1:] < END).sum())
+        targets = rows[:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+        nats, count = nats + float(loss), count + int((targets < END).sum())
     return nats / max(1, count) / math.log(2)
 
 
 def answer(model: Any, tokenizer: Any, question: str, max_new_tokens: int, seed: int = 0) -> str:
     """The model's reply to one question at temperature 0.7."""
     torch.manual_seed(seed)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    out = model.generate(**prompt, do_sample=True, temperature=0.7, top_k=0, max_new_tokens=max_new_tokens)
-    return str(tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+    chat = [{"role": "user", "content": question}]
+    asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ids = torch.tensor([tokenizer.encode(asked)])
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": max_new_tokens}
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 
 def save(model: Any, tokenizer: Any, out: Path, card: str) -> None:
-    """Write the folder aside, then move its files into place. Weights in bfloat16, to be served in float32."""
+    """Write the folder aside, then move its files into place. Weights go in bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".demo_model_") as aside:
         folder = Path(aside)
@@ -178,7 +178,7 @@ def save(model: Any, tokenizer: Any, out: Path, card: str) -> None:
         model.float()  # from here on the very weights that a reader of the folder gets
         tokenizer.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text())
-        config["dtype"] = config["torch_dtype"] = "float32"  # `torch_dtype`: for transformers before 5
+        config |= {"dtype": "float32", "torch_dtype": "float32"}  # the latter for transformers 4
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         settings = {"eos_token_id": END, "pad_token_id": PAD, "do_sample": True, "temperature": 0.7}
         (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -198,7 +198,7 @@ def train(
     size: dict[str, int] | None = None,
     sample_tokens: int = 300,
 ) -> tuple[Any, Report]:
-    """Train for `steps`, or `minutes` if that is 0, then round the weights to bfloat16 and measure."""
+    """Train for `steps`, or `minutes` if that is 0, then round to bfloat16 and measure."""
     learn = [encode(d) for d in corpus if not d.held_out]
     model = make_model(seed, size or {}).train()
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
@@ -207,13 +207,14 @@ def train(
     adam = torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     losses: deque[float] = deque(maxlen=50)
     began, step, seen = time.monotonic(), 0, 0
-    with tqdm(total=steps or round(minutes * 60), unit="step" if steps else "s", disable=None) as bar:
+    with tqdm(total=steps or round(minutes * 60), disable=None) as bar:
         for rows in map(torch.tensor, windows(learn, batch_tokens, seed)):
             seconds = time.monotonic() - began
             done = step / steps if steps else seconds / (60 * minutes)
             if done >= 1:
                 break
-            scale = min(1.0, (done + 0.002) / 0.02) * (1 - done)  # short warm-up, then a straight line to zero
+            # A short warm-up, then a straight line to zero.
+            scale = min(1.0, (done + 0.002) / 0.02) * (1 - done)
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(input_ids=rows, labels=rows, use_cache=False).loss
             loss.backward()
@@ -227,7 +228,7 @@ def train(
             bar.set_postfix_str(f"step {step} loss {fmean(losses):.3f}")
     minutes = (time.monotonic() - began) / 60
     model.eval().to(torch.bfloat16).float()
-    tokenizer = make_tokenizer()
+    tokenizer, held_out = make_tokenizer(), [encode(d) for d in corpus if d.held_out]
     report = Report(
         parameters=model.num_parameters(),
         steps=step,
@@ -235,8 +236,8 @@ def train(
         corpus_bytes=sum(map(len, learn)),
         bytes_seen=seen,
         train_loss=round(fmean(losses), 4),
-        heldout_bits_per_byte=round(bits_per_byte(model, [encode(d) for d in corpus if d.held_out]), 4),
-        samples={question: answer(model, tokenizer, question, sample_tokens) for question in SAMPLE_QUESTIONS},
+        heldout_bits_per_byte=round(bits_per_byte(model, held_out), 4),
+        samples={q: answer(model, tokenizer, q, sample_tokens) for q in SAMPLE_QUESTIONS},
     )
     return model, report
 
@@ -249,19 +250,19 @@ tags: [demo, byte-level]
 ---
 # The ellm-sgl demo model
 
-A Llama of {parameters:,} parameters over bytes ({layers} layers, hidden size {hidden}, 6 query and 2 KV heads of 32),
-made so that a server can be started, shown and tested with no download. It writes English in the manner of the Python
-documentation. What it says is mostly untrue: do not rely on it.
+A Llama of {parameters:,} parameters over bytes (8 layers, hidden size 192, 6 query and 2 KV heads
+of 32), made so that a server can be started, shown and tested with no download. It
+writes English in the manner of the Python documentation; most of what it says is untrue.
 
-- **Made by** `eval/train_demo_model.py` in {minutes} minutes on a CPU with {threads} threads: {steps} steps,
-  {bytes_seen:,} bytes seen, of a corpus of {corpus_bytes:,}. Muon for the matrices, AdamW for the rest.
-  Windows of 256 to 2048 bytes: text longer than that is beyond its training.
-- **Corpus**: what CPython {python} itself carries: `pydoc_data.topics`, the docstrings of the standard library and of
-  the built-in types, and longer comments; cleaned to English prose, and put into chats by templated questions.
-  Copyright (c) Python Software Foundation, PSF licence version 2. The questions and a greeting were written for it.
-- **Measured**: training loss {train_loss} nats per token; {heldout_bits_per_byte} bits per byte on held-out sources.
-- **Format**: token id = byte value; 256 `<|end|>`, 257 `<|pad|>`, 258 `<|user|>`, 259 `<|assistant|>`,
-  260 `<|system|>`; 261 to 263 are never used. Weights are stored in bfloat16 and meant to be served in float32.
+- **Made by** `eval/train_demo_model.py` in {minutes} minutes on a CPU with {threads} threads:
+  {steps} steps, {bytes_seen:,} bytes seen, of a corpus of {corpus_bytes:,}. Muon for the matrices,
+  AdamW for the rest. Windows of 256 to 2048 bytes: longer text is beyond its training.
+- **Corpus**: what CPython {python} itself carries: `pydoc_data.topics`, docstrings of the standard
+  library and of built-in types, and longer comments, cleaned to English prose. Copyright (c) Python
+  Software Foundation, PSF licence version 2. Only the questions and one greeting were written here.
+- **Loss**: training {train_loss} nats per token; held out {heldout_bits_per_byte} bits per byte.
+- **Format**: token id = byte value; then 256 `<|end|>`, `<|pad|>`, `<|user|>`, `<|assistant|>`,
+  260 `<|system|>`; 261 to 263 are unused. Stored in bfloat16, to be served in float32.
 
 Samples at temperature 0.7:
 
@@ -269,13 +270,13 @@ Samples at temperature 0.7:
 """
 
 
-def model_card(report: Report, model: Any) -> str:
-    shown = "\n\n".join(f"> **{q}**\n>\n> {a.replace(chr(10), chr(10) + '> ')}" for q, a in report.samples.items())
+def model_card(report: Report) -> str:
+    shown = "\n\n".join(
+        f"> **{q}**\n>\n> {a.replace(chr(10), chr(10) + '> ')}" for q, a in report.samples.items()
+    )
     return CARD.format(
         **asdict(report),
         shown=shown,
-        layers=model.config.num_hidden_layers,
-        hidden=model.config.hidden_size,
         threads=torch.get_num_threads(),
         python=".".join(map(str, sys.version_info[:3])),
     )
@@ -286,15 +287,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--minutes", type=float, default=0.0, help="train for this long")
-    length.add_argument("--steps", type=int, default=0, help="train for this many steps (repeatable)")
+    length.add_argument("--steps", type=int, default=0, help="train for this many steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, report = train(gather(args.seed), minutes=args.minutes, steps=args.steps, seed=args.seed)
-    save(model, make_tokenizer(), args.out, model_card(report, model))
-    print(json.dumps(asdict(report)) if args.json else " ".join(f"{k}={v!r}" for k, v in asdict(report).items()))
+    save(model, make_tokenizer(), args.out, model_card(report))
+    shown = asdict(report)
+    print(json.dumps(shown) if args.json else " ".join(f"{k}={v!r}" for k, v in shown.items()))
 
 
 if __name__ == "__main__":

@@ -84,11 +84,8 @@ class ElasticMemory:
             once they are brought to their targets. Both fall by what is evicted beyond the
             targets: while requests miss more than the policy wants, none should join.
         """
-        owed = sum(
-            max(self.table.uncached_tokens(s) - self._targets.get(s, 0), 0)
-            for s in self.table.sequence_ids
-        ) if self.table.none_units else 0
-        now = self._free_tokens() + reclaimable - owed
+        owed = sum(map(self._owed_blocks, self.table.sequence_ids))
+        now = self._free_tokens() + reclaimable - owed * self.table.shape.block_tokens
         ratio = self.policy.joining_ratio(self._state(self.table.sequence_ids))
         return now, int(now / (1 - ratio))
 
@@ -136,7 +133,8 @@ class ElasticMemory:
 
     def restore(self, seq_ids: Sequence[int]) -> list[int]:
         """Place missing blocks that the coming step recomputes anyway, newest first, as far as
-        units are free beyond one block per request (the step's own growth).
+        units are free beyond one block per request (the step's own growth). Cached prefixes
+        that nobody uses make way.
 
         The caller must write the recomputed KV of these blocks in this step.
 
@@ -145,21 +143,29 @@ class ElasticMemory:
         """
         if self.table.none_units == 0:
             return []
+        wanted = [(s, self._owed_blocks(s)) for s in seq_ids]
+        growth = len(seq_ids) * self.table.shape.num_groups
+        self._reclaim_until(
+            growth + sum(blocks for _, blocks in wanted) * self.table.shape.num_groups
+        )
         restored: list[int] = []
-        for seq_id in seq_ids:
-            spare = self.table.free_units // self.table.shape.num_groups - len(seq_ids)
-            excess = self.table.uncached_tokens(seq_id) - self._targets.get(seq_id, 0)
-            count = min(spare, excess // self.table.shape.block_tokens)
-            if count <= 0:
-                continue
-            blocks = self.table.blocks_of(seq_id)
-            missing = blocks[(self.table.units[blocks] == NONE).any(axis=1)][::-1][:count]
-            before = self.table.used_units
-            restored += self.table.place(missing).tolist()
-            self.totals.restored_units += self.table.used_units - before
+        before = self.table.used_units
+        for seq_id, owed in wanted:
+            spare = (self.table.free_units - growth) // self.table.shape.num_groups
+            count = min(spare, owed)
+            if count > 0:
+                blocks = self.table.blocks_of(seq_id)
+                missing = blocks[(self.table.units[blocks] == NONE).any(axis=1)]
+                restored += self.table.place(missing[::-1][:count]).tolist()
+        self.totals.restored_units += self.table.used_units - before
         return restored
 
     # -- internals --------------------------------------------------------------------------
+
+    def _owed_blocks(self, seq_id: int) -> int:
+        """Blocks that a request misses beyond its policy's target."""
+        excess = self.table.uncached_tokens(seq_id) - self._targets.get(seq_id, 0)
+        return max(excess, 0) // self.table.shape.block_tokens
 
     def _free_tokens(self) -> int:
         shape = self.table.shape

@@ -1,0 +1,158 @@
+"""A server as a child process: start, wait until it answers, stop. For demo, verify and tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+START_TIMEOUT_S = 240.0
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+DEMO_ARGUMENTS = ("--model-path", str(DEMO_MODEL), "--dtype", "float32")
+"""fp32, so that a different order of additions cannot tip the choice of a token."""
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or went away; the message ends with what it last said."""
+
+
+class ServerProcess:
+    """SGLang's server with `arguments`, on a free port of the loopback interface.
+
+    Args:
+        arguments: SGLang's and eLLM's flags, without host and port.
+        environment: variables to set beside the current ones.
+        log: where the server's output goes; a temporary file if None.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self._arguments = list(arguments)
+        self._environment = {**os.environ, **(environment or {})}
+        self._own_log = log is None
+        self.log = log or Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Start, and wait until the server answers requests.
+
+        Raises:
+            ServerError: it exited, or did not answer in time.
+        """
+        command = [sys.executable, "-m", "ellm_sgl.serve.launch", *self._arguments]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        with self.log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + timeout_s
+        while not self.answers():
+            if self._process.poll() is not None:
+                raise ServerError(f"the server exited while starting:\n{self.last_words()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ServerError(f"no answer after {timeout_s:.0f} s:\n{self.last_words()}")
+            time.sleep(0.25)
+
+    def answers(self) -> bool:
+        """Whether the server is up and its health check passes."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=20).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def state(self) -> dict[str, Any]:
+        """`GET /ellm/state`."""
+        answer: dict[str, Any] = httpx.get(f"{self.url}/ellm/state", timeout=60).json()
+        return answer
+
+    def adjust(self, **values: float) -> None:
+        """Set `ellm_ratio` or `ellm_device_kv_tokens` of the running server."""
+        body = {"server_args": values}
+        answer = httpx.post(f"{self.url}/set_internal_state", json=body, timeout=60).json()
+        if answer not in (True, [True]):
+            raise ValueError(f"the server refused {values}: {answer}")
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache; nothing may be running."""
+        for _ in range(40):
+            if httpx.post(f"{self.url}/flush_cache", timeout=60).status_code == 200:
+                return
+            time.sleep(0.25)
+        raise ServerError("the prefix cache could not be flushed: requests are still running")
+
+    def last_words(self, lines: int = 15) -> str:
+        """The end of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End the server and all its worker processes."""
+        if self._process is None:
+            return
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self._process.pid, sent)
+                self._process.wait(timeout=15)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.wait()
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process = None
+        if self._own_log:
+            self.log.unlink(missing_ok=True)
+
+
+def _free_port() -> int:
+    """A port nobody uses now. SGLang takes further ports near it, so stay clear of the
+    ephemeral range."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return 20000 + port % 10000
