@@ -1,12 +1,12 @@
 """Train the demo model: a byte-level Llama of 3 million parameters that chats about Python.
 
-    python eval/train_demo_model.py --out ellm_sgl/demo_model --minutes 25
+    python -m ellm_sgl.eval.train_demo_model --out ellm_sgl/demo_model --minutes 25
 
 It exists so that a server can be started, shown and tested with no download: small enough to live
 in the repository, English enough to see at a glance when a cache change corrupts the output. The
 corpus (`demo_corpus.py`) is the documentation inside a CPython install, under the PSF licence
 version 2. `--minutes` drives the learning rate by the clock; `--steps` makes a run repeatable to
-the bit on the same machine and Python release.
+the bit on the same machine and Python release. `--start` goes on from an earlier result.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import sys
+import platform
 import tempfile
 import time
 from collections import deque
@@ -38,7 +37,10 @@ CHAT_TEMPLATE = (
     "{{- '<|end|>' if m['role'] == 'assistant' else '\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"
 )
-SIZE = {"hidden_size": 192, "num_hidden_layers": 8, "intermediate_size": 512, "head_dim": 32}
+TOKENS = {"vocab_size": 264, "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD}
+SIZE = {"hidden_size": 192, "num_hidden_layers": 8, "intermediate_size": 512}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+RUNS = "training.json"  # the reports of the runs that made the model, oldest first
 SAMPLE_QUESTIONS = ("What does str.split do?", "Tell me about assignment statements.")
 
 
@@ -75,9 +77,8 @@ def make_tokenizer() -> Any:
     core = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = hf.decoders.ByteLevel()
-    core.add_special_tokens(
-        [hf.AddedToken(token, special=True, normalized=False) for token in SPECIALS]
-    )
+    specials = [hf.AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    core.add_special_tokens(specials)
     return load_transformers().PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=SPECIALS[0],
@@ -91,17 +92,11 @@ def make_tokenizer() -> Any:
 def make_model(seed: int, size: dict[str, int]) -> Any:
     torch.manual_seed(seed)
     config = load_transformers().LlamaConfig(
-        vocab_size=264,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        **(SIZE | size),
+        **TOKENS,
+        **(SIZE | HEADS | size),
         max_position_embeddings=8192,
-        rope_theta=10000.0,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=PAD,
     )
     model = load_transformers().LlamaForCausalLM(config)
     for layer in model.model.layers:  # every layer starts as the identity
@@ -122,12 +117,11 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon:
-    """Nesterov momentum, orthogonalised: K. Jordan's optimiser for hidden matrices, one shape at a time."""
+    """Nesterov momentum, orthogonalised: K. Jordan's optimiser for hidden matrices."""
 
-    def __init__(
-        self, weights: list[nn.Parameter], rate: float = 0.02, decay: float = 0.05
-    ) -> None:
-        self.rate, self.decay, self.momentum = rate, decay, 0.95
+    rate, decay, momentum = 0.02, 0.05, 0.95
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
         shapes = dict.fromkeys(w.shape for w in weights)
         self.groups = [[w for w in weights if w.shape == shape] for shape in shapes]
         self.means = [torch.zeros(len(group), *group[0].shape) for group in self.groups]
@@ -161,15 +155,13 @@ def bits_per_byte(model: Any, documents: list[list[int]], length: int = 1024) ->
 def answer(model: Any, tokenizer: Any, question: str, max_new_tokens: int, seed: int = 0) -> str:
     """The model's reply to one question at temperature 0.7."""
     torch.manual_seed(seed)
-    chat = [{"role": "user", "content": question}]
-    asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    ids = torch.tensor([tokenizer.encode(asked)])
+    ids = torch.tensor([tokenizer.encode(f"<|user|>\n{question}\n<|assistant|>\n")])
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": max_new_tokens}
     out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
 
-def save(model: Any, tokenizer: Any, out: Path, card: str) -> None:
+def save(model: Any, tokenizer: Any, out: Path, runs: list[Report]) -> None:
     """Write the folder aside, then move its files into place. Weights go in bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".demo_model_") as aside:
@@ -182,10 +174,11 @@ def save(model: Any, tokenizer: Any, out: Path, card: str) -> None:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         settings = {"eos_token_id": END, "pad_token_id": PAD, "do_sample": True, "temperature": 0.7}
         (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        (folder / "README.md").write_text(card)
+        (folder / RUNS).write_text(json.dumps([asdict(run) for run in runs], indent=2) + "\n")
+        (folder / "README.md").write_text(model_card(runs))
         for file in sorted(folder.iterdir()):
             file.chmod(0o644)
-            os.replace(file, out / file.name)
+            file.replace(out / file.name)
 
 
 def train(
@@ -197,10 +190,12 @@ def train(
     batch_tokens: int = 4096,
     size: dict[str, int] | None = None,
     sample_tokens: int = 300,
+    start: Path | None = None,
 ) -> tuple[Any, Report]:
     """Train for `steps`, or `minutes` if that is 0, then round to bfloat16 and measure."""
+    auto = load_transformers().AutoModelForCausalLM
     learn = [encode(d) for d in corpus if not d.held_out]
-    model = make_model(seed, size or {}).train()
+    model = (auto.from_pretrained(start) if start else make_model(seed, size or {})).train()
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     muon, adam_rate = Muon(matrices), 4e-3
@@ -213,8 +208,8 @@ def train(
             done = step / steps if steps else seconds / (60 * minutes)
             if done >= 1:
                 break
-            # A short warm-up, then a straight line to zero.
-            scale = min(1.0, (done + 0.002) / 0.02) * (1 - done)
+            # A short warm-up, then a straight line to zero; a lower one for a trained model.
+            scale = min(1.0, (done + 0.002) / 0.02) * (1 - done) * (0.6 if start else 1.0)
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(input_ids=rows, labels=rows, use_cache=False).loss
             loss.backward()
@@ -246,17 +241,16 @@ CARD = """---
 language: en
 license: other
 license_name: psf-2.0
-tags: [demo, byte-level]
 ---
 # The ellm-sgl demo model
 
 A Llama of {parameters:,} parameters over bytes (8 layers, hidden size 192, 6 query and 2 KV heads
-of 32), made so that a server can be started, shown and tested with no download. It
-writes English in the manner of the Python documentation; most of what it says is untrue.
+of 32), made so that a server can be started, shown and tested with no download. It writes mostly
+real words in the manner of the Python documentation; expect no sense, and no answer to a question.
 
-- **Made by** `eval/train_demo_model.py` in {minutes} minutes on a CPU with {threads} threads:
-  {steps} steps, {bytes_seen:,} bytes seen, of a corpus of {corpus_bytes:,}. Muon for the matrices,
-  AdamW for the rest. Windows of 256 to 2048 bytes: longer text is beyond its training.
+- **Made by** `eval/train_demo_model.py` on a CPU: {runs}.
+  The corpus has {corpus_bytes:,} bytes. Muon for the matrices, AdamW for the rest. Windows of 256
+  to 2048 bytes: longer text is beyond its training.
 - **Corpus**: what CPython {python} itself carries: `pydoc_data.topics`, docstrings of the standard
   library and of built-in types, and longer comments, cleaned to English prose. Copyright (c) Python
   Software Foundation, PSF licence version 2. Only the questions and one greeting were written here.
@@ -270,31 +264,32 @@ Samples at temperature 0.7:
 """
 
 
-def model_card(report: Report) -> str:
-    shown = "\n\n".join(
-        f"> **{q}**\n>\n> {a.replace(chr(10), chr(10) + '> ')}" for q, a in report.samples.items()
-    )
+def model_card(runs: list[Report]) -> str:
+    made = [f"{r.minutes} minutes ({r.steps} steps, {r.bytes_seen:,} bytes)" for r in runs]
+    shown = ["> " + f"**{q}**\n\n{a}".replace("\n", "\n> ") for q, a in runs[-1].samples.items()]
     return CARD.format(
-        **asdict(report),
-        shown=shown,
-        threads=torch.get_num_threads(),
-        python=".".join(map(str, sys.version_info[:3])),
+        **asdict(runs[-1]),
+        runs=", then ".join(made),
+        shown="\n\n".join(shown),
+        python=platform.python_version(),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--minutes", type=float, default=0.0, help="train for this long")
-    length.add_argument("--steps", type=int, default=0, help="train for this many steps")
+    parser.add_argument("--minutes", type=float, default=25.0, help="train for this long")
+    parser.add_argument("--steps", type=int, default=0, help="or for this many steps, if not 0")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--start", type=Path, help="go on from the model in this folder")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model, report = train(gather(args.seed), minutes=args.minutes, steps=args.steps, seed=args.seed)
-    save(model, make_tokenizer(), args.out, model_card(report))
+    earlier = json.loads((args.start / RUNS).read_text()) if args.start else []
+    options = {name: getattr(args, name) for name in ("minutes", "steps", "seed", "start")}
+    model, report = train(gather(args.seed), **options)
+    save(model, make_tokenizer(), args.out, [*(Report(**run) for run in earlier), report])
     shown = asdict(report)
     print(json.dumps(shown) if args.json else " ".join(f"{k}={v!r}" for k, v in shown.items()))
 

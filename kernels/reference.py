@@ -18,6 +18,7 @@ def mixed_attention(
     values: torch.Tensor,
     layout: GroupLayout,
     scale: float,
+    out_rows: int | None = None,
 ) -> torch.Tensor:
     """Write the new KV to the pool, then attend every row to its request's tokens.
 
@@ -26,18 +27,22 @@ def mixed_attention(
         keys, values: [units, block_tokens, kv_heads, head_dim], changed in place.
         layout: which row is which token, and where the other tokens' KV is.
         scale: factor of q·k.
+        out_rows: attend only the first so many rows; it splits no range of the layout. The
+            others give their KV and are not asked for more. None: all.
 
     Returns:
-        [rows, heads, head_dim], dtype of q.
+        [out_rows, heads, head_dim], dtype of q.
     """
     write = layout.write_units, layout.write_offsets
     keys[write] = k[layout.write_rows].to(keys.dtype)
     values[write] = v[layout.write_rows].to(values.dtype)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q[:out_rows])
     for request in layout.requests:
         all_k = _tokens(request, layout, keys, k)
         all_v = _tokens(request, layout, values, v)
         for rows in (request.new, *request.spans):
+            if rows.row >= len(out):
+                continue
             for i in range(rows.count):
                 seen = rows.position + i + 1
                 out[rows.row + i] = _attend(q[rows.row + i], all_k[:seen], all_v[:seen], scale)

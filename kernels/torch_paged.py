@@ -16,19 +16,21 @@ def mixed_attention(
     values: torch.Tensor,
     layout: GroupLayout,
     scale: float,
+    out_rows: int | None = None,
 ) -> torch.Tensor:
     """See `reference.mixed_attention`: same arguments, same result."""
     write = layout.write_units, layout.write_offsets
     keys[write] = k[layout.write_rows].to(keys.dtype)
     values[write] = v[layout.write_rows].to(values.dtype)
     stored_k, stored_v = keys[layout.units], values[layout.units]
-    out = torch.empty_like(q)
+    out = torch.empty_like(q[:out_rows])
     for request in layout.requests:
         all_k = _tokens(request, stored_k, k, q.dtype)
         all_v = _tokens(request, stored_v, v, q.dtype)
         _attend(q, all_k, all_v, request.new, out, scale)
         for span in request.spans:
-            _attend(q, all_k, all_v, span, out, scale)
+            if span.row < len(out):
+                _attend(q, all_k, all_v, span, out, scale)
     return out
 
 

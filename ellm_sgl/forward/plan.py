@@ -52,6 +52,10 @@ class StepPlan:
     def span_rows(self) -> int:
         return len(self.span_token_ids)
 
+    def rows_in(self, group: int) -> int:
+        """Rows alive in the layers of `group`; past the last group, only the new rows."""
+        return self.groups[group].rows if group < len(self.groups) else self.new_rows
+
 
 @dataclass(frozen=True)
 class _Span:

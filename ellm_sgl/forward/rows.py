@@ -1,7 +1,8 @@
 """Takes span rows through the model beside SGLang's own rows.
 
-The rows join at the decoder stack's input and leave before the layer that no longer needs them,
-at the latest before the final norm. What SGLang sees before and after is exactly its own batch:
+The rows join at the decoder stack's input and leave inside the last layer that needs them: its
+attention has their K and V, and returns no output for them. At the latest they leave before the
+final norm. What SGLang sees before and after is exactly its own batch:
 its `ForwardBatch`, logits processor and sampler never learn of the extra rows.
 """
 
@@ -23,7 +24,8 @@ class MixedRows:
 
     Args:
         decoder: a module called as `decoder(input_ids, positions, ...)` whose `layers` are
-            called with the rows' tensors as arguments and whose `norm` is called last.
+            called with the rows' tensors as arguments and whose `norm` is called last. Each layer
+            calls `post_attention_layernorm(attention output, residual)`.
         shape: layer groups of the pool.
     """
 
@@ -33,6 +35,9 @@ class MixedRows:
         for index, layer in enumerate(_layers(decoder)):
             group = shape.group_of(index)
             layer.register_forward_pre_hook(self._keep_rows(group), with_kwargs=True)
+            after_attention = layer.post_attention_layernorm
+            assert isinstance(after_attention, nn.Module)
+            after_attention.register_forward_pre_hook(self._match_rows)
         norm = decoder.norm
         assert isinstance(norm, nn.Module)
         norm.register_forward_pre_hook(self._keep_rows(shape.num_groups), with_kwargs=True)
@@ -60,10 +65,18 @@ class MixedRows:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             if (plan := self._plan) is None:
                 return None
-            rows = plan.groups[group].rows if group < len(plan.groups) else plan.new_rows
+            rows = plan.rows_in(group)
             return tuple(_cut(a, rows) for a in args), {k: _cut(a, rows) for k, a in kwargs.items()}
 
         return hook
+
+
+    def _match_rows(self, _: nn.Module, args: Any) -> Any:
+        """A pre-hook that cuts the residual to the rows for which attention gave an output."""
+        if self._plan is None:
+            return None
+        hidden_states, *residual = args
+        return (hidden_states, *(_cut(r, hidden_states.shape[0]) for r in residual))
 
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:

@@ -190,7 +190,7 @@ class PageTable:
         ids = np.asarray(blocks, np.int32)
         missing = self.units[ids] == NONE
         wanted = np.cumsum(np.count_nonzero(missing, axis=1))
-        fitting = int(np.searchsorted(wanted, self.free_units, side="right"))
+        fitting = int(np.searchsorted(wanted, max(self.free_units, 0), side="right"))
         if fitting == 0:
             return ids[:0]
         ids, missing = ids[:fitting], missing[:fitting]
@@ -305,8 +305,10 @@ class PageTable:
         if self._none_units == 0:
             return 0
         sequence = self._sequences[seq_id]
-        incomplete = (self.units[sequence.blocks] == NONE).any(axis=1)
-        return int(self._filled[sequence.blocks[incomplete]].sum())
+        incomplete = np.flatnonzero((self.units[sequence.blocks] == NONE).any(axis=1))
+        starts = incomplete * self.shape.block_tokens
+        ends = np.minimum(starts + self.shape.block_tokens, sequence.length)
+        return int((ends - starts).sum())
 
     def lookup(self, seq_id: int, token_id: int, layer_id: int) -> MapEntry:
         """The map table: where the KV of one token in one layer is.
@@ -379,6 +381,8 @@ class PageTable:
             np.add.at(mapped, sequence.blocks, 1)
         if np.any(mapped > self._refs):
             raise IntegrityError("blocks: a sequence maps a block it holds no reference to")
+        if np.any(self._refs - mapped > 1):
+            raise IntegrityError("blocks: some reference is neither a sequence's nor the owner's")
 
     # -- internals --------------------------------------------------------------------------
 

@@ -44,9 +44,9 @@ class PoolShape:
         """Layer group of `layer`."""
         return layer // self.layer_group
 
-    def layers_below(self, depth: int) -> int:
-        """Number of layers in the lowest `depth` groups."""
-        return min(depth * self.layer_group, self.num_layers)
+    def ends_group(self, layer: int) -> bool:
+        """Whether `layer` is the last of its group."""
+        return layer == self.num_layers - 1 or (layer + 1) % self.layer_group == 0
 
     def blocks_for(self, tokens: int) -> int:
         """Token blocks that hold `tokens` tokens."""
@@ -86,6 +86,6 @@ class PoolStatistics:
     uncached_tokens: int
     """Mapped tokens in blocks that lack at least one unit."""
     occupancy: float
-    """Units in use / units total, 0..1."""
+    """Units in use / units total, 0..1; above 1 while a lowered limit is exceeded."""
     fragmentation: float
     """Share of token places in the mapped blocks that hold no token (tail blocks), 0..1."""

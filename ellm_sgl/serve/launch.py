@@ -23,7 +23,11 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    server_args = prepare_server_args(argv)
+    try:
+        server_args = prepare_server_args(argv)
+    except (AssertionError, OSError, ValueError) as error:
+        # SGLang checks its arguments with exceptions; a user wants the sentence, not the stack.
+        sys.exit(f"ellm-sgl: error: {error}")
     try:
         run_server(server_args)
     finally:

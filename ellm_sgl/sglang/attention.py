@@ -52,16 +52,20 @@ class EllmAttention(AttentionBackend):  # type: ignore[misc]
     ) -> torch.Tensor:
         plan, pool = self._runtime.plan, self._runtime.pool
         assert plan is not None, "attention outside of a planned step"
+        shape, index = pool.shape, layer.layer_id
+        group = shape.group_of(index)
         out = mixed_attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            pool.keys(layer.layer_id),
-            pool.values(layer.layer_id),
-            plan.groups[pool.shape.group_of(layer.layer_id)],
+            pool.keys(index),
+            pool.values(index),
+            plan.groups[group],
             layer.scaling,
+            # What the next layer needs: in a group's last layer some rows have done their part.
+            out_rows=plan.rows_in(group + 1 if shape.ends_group(index) else group),
         )
-        return out.view(q.shape[0], -1)
+        return out.view(len(out), -1)
 
     def support_triton(self) -> bool:
         return False

@@ -34,6 +34,8 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.attention_backend is None:
             server_args.attention_backend = ATTENTION_BACKEND
         server_args.sampling_backend = "pytorch"
+        # An idle scheduler polls; on a GPU host that costs a spare core, here it costs the model.
+        server_args.sleep_on_idle = True
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND

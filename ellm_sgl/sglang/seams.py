@@ -9,6 +9,7 @@ backend and an attention backend.
 
 from __future__ import annotations
 
+import pkgutil
 from dataclasses import dataclass
 from enum import Enum
 
@@ -85,3 +86,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(f"{_SCHEDULER}.set_internal_state", "AROUND", f"{_OURS}.state:adjust", When.ENABLED,
          "change ratio and pool size of a running server"),
 )
+
+
+def moved_seams() -> list[str]:
+    """Targets that the installed SGLang does not have. Imports the parts of SGLang named."""
+    missing = []
+    for seam in SEAMS:
+        try:
+            pkgutil.resolve_name(seam.target)
+        except (ImportError, AttributeError):
+            missing.append(seam.target)
+    return missing

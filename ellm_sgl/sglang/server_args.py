@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.sglang.platform_entry import activate
+from ellm_sgl.sglang.seams import moved_seams
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -91,10 +93,16 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     config = EllmConfig.from_env()
     if config is None:
         return original(args)
+    _refuse_unsupported(args)
     if args.page_size not in (None, config.block_tokens):
         _refuse(
             f"--page-size {args.page_size}: eLLM's blocks are SGLang's pages; leave it out, or "
             f"give the value of --ellm-block-tokens ({config.block_tokens})"
+        )
+    if missing := moved_seams():
+        _refuse(
+            f"sglang {version('sglang')} lacks what eLLM hooks into ({', '.join(missing)}); "
+            f"install one of the versions that `ellm-sgl doctor` names, or use --ellm-policy {OFF}"
         )
     if args.radix_cache_backend not in (None, PREFIX_CACHE):
         _refuse(f"--radix-cache-backend {args.radix_cache_backend}: eLLM brings its own; leave "
@@ -104,10 +112,7 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     original(args)
     if args.model_path.lower() in ("none", "dummy"):
         return None
-    for flag, is_set in _NOT_SUPPORTED:
-        if is_set(args):
-            _refuse(f"{flag}: not supported together with eLLM; leave it out or use "
-                    f"--ellm-policy {OFF}")
+    _refuse_unsupported(args)  # again: SGLang may have set some of them itself
     if activate() is None:
         _refuse(f"--ellm-policy: eLLM runs on x86 CPU hosts so far, and this host is none; use "
                 f"--ellm-policy {OFF}")
@@ -123,14 +128,20 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     return None
 
 
+def _refuse_unsupported(args: ServerArgs) -> None:
+    for flag, is_set in _NOT_SUPPORTED:
+        if is_set(args):
+            _refuse(
+                f"{flag}: not supported together with eLLM; leave it out or use --ellm-policy {OFF}"
+            )
+
+
 def policy_class(name: str) -> Any:
     """The policy registered as `name` under the entry-point group `ellm_sgl.policies`.
 
     Raises:
         ConfigError: no such policy.
     """
-    from importlib.metadata import entry_points
-
     found = {e.name: e for e in entry_points(group="ellm_sgl.policies")}
     if name not in found:
         raise ConfigError(

@@ -1,0 +1,142 @@
+"""The command `ellm-sgl`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ellm_sgl import __version__
+from ellm_sgl.config import ConfigError, EllmConfig
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ellm-sgl")
+def main() -> None:
+    """Keep SGLang serving when KV-cache memory runs out."""
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.option("--ellm-policy", metavar="NAME", default="fixed-ratio", show_default=True,
+              help="Policy that decides what stays cached; 'off' is stock SGLang.")
+@click.option("--ellm-ratio", type=float, metavar="R",
+              help="Target share of each request's tokens left uncached, 0 <= R < 1.  [default: 0]")
+@click.option("--ellm-layer-group", type=int, metavar="F",
+              help="Layers per layer group.  [default: 4]")
+@click.option("--ellm-block-tokens", type=int, metavar="N",
+              help="Tokens per block; also SGLang's page size.  [default: 16]")
+@click.option("--ellm-device-kv-tokens", type=int, metavar="N",
+              help="Tokens of KV that the device pool holds.  [default: what SGLang has room for]")
+@click.argument("sglang_arguments", nargs=-1, type=click.UNPROCESSED)
+def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
+    """Start SGLang's server with eLLM.
+
+    Takes every argument of `python -m sglang.launch_server` beside those below. Without
+    --model-path it serves the demo model that comes with this package.
+    """
+    from ellm_sgl.serve.process import DEMO_ARGUMENTS
+
+    given = {name: value for name, value in ellm.items() if value is not None}
+    if given["ellm_policy"] != "off":
+        try:
+            EllmConfig(**{name.removeprefix("ellm_"): value for name, value in given.items()})
+        except ConfigError as error:
+            raise click.ClickException(str(error)) from None
+    arguments = list(sglang_arguments)
+    if not any(a.split("=")[0] in ("--model-path", "--model", "--config") for a in arguments):
+        arguments += DEMO_ARGUMENTS
+    for name, value in given.items():
+        arguments += ["--" + name.replace("_", "-"), str(value)]
+    command = [sys.executable, "-m", "ellm_sgl.serve.launch", *arguments]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+@main.command()
+@click.option("--model-path", metavar="DIR", help="A local model.  [default: the demo model]")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), multiple=True,
+              help="May be given twice.  [default: both]")
+@click.option("--ellm-layer-group", "layer_group", default=4, show_default=True)
+@click.option("--ellm-block-tokens", "block_tokens", default=16, show_default=True)
+@click.option("--max-prompt-tokens", default=1500, show_default=True,
+              help="Leave out prompts longer than this.")
+@click.option("--output-tokens", default=16, show_default=True, help="Tokens per prompt.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def verify(
+    model_path: str | None,
+    dtype: tuple[str, ...],
+    layer_group: int,
+    block_tokens: int,
+    max_prompt_tokens: int,
+    output_tokens: int,
+    as_json: bool,
+) -> None:
+    """Prove that eLLM changes no output: compare it with stock SGLang on one model.
+
+    Exit status 0 only if, in fp32, every greedy token agrees and no log-probability differs by
+    more than 1e-4. bf16 is reported: there a different order of additions may tip a near tie.
+    """
+    from ellm_sgl.serve import verify as verification
+    from ellm_sgl.serve.process import ServerError
+
+    err = Console(stderr=True)
+    try:
+        report = verification.verify(
+            model_path,
+            say=lambda line: err.print(f"[dim]{line}[/dim]"),
+            dtypes=dtype or verification.DTYPES,
+            lengths=[n for n in verification.LENGTHS if n <= max_prompt_tokens] or [1],
+            output_tokens=output_tokens,
+            layer_group=layer_group,
+            block_tokens=block_tokens,
+        )
+    except (ServerError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        Console().print(_verify_table(report))
+        verdict = "[green]passed[/green]" if report.passed else "[red]failed[/red]"
+        Console().print(f"{report.model_path}: {verdict}")
+    sys.exit(0 if report.passed else 1)
+
+
+def _verify_table(report: Any) -> Table:
+    table = Table(title=f"eLLM against stock SGLang: {report.prompts} prompts, "
+                        f"{report.output_tokens} tokens each")
+    for heading in ("dtype", "setting", "tokens agreeing", "max |Δlogprob|", "recomputed tokens",
+                    "evicted units", "retractions", "integrity"):
+        table.add_column(heading, justify="left" if heading in ("dtype", "setting") else "right")
+    for c in report.comparisons:
+        table.add_row(
+            c.dtype, c.setting, f"{c.agreeing}/{c.tokens}", f"{c.max_logprob_difference:.1e}",
+            f"{c.recomputed_tokens:,}", f"{c.evicted_units:,}", str(c.retractions), c.integrity,
+        )  # fmt: skip
+    return table
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def doctor(as_json: bool) -> None:
+    """Tell what this machine and this install can run, each problem with its remedy."""
+    from ellm_sgl.serve.doctor import examine
+
+    findings = examine()
+    healthy = all(f.ok for f in findings)
+    if as_json:
+        click.echo(json.dumps({
+            "ok": healthy, "findings": [dataclasses.asdict(f) for f in findings],
+        }))  # fmt: skip
+    else:
+        for finding in findings:
+            mark = click.style("ok ", fg="green") if finding.ok else click.style("BAD", fg="red")
+            click.echo(f"{mark} {finding.name}: {finding.found}")
+            if finding.remedy:
+                click.echo(f"    -> {finding.remedy}")
+    sys.exit(0 if healthy else 1)

@@ -1,0 +1,107 @@
+"""`ellm-sgl doctor`: what this machine and this install can run, each problem with its remedy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+
+SGLANG_TESTED = ("0.5.17",)
+MINIMUM_FREE_MEMORY_GB = 3.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    """What to do; empty when `ok`."""
+
+
+def examine() -> list[Finding]:
+    """Look at everything; later findings that need earlier ones are left out when those fail."""
+    findings: list[Finding] = []
+    for check in (_python, _memory, _torch, _sglang, _accelerator, _seams, _demo_model):
+        try:
+            findings += check()
+        except Exception as error:  # a broken install may raise anything on import
+            name = check.__name__.strip("_")
+            findings.append(Finding(name, False, f"{type(error).__name__}: {error}",
+                                    "reinstall from the lock files: make setup"))
+        if not findings[-1].ok and check in (_torch, _sglang):
+            break
+    return findings
+
+
+def _python() -> Iterator[Finding]:
+    ok = (3, 11) <= sys.version_info < (3, 13)
+    yield Finding("python", ok, platform.python_version(), "" if ok else "use Python 3.11 or 3.12")
+
+
+def _memory() -> Iterator[Finding]:
+    free = psutil.virtual_memory().available / 1e9
+    ok = free >= MINIMUM_FREE_MEMORY_GB
+    remedy = f"free some memory: a small server needs about {MINIMUM_FREE_MEMORY_GB:.0f} GB"
+    yield Finding("memory", ok, f"{free:.1f} GB free", "" if ok else remedy)
+
+
+def _torch() -> Iterator[Finding]:
+    yield _installed("torch", "install PyTorch first (see requirements/README.md)")
+
+
+def _sglang() -> Iterator[Finding]:
+    found = _installed("sglang", "pip install 'ellm-sgl[cuda]' on a CUDA host; on a CPU host use "
+                       "the lock files (requirements/README.md)")
+    if found.ok and found.found not in SGLANG_TESTED:
+        found = Finding("sglang", False, found.found,
+                        f"tested with {', '.join(SGLANG_TESTED)}: install one of these")
+    yield found
+
+
+def _accelerator() -> Iterator[Finding]:
+    import torch
+
+    from ellm_sgl.sglang.platform_entry import activate
+
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        yield Finding("platform", False, f"{device}: SGLang runs as stock here",
+                      "eLLM itself runs on x86 CPU hosts so far")
+    elif activate() is None:
+        yield Finding("platform", False, f"{platform.machine()}, no accelerator",
+                      "use an x86 host, and leave SGLANG_USE_CPU_ENGINE unset")
+    else:
+        yield Finding("platform", True, f"x86 CPU, {psutil.cpu_count(logical=False)} cores")
+
+
+def _seams() -> Iterator[Finding]:
+    from ellm_sgl.sglang.seams import moved_seams
+    from ellm_sgl.sglang.torchvision_ops import declare
+
+    declare()
+    missing = moved_seams()
+    yield Finding("hooks", not missing, ", ".join(missing) or "all of SGLang's seams are in place",
+                  "" if not missing else f"install sglang {SGLANG_TESTED[-1]}")
+
+
+def _demo_model() -> Iterator[Finding]:
+    from ellm_sgl.serve.process import DEMO_MODEL
+
+    ok = (DEMO_MODEL / "model.safetensors").is_file()
+    yield Finding("demo model", ok, str(DEMO_MODEL), "" if ok else "reinstall ellm-sgl")
+
+
+def _installed(name: str, remedy: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, False, "not installed", remedy)
+    return Finding(name, True, importlib.metadata.version(name))
+
+

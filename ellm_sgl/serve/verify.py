@@ -1,0 +1,211 @@
+"""`ellm-sgl verify`: the same prompts with everything cached and with parts of the KV missing.
+
+The reference is stock SGLang (eLLM off). It is compared with eLLM at several uncached ratios, and
+with a pool so small that blocks are evicted under pressure, on one and the same server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
+"""Prompt lengths in tokens: around block boundaries, and up to many blocks."""
+RATIOS = (0.0, 0.25, 0.5, 0.9)
+DTYPES = ("float32", "bfloat16")
+FORCED = "forced eviction"
+LOGPROB_TOLERANCE = 1e-4
+"""Largest |Δ log-probability| accepted in fp32."""
+POOL_TOKENS = 16_384
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the server answered to one prompt."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural log-probability of each token."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One setting against the reference."""
+
+    dtype: str
+    setting: str
+    tokens: int
+    agreeing: int
+    """Tokens equal to the reference's, each counted up to its prompt's first difference."""
+    max_logprob_difference: float
+    """Over the agreeing tokens."""
+    recomputed_tokens: int
+    evicted_units: int
+    retractions: int
+    integrity: str
+
+    @property
+    def agreement(self) -> float:
+        return self.agreeing / self.tokens
+
+    @property
+    def exact(self) -> bool:
+        return self.agreeing == self.tokens and self.max_logprob_difference <= LOGPROB_TOLERANCE
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All comparisons of one model."""
+
+    model_path: str
+    prompts: int
+    output_tokens: int
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Every fp32 comparison is exact, and every table is consistent."""
+        return all(
+            c.integrity == "ok" and (c.exact or c.dtype != "float32") for c in self.comparisons
+        )
+
+    def to_json(self) -> dict[str, object]:
+        rows = [dataclasses.asdict(c) | {"agreement": c.agreement} for c in self.comparisons]
+        return dataclasses.asdict(self) | {"comparisons": rows, "passed": self.passed}
+
+
+def verify(
+    model_path: str | None,
+    say: Say,
+    dtypes: Sequence[str] = DTYPES,
+    lengths: Sequence[int] = LENGTHS,
+    output_tokens: int = 16,
+    layer_group: int = 4,
+    block_tokens: int = 16,
+    seed: int = 0,
+) -> VerifyReport:
+    """Compare eLLM with stock SGLang on one model; about a minute per dtype on two cores.
+
+    Args:
+        model_path: a local model; None for the demo model.
+        say: is told of progress, one line at a time.
+        dtypes: of weights and KV.
+        lengths: of the prompts, in tokens.
+        output_tokens: generated per prompt, greedily, whatever the model says.
+        layer_group, block_tokens: of eLLM's pool.
+        seed: of the random prompts.
+
+    Raises:
+        ServerError: a server did not start.
+    """
+    path = model_path or str(DEMO_MODEL)
+    prompts = make_prompts(path, lengths, seed)
+    comparisons: list[Comparison] = []
+    for dtype in dtypes:
+        arguments = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
+        say(f"{dtype}: stock SGLang, everything cached")
+        with ServerProcess([*arguments, "--max-total-tokens", str(2 * POOL_TOKENS)]) as server:
+            reference = generate(server.url, prompts, output_tokens)
+        arguments += ["--ellm-policy", "fixed-ratio"]
+        arguments += ["--ellm-device-kv-tokens", str(2 * POOL_TOKENS)]
+        arguments += ["--ellm-layer-group", str(layer_group)]
+        arguments += ["--ellm-block-tokens", str(block_tokens)]
+        with ServerProcess(arguments) as server:
+            for ratio in RATIOS:
+                say(f"{dtype}: eLLM, r = {ratio}")
+                server.flush_cache()
+                server.adjust(ellm_ratio=ratio)
+                before = server.state()
+                outputs = generate(server.url, prompts, output_tokens)
+                comparisons.append(
+                    compare(dtype, f"r = {ratio}", reference, outputs, before, server.state())
+                )
+            say(f"{dtype}: eLLM, {FORCED}")
+            server.flush_cache()
+            # Half of the longest request fits: every long prompt loses blocks while it runs.
+            server.adjust(ellm_ratio=0.0, ellm_device_kv_tokens=max(max(lengths) // 2, 64))
+            before = server.state()
+            outputs = generate(server.url, prompts, output_tokens)
+            comparisons.append(
+                compare(dtype, FORCED, reference, outputs, before, server.state())
+            )
+    return VerifyReport(path, len(prompts), output_tokens, tuple(comparisons))
+
+
+def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
+    """Token ids: a random prompt of each length, and English text where there is a tokenizer."""
+    from ellm_sgl.sglang.torchvision_ops import declare
+
+    declare()
+    from transformers import AutoConfig, AutoTokenizer
+
+    vocabulary = AutoConfig.from_pretrained(model_path).vocab_size
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
+    if any(Path(model_path).glob("tokenizer*")):
+        text = AutoTokenizer.from_pretrained(model_path).encode(str(Path.__doc__) * 20)
+        prompts += [text[start : start + n] for start, n in ((0, 20), (7, 150), (40, 600))]
+    return prompts
+
+
+def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
+    """Greedy outputs of all prompts, sent at once."""
+    return asyncio.run(_generate(url, prompts, output_tokens))
+
+
+async def _generate(
+    url: str, prompts: Sequence[Sequence[int]], output_tokens: int
+) -> list[Output]:
+    sampling = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True}
+
+    async with httpx.AsyncClient(timeout=900) as client:
+
+        async def one(prompt: Sequence[int]) -> Output:
+            body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+            answer = (await client.post(f"{url}/generate", json=body)).raise_for_status().json()
+            logprobs = answer["meta_info"]["output_token_logprobs"]
+            return Output(tuple(answer["output_ids"]), tuple(entry[0] for entry in logprobs))
+
+        return list(await asyncio.gather(*map(one, prompts)))
+
+
+def compare(
+    dtype: str,
+    setting: str,
+    reference: Sequence[Output],
+    outputs: Sequence[Output],
+    before: dict[str, int],
+    after: dict[str, int],
+) -> Comparison:
+    """Compare token by token. `before`, `after`: the server's state around the run."""
+    agreeing, largest = 0, 0.0
+    for expected, got in zip(reference, outputs, strict=True):
+        for i, token in enumerate(expected.token_ids):
+            if i >= len(got.token_ids) or got.token_ids[i] != token:
+                break
+            agreeing += 1
+            largest = max(largest, abs(expected.logprobs[i] - got.logprobs[i]))
+
+    def gained(name: str) -> int:
+        return after[name] - before[name]
+
+    return Comparison(
+        dtype=dtype,
+        setting=setting,
+        tokens=sum(len(o.token_ids) for o in reference),
+        agreeing=agreeing,
+        max_logprob_difference=largest,
+        recomputed_tokens=gained("recomputed_tokens_total"),
+        evicted_units=gained("evicted_units_total"),
+        retractions=gained("retractions_total"),
+        integrity=str(after["integrity"]),
+    )

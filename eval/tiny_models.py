@@ -1,0 +1,99 @@
+"""Tiny models with random weights, one for each architecture and attention shape eLLM supports.
+
+`python -m ellm_sgl.eval.tiny_models DIR [NAME ...]` writes them; `ellm-sgl verify` and the tests
+run them. A model of a few hundred kilobytes goes through the same code as a large one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Shape of one model."""
+
+    config: str
+    """Class name in transformers; the model class follows from it."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    tied: bool
+    extra: tuple[tuple[str, Any], ...] = ()
+
+
+TINY_MODELS = {
+    "llama-gqa": TinyModel("LlamaConfig", 4, 2, 64, 5, tied=False),
+    "llama-mha": TinyModel("LlamaConfig", 4, 4, 32, 3, tied=True),
+    "qwen2": TinyModel("Qwen2Config", 2, 1, 64, 4, tied=True),
+    "qwen3": TinyModel("Qwen3Config", 4, 2, 128, 6, tied=False),
+    "mistral": TinyModel("MistralConfig", 6, 2, 48, 4, tied=False, extra=(("sliding_window", None),)),
+    "mixtral": TinyModel(
+        "MixtralConfig", 4, 2, 32, 3, tied=False,
+        extra=(("num_local_experts", 4), ("num_experts_per_tok", 2)),
+    ),
+    "qwen3-moe": TinyModel(
+        "Qwen3MoeConfig", 4, 2, 64, 4, tied=False,
+        extra=(("num_experts", 4), ("num_experts_per_tok", 2), ("moe_intermediate_size", 128),
+               ("norm_topk_prob", True)),
+    ),
+}  # fmt: skip
+
+
+def write(name: str, directory: Path, seed: int = 0) -> Path:
+    """Write the model `name` of `TINY_MODELS` to `directory` and return that.
+
+    Raises:
+        KeyError: no such model.
+    """
+    from ellm_sgl.sglang.torchvision_ops import declare
+
+    declare()
+    import torch
+    import transformers
+
+    tiny = TINY_MODELS[name]
+    config_class: Callable[..., Any] = getattr(transformers, tiny.config)
+    model_class = getattr(transformers, tiny.config.replace("Config", "ForCausalLM"))
+    config = config_class(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=tiny.layers,
+        num_attention_heads=tiny.heads,
+        num_key_value_heads=tiny.kv_heads,
+        head_dim=tiny.head_dim,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tiny.tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **dict(tiny.extra),
+    )
+    torch.manual_seed(seed)
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                # Wide enough that attention decides the next token and few logits nearly tie.
+                torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(directory)
+    return directory
+
+
+def main(argv: list[str]) -> None:
+    """Write the named models, or all, each to its own folder of the first argument."""
+    for name in argv[1:] or TINY_MODELS:
+        print(write(name, Path(argv[0]) / name))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,243 @@
+"""Making room: what leaves, in which order, and what never does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ellm_sgl.kv import NONE
+from ellm_sgl.policies import FixedRatio
+from tests.control.scene import BLOCK, GROUPS, OwnRatios, Scene
+
+# -- make_room: order -----------------------------------------------------------------------
+
+
+def test_where_there_is_room_nothing_happens() -> None:
+    scene = Scene(room=6)
+    scene.request(0, tokens=5 * BLOCK)
+    assert scene.elastic.make_room(GROUPS)
+    assert scene.uncached() == [0] and not scene.reclaim_asked
+
+
+def test_cached_prefixes_go_before_blocks_of_running_requests() -> None:
+    scene = Scene(room=6)
+    scene.cache_prefix(blocks=2)
+    scene.request(0, tokens=4 * BLOCK)
+    assert scene.elastic.make_room(2 * GROUPS)
+    assert scene.uncached() == [0] and scene.tree == []
+
+
+def test_only_so_much_of_cached_prefixes_goes_as_is_short() -> None:
+    scene = Scene(room=6)
+    scene.cache_prefix(blocks=4)
+    assert scene.elastic.make_room(3 * GROUPS)
+    assert scene.reclaim_asked == [BLOCK]
+
+
+def test_cached_prefixes_that_have_lost_their_units_do_not_stop_the_search() -> None:
+    scene = Scene(room=2)
+    scene.cache_prefix(blocks=2)
+    scene.tree = [*scene.table.allocate(3).tolist(), *scene.tree]
+    assert scene.elastic.make_room(GROUPS)
+    assert len(scene.tree) == 1
+
+
+def test_the_oldest_blocks_go_first() -> None:
+    scene = Scene(room=5)
+    scene.request(0, tokens=5 * BLOCK)
+    assert scene.elastic.make_room(2 * GROUPS)
+    assert scene.missing(0) == [0, 1]
+
+
+def test_eviction_is_spread_over_requests() -> None:
+    scene = Scene(room=12)
+    for seq_id in range(3):
+        scene.request(seq_id, tokens=4 * BLOCK)
+    assert scene.elastic.make_room(6 * GROUPS)
+    assert [scene.missing(s) for s in range(3)] == [[0, 1]] * 3
+
+
+def test_the_request_that_misses_least_gives_first() -> None:
+    scene = Scene(room=8)
+    blocks = scene.request(0, tokens=4 * BLOCK)
+    scene.request(1, tokens=4 * BLOCK)
+    scene.evict(blocks[:2])
+    scene.cache_prefix(blocks=2)  # takes what that freed
+    scene.tree.clear()
+    assert scene.elastic.make_room(2 * GROUPS)
+    assert [scene.missing(s) for s in range(2)] == [[0, 1], [0, 1]]
+
+
+def test_unshared_blocks_go_before_shared_ones() -> None:
+    scene = Scene(room=6)
+    shared = scene.request(0, tokens=4 * BLOCK)[:2]
+    scene.request(1, tokens=4 * BLOCK, prefix=shared)
+    assert scene.elastic.make_room(2 * GROUPS)
+    assert [scene.missing(s) for s in range(2)] == [[2], [2]]
+    assert scene.elastic.make_room(3 * GROUPS)
+    assert [scene.missing(s) for s in range(2)] == [[0, 2], [0, 2]]
+
+
+# -- make_room: how much --------------------------------------------------------------------
+
+
+def test_of_the_last_block_only_the_lowest_groups_needed_go() -> None:
+    scene = Scene(room=4)
+    blocks = scene.request(0, tokens=4 * BLOCK)
+    assert scene.elastic.make_room(GROUPS + 1)
+    assert (scene.table.units[blocks] == NONE).tolist() == [
+        [True, True],
+        [True, False],
+        [False, False],
+        [False, False],
+    ]
+
+
+def test_a_block_that_lost_some_groups_gives_the_others() -> None:
+    scene = Scene(room=3)
+    blocks = scene.request(0, tokens=3 * BLOCK)
+    for _ in range(2):
+        assert scene.elastic.make_room(scene.table.free_units + 1)
+    assert scene.missing(0) == [0] and (scene.table.units[blocks[0]] == NONE).all()
+
+
+def test_evicted_units_are_counted() -> None:
+    scene = Scene(room=4)
+    scene.request(0, tokens=4 * BLOCK)
+    scene.elastic.make_room(GROUPS + 1)
+    assert scene.elastic.totals.evicted_units == GROUPS + 1
+
+
+def test_a_lowered_limit_is_reached() -> None:
+    scene = Scene(room=4)
+    scene.request(0, tokens=4 * BLOCK)
+    scene.table.limit_units(3 * GROUPS)
+    assert scene.elastic.make_room(0)
+    assert scene.missing(0) == [0]
+
+
+# -- make_room: what stays ------------------------------------------------------------------
+
+
+def test_the_last_block_of_a_request_stays() -> None:
+    scene = Scene(room=4)
+    scene.request(0, tokens=3 * BLOCK)
+    scene.request(1, tokens=1)
+    assert not scene.elastic.make_room(4 * GROUPS)
+    assert [scene.missing(s) for s in range(2)] == [[0, 1], []]
+
+
+def test_pinned_requests_stay() -> None:
+    scene = Scene(room=4)
+    scene.request(0, tokens=4 * BLOCK)
+    scene.elastic.pin(0)
+    assert not scene.elastic.make_room(1)
+    assert scene.uncached() == [0]
+
+
+def test_a_request_that_took_the_place_of_a_pinned_one_is_not_pinned() -> None:
+    scene = Scene(room=4)
+    blocks = scene.request(0, tokens=4 * BLOCK)
+    scene.elastic.pin(0)
+    scene.elastic.forget(0)
+    scene.table.release(blocks)
+    scene.request(0, tokens=4 * BLOCK)
+    assert scene.elastic.make_room(1)
+
+
+def test_blocks_shared_with_a_pinned_request_stay() -> None:
+    scene = Scene(room=5)
+    shared = scene.request(0, tokens=3 * BLOCK)[:2]
+    scene.request(1, tokens=4 * BLOCK, prefix=shared)
+    scene.elastic.pin(0)
+    assert not scene.elastic.make_room(5 * GROUPS)
+    assert [scene.missing(s) for s in range(2)] == [[], [2]]
+
+
+def test_the_last_block_of_a_request_stays_even_where_others_go_on_from_it() -> None:
+    scene = Scene(room=4)
+    shared = scene.request(0, tokens=2 * BLOCK)
+    scene.request(1, tokens=4 * BLOCK, prefix=shared)
+    assert not scene.elastic.make_room(4 * GROUPS)
+    assert [scene.missing(s) for s in range(2)] == [[0], [0, 2]]
+
+
+# -- place ----------------------------------------------------------------------------------
+
+
+def test_new_blocks_take_the_room_of_old_ones() -> None:
+    scene = Scene(room=4)
+    scene.request(0, tokens=4 * BLOCK)
+    new = scene.table.allocate(2)
+    assert scene.elastic.place(new) == 0
+    assert (scene.table.units[new] != NONE).all() and scene.missing(0) == [0, 1]
+
+
+def test_when_units_run_short_the_earliest_new_blocks_go_without() -> None:
+    scene = Scene(room=4)
+    scene.request(0, tokens=2 * BLOCK)
+    new = scene.table.allocate(5)
+    assert scene.elastic.place(new) == 2
+    complete = (scene.table.units[new] != NONE).all(axis=1)
+    assert complete.tolist() == [False, False, True, True, True]
+
+
+def test_placing_nothing_needs_nothing() -> None:
+    scene = Scene(room=1)
+    scene.request(0, tokens=BLOCK)
+    assert scene.elastic.place(np.empty(0, np.int32)) == 0
+
+
+# -- the transient buffer -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("transient", "fits"), [(11, False), (12, True)])
+def test_a_step_fits_if_all_its_requests_miss_fits_the_transient_buffer(
+    transient: int, fits: bool
+) -> None:
+    scene = Scene(room=10, transient=transient)
+    scene.evict(scene.request(0, tokens=4 * BLOCK)[:2])
+    scene.evict(scene.request(1, tokens=4 * BLOCK)[1:2])
+    assert scene.elastic.fits_transient([0, 1]) == fits
+    assert scene.elastic.fits_transient([0])
+
+
+# -- admission ------------------------------------------------------------------------------
+
+
+def test_admission_counts_free_and_reclaimable_tokens() -> None:
+    scene = Scene(room=10)
+    scene.request(0, tokens=4 * BLOCK)
+    assert scene.elastic.admission_tokens(reclaimable=8) == (6 * BLOCK + 8, 6 * BLOCK + 8)
+
+
+@pytest.mark.parametrize(("ratio", "factor"), [(0.5, 2), (0.75, 4)])
+def test_admission_counts_on_joining_requests_to_come_to_their_targets(
+    ratio: float, factor: int
+) -> None:
+    scene = Scene(room=10, policy=FixedRatio(ratio))
+    scene.request(0, tokens=4 * BLOCK)
+    now = 6 * BLOCK
+    assert scene.elastic.admission_tokens(reclaimable=0) == (now, factor * now)
+
+
+def test_room_made_beyond_the_targets_admits_nobody() -> None:
+    scene = Scene(room=10)
+    scene.request(0, tokens=8 * BLOCK)
+    before = scene.elastic.admission_tokens(0)
+    scene.elastic.make_room(5 * GROUPS)
+    assert scene.elastic.admission_tokens(0) == before
+
+
+def test_room_made_to_reach_the_targets_admits_others() -> None:
+    scene = Scene(room=10, policy=OwnRatios({0: 0.5}))
+    scene.request(0, tokens=8 * BLOCK)
+    scene.elastic.apply_targets([0])
+    assert scene.elastic.admission_tokens(0) == (6 * BLOCK, 6 * BLOCK)
+
+
+def test_admission_is_below_zero_while_a_lowered_limit_is_exceeded() -> None:
+    scene = Scene(room=10)
+    scene.request(0, tokens=8 * BLOCK)
+    scene.table.limit_units(6 * GROUPS)
+    assert scene.elastic.admission_tokens(0) == (-2 * BLOCK, -2 * BLOCK)
