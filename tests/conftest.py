@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Helper modules beside the tests explain their failed assertions too.
-pytest.register_assert_rewrite("tests.kv.page_table_model", "tests.steps", "tests.forward.tiny")
+pytest.register_assert_rewrite("tests.kv.page_table_model", "tests.forward.tiny")
 
 # CI repeats the same examples on every run; elsewhere each run looks at new ones.
 settings.register_profile(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ellm_sgl.kv import NONE, PageTable
 from ellm_sgl.kv.page_table import IntArray
@@ -127,7 +128,8 @@ class ElasticMemory:
             count = min(missing, room) // block_tokens
             if count <= 0:
                 continue
-            for block in self._evictable(seq_id, shared=False)[:count]:
+            blocks = self._evictable(seq_id, shared=False)
+            for block in blocks[self.table.depth(blocks) == 0][:count]:
                 self.totals.evicted_units += self.table.evict(int(block))
                 room -= block_tokens
 
@@ -143,16 +145,14 @@ class ElasticMemory:
         """
         if self.table.none_units == 0:
             return []
-        wanted = [(s, self._owed_blocks(s)) for s in seq_ids]
+        wanted = sum(map(self._owed_blocks, seq_ids)) * self.table.shape.num_groups
         growth = len(seq_ids) * self.table.shape.num_groups
-        self._reclaim_until(
-            growth + sum(blocks for _, blocks in wanted) * self.table.shape.num_groups
-        )
+        self._reclaim_until(growth + wanted)
         restored: list[int] = []
         before = self.table.used_units
-        for seq_id, owed in wanted:
+        for seq_id in seq_ids:
             spare = (self.table.free_units - growth) // self.table.shape.num_groups
-            count = min(spare, owed)
+            count = min(spare, self._owed_blocks(seq_id))
             if count > 0:
                 blocks = self.table.blocks_of(seq_id)
                 missing = blocks[(self.table.units[blocks] == NONE).any(axis=1)]
@@ -165,7 +165,7 @@ class ElasticMemory:
     def _owed_blocks(self, seq_id: int) -> int:
         """Blocks that a request misses beyond its policy's target."""
         excess = self.table.uncached_tokens(seq_id) - self._targets.get(seq_id, 0)
-        return max(excess, 0) // self.table.shape.block_tokens
+        return self.table.shape.blocks_for(max(excess, 0))
 
     def _free_tokens(self) -> int:
         shape = self.table.shape
@@ -180,22 +180,31 @@ class ElasticMemory:
     def _evict_units(self, count: int, shared: bool) -> None:
         """Evict `count` units, one block at a time from the request that misses least, so that
         no request falls behind the others; of the last block only the lowest groups needed."""
+        kept = self._kept_blocks() if shared else set()
         queues = {
             s: blocks
             for s in self.table.sequence_ids
-            if s not in self._pinned and len(blocks := self._evictable(s, shared))
+            if (blocks := [b for b in self._evictable(s, shared).tolist() if b not in kept])
         }
         heap = [(self.table.uncached_tokens(s), s, 0) for s in queues]
         heapq.heapify(heap)
         while heap and count > 0:
             missing, seq_id, position = heapq.heappop(heap)
-            block = int(queues[seq_id][position])
-            freed = self._evict_lowest(block, count)
+            freed = self._evict_lowest(queues[seq_id][position], count)
             count -= freed
             self.totals.evicted_units += freed
             if position + 1 < len(queues[seq_id]):
                 missing += self.table.shape.block_tokens
                 heapq.heappush(heap, (missing, seq_id, position + 1))
+
+    def _kept_blocks(self) -> set[int]:
+        """Blocks that stay even where others share them: the last one of every request, and all
+        of a pinned one's."""
+        kept: set[int] = set()
+        for seq_id in self.table.sequence_ids:
+            blocks = self.table.blocks_of(seq_id)
+            kept.update(blocks[0 if seq_id in self._pinned else -1 :].tolist())
+        return kept
 
     def _evict_lowest(self, block: int, count: int) -> int:
         """Evict up to `count` units of a block from the lowest group up: the layers that are
@@ -210,7 +219,7 @@ class ElasticMemory:
         if seq_id in self._pinned:
             return np.empty(0, np.int32)
         blocks = self.table.blocks_of(seq_id)[:-1]
-        held = (self.table.units[blocks] != NONE).any(axis=1)
+        held: npt.NDArray[np.bool_] = (self.table.units[blocks] != NONE).any(axis=1)
         if not shared:
             held &= self.table.references(blocks) <= OWNER_AND_ONE_SEQUENCE
         return blocks[held]

@@ -140,3 +140,6 @@ def doctor(as_json: bool) -> None:
             if finding.remedy:
                 click.echo(f"    -> {finding.remedy}")
     sys.exit(0 if healthy else 1)
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ATTENTION_BACKEND = "torch_native"
 """SGLang takes its paths without Triton kernels for this name, whatever class it stands for."""
+GRAMMAR_BACKEND = "llguidance"
 
 
 class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -34,6 +35,14 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.attention_backend is None:
             server_args.attention_backend = ATTENTION_BACKEND
         server_args.sampling_backend = "pytorch"
+        # SGLang's xgrammar glue needs pinned memory and a GPU kernel; llguidance's needs neither.
+        if server_args.grammar_backend is None:
+            server_args.grammar_backend = GRAMMAR_BACKEND
+        elif server_args.grammar_backend == "xgrammar":
+            raise ValueError(
+                "--grammar-backend xgrammar: SGLang runs it on GPUs only; leave it out or use "
+                f"{GRAMMAR_BACKEND}"
+            )
         # An idle scheduler polls; on a GPU host that costs a spare core, here it costs the model.
         server_args.sleep_on_idle = True
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ellm_sgl.kv import NONE
 from ellm_sgl.policies import FixedRatio, RequestView
 from tests.control.scene import BLOCK, GROUPS, OwnRatios, Scene
 
@@ -206,7 +204,4 @@ def test_a_restored_block_is_complete() -> None:
     scene.table.evict(blocks[0], slice(0, 1))
     kept = int(scene.table.units[blocks[0], 1])
     assert scene.elastic.restore([0]) == blocks[:1]
-    assert (
-        scene.table.units[blocks[0], 1] == kept
-        and not np.any(scene.table.units == NONE, 1)[blocks].any()
-    )
+    assert scene.missing(0) == [] and scene.table.units[blocks[0], 1] == kept

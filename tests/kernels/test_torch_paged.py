@@ -52,7 +52,7 @@ def test_new_rows_come_out_the_same_to_the_bit_as_with_nothing_missing(
     step = inputs.step
     table = step.table
     everything = np.flatnonzero(table.references(range(table.num_blocks + 1)))
-    table.place(everything)
+    table.place(everything.tolist())
     complete = replace(
         step, resident=table.units.copy(), depths=tuple(np.zeros_like(d) for d in step.depths)
     )

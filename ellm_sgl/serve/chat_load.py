@@ -1,0 +1,137 @@
+"""The demo's load: chats about Python, streamed at once through the OpenAI client."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pydoc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import openai
+from openai.types.chat import ChatCompletionMessageParam
+
+from ellm_sgl.serve.stream_record import StreamRecord
+
+TOPICS = (
+    "str.split", "dict.get", "list.sort", "int.to_bytes", "sorted", "zip",
+    "str.join", "dict.update", "isinstance", "enumerate", "bytes.find", "set.union",
+    "print", "open", "max", "map", "str.format", "dict.pop",
+    "float.hex", "range", "str.strip", "sum", "getattr", "str.partition",
+)  # fmt: skip
+"""What the chats are about, one each: the demo model has read Python's documentation."""
+
+_ROLE_TOKENS = 8
+"""Role marks and line ends of question, answer and second question; a letter is a token too."""
+
+
+@dataclass(frozen=True)
+class ChatLoad:
+    """Chats that all begin at once.
+
+    A request says how long its answer may be, not how long it will be: SGLang has to guess how
+    much memory it is going to need, as it does for every chat.
+    """
+
+    streams: int = len(TOPICS)
+    prompt_tokens: int = 128
+    """About: the prompt ends with a whole word."""
+    output_tokens: int = 256
+    """At most."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.streams <= len(TOPICS):
+            raise ValueError(f"streams must be from 1 to {len(TOPICS)}, got {self.streams}")
+        if not 1 <= self.output_tokens <= 4096:
+            raise ValueError(f"output tokens must be from 1 to 4096, got {self.output_tokens}")
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of KV if every answer is as long as it may be."""
+        return self.streams * (self.prompt_tokens + self.output_tokens)
+
+    def begin(self) -> list[ChatStream]:
+        """The chats, not sent yet."""
+        return [ChatStream(topic) for topic in TOPICS[: self.streams]]
+
+    def messages(self, topic: str) -> list[ChatCompletionMessageParam]:
+        """A question, the first words of Python's own answer, and the wish to hear more."""
+        question, wish = f"What does {topic} do?", "Go on."
+        documentation = " ".join((inspect.getdoc(pydoc.locate(f"builtins.{topic}")) or "").split())
+        room = self.prompt_tokens - _ROLE_TOKENS - len(question) - len(wish)
+        return [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": documentation[:room].rsplit(" ", 1)[0]},
+            {"role": "user", "content": wish},
+        ]
+
+
+@dataclass
+class ChatStream:
+    """One chat while it is streamed; the live view reads it as it grows. Times are monotonic."""
+
+    topic: str
+    text: str = ""
+    sent_s: float = 0.0
+    arrivals_s: list[float] = field(default_factory=list)
+    """When each piece of text arrived."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """As the server counts them; known at the end."""
+    finish: str | None = None
+    """The server's finish reason, or the error that ended the chat; None while it goes on."""
+
+    def record(self) -> StreamRecord:
+        """What is to be kept of a chat that has ended."""
+        return StreamRecord(
+            topic=self.topic,
+            text=self.text,
+            sent_s=self.sent_s,
+            arrivals_s=tuple(self.arrivals_s),
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            finish=self.finish or "cut off",
+        )
+
+
+async def stream_all(url: str, load: ChatLoad, streams: Sequence[ChatStream]) -> None:
+    """Send the chats of `load` at once and fill in `streams` until all have ended.
+
+    Args:
+        url: of the server, without /v1.
+        streams: from `load.begin()`.
+    """
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for seed, stream in enumerate(streams):
+            group.create_task(_stream(client, load, stream, seed))
+
+
+async def _stream(
+    client: openai.AsyncOpenAI, load: ChatLoad, stream: ChatStream, seed: int
+) -> None:
+    stream.sent_s = time.monotonic()
+    try:
+        chunks = await client.chat.completions.create(
+            model="demo",
+            messages=load.messages(stream.topic),
+            temperature=0,
+            seed=seed,
+            max_tokens=load.output_tokens,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for chunk in chunks:
+            if chunk.usage:
+                stream.prompt_tokens = chunk.usage.prompt_tokens
+                stream.output_tokens = chunk.usage.completion_tokens
+            for choice in chunk.choices:
+                if choice.delta.content:
+                    stream.text += choice.delta.content
+                    stream.arrivals_s.append(time.monotonic())
+                stream.finish = choice.finish_reason or stream.finish
+    except openai.APIError as error:
+        stream.finish = f"{type(error).__name__}: {error}"

@@ -1,0 +1,196 @@
+"""`ellm-sgl demo`: one load of chats on three servers, one after the other.
+
+First stock SGLang with ample memory, which gives the reference outputs and tells how much KV the
+load needs; then eLLM and stock SGLang with a third of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
+from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun
+from ellm_sgl.serve.live_view import Progress, ProgressView, view_for
+from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerError, ServerProcess
+
+BLOCK_TOKENS = 16
+"""A pool holds whole blocks (`--ellm-block-tokens`)."""
+FRAME_S = 0.25
+"""Between two looks at the streams."""
+POLL_S = 0.5
+"""Between two looks at the server's state."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+_RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What to run."""
+
+    streams: int = ChatLoad.streams
+    output_tokens: int = ChatLoad.output_tokens
+    """At most, per chat."""
+    pool_tokens: int | None = None
+    """The small pool; None: a third of what the load turns out to need."""
+
+    def __post_init__(self) -> None:
+        if self.pool_tokens is not None and self.pool_tokens < BLOCK_TOKENS:
+            raise ValueError(f"the pool must hold a block of {BLOCK_TOKENS} tokens at least")
+        self.load()
+
+    def load(self) -> ChatLoad:
+        return ChatLoad(streams=self.streams, output_tokens=self.output_tokens)
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A server to put under the load."""
+
+    name: str
+    pool_tokens: int
+    ellm: bool
+
+    def process(self) -> ServerProcess:
+        if self.ellm:
+            pool = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens"]
+        else:
+            pool = ["--max-total-tokens"]
+        return ServerProcess([*DEMO_ARGUMENTS, *pool, str(self.pool_tokens)], ENVIRONMENT)
+
+
+def run_demo(options: DemoOptions, console: Console) -> DemoReport:
+    """Run the three servers and compare.
+
+    Args:
+        options: what to run.
+        console: shows progress: a live view if it is a terminal, else plain lines.
+
+    Raises:
+        ServerError: a server did not start, or went away.
+        KeyboardInterrupt: asked to stop (by SIGTERM or SIGHUP too); no server is left.
+    """
+    begin, load = time.monotonic(), options.load()
+    with _stop_on_signals():
+        ample = _run(_Server("stock, ample", 2 * load.most_tokens, False), load, console)
+        third = max(ample.needed_tokens // 3 // BLOCK_TOKENS, 1) * BLOCK_TOKENS
+        small = options.pool_tokens or third
+        ellm = _run(_Server("eLLM, small", small, True), load, console)
+        stock = _run(_Server("stock, small", small, False), load, console)
+    return DemoReport(ample, stock, ellm, time.monotonic() - begin)
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP (a closed terminal) clean up as Ctrl-C does."""
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.default_int_handler) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:
+    """Start a server, load it, stop it."""
+    title = f"{server.name} ({server.pool_tokens:,} tokens of KV)"
+    process = server.process()
+    begin = time.monotonic()
+    try:
+        with _waiting(console, f"{title}: starting the server"):
+            process.start()
+        start_s = time.monotonic() - begin
+        streams = load.begin()
+        with view_for(console, title) as view:
+            cached_ratios = asyncio.run(_load(process, server.ellm, load, streams, view))
+        if not process.alive():
+            raise ServerError(f"the server went away:\n{process.last_words()}")
+        run = ServerRun(
+            name=server.name,
+            pool_tokens=server.pool_tokens,
+            records=tuple(stream.record() for stream in streams),
+            retractions=sum(map(int, _RETRACTED.findall(process.log.read_text(errors="replace")))),
+            start_s=start_s,
+            restoration=_restoration(process.state(), cached_ratios) if server.ellm else None,
+        )
+    finally:
+        process.stop()
+    found = run.statistics
+    console.print(
+        f"{title}: {run.completed}/{len(run.records)} complete, {found.output_tokens:,} tokens in "
+        f"{found.seconds:.1f} s, {run.retractions} retractions",
+        soft_wrap=True,
+        highlight=False,
+    )
+    return run
+
+
+@contextmanager
+def _waiting(console: Console, text: str) -> Iterator[None]:
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        console.print(text, soft_wrap=True, highlight=False)
+        yield
+
+
+async def _load(
+    process: ServerProcess,
+    ellm: bool,
+    load: ChatLoad,
+    streams: Sequence[ChatStream],
+    view: ProgressView,
+) -> list[float]:
+    """Run the load and show it meanwhile.
+
+    Returns:
+        The mean cached ratios seen.
+    """
+    cached_ratios: list[float] = []
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(_watch(process.url, ellm, streams, view, cached_ratios))
+        await stream_all(process.url, load, streams)
+        watching.cancel()
+    return cached_ratios
+
+
+async def _watch(
+    url: str,
+    ellm: bool,
+    streams: Sequence[ChatStream],
+    view: ProgressView,
+    cached_ratios: list[float],
+) -> None:
+    """Show the load until cancelled; note the mean cached ratio at every look at the state."""
+    begin, poll_at = time.monotonic(), 0.0
+    state: dict[str, Any] | None = None
+    async with httpx.AsyncClient(timeout=60) as client:
+        while True:
+            elapsed = time.monotonic() - begin
+            if ellm and elapsed >= poll_at:
+                poll_at = elapsed + POLL_S
+                state = (await client.get(f"{url}/ellm/state")).json()
+                cached_ratios.append(state["cached_ratio_mean"])
+            view.show(Progress(streams, elapsed, state, cached_ratios))
+            await asyncio.sleep(FRAME_S)
+
+
+def _restoration(state: dict[str, Any], cached_ratios: Sequence[float]) -> Restoration:
+    return Restoration(
+        evicted_units=state["evicted_units_total"],
+        restored_units=state["restored_units_total"],
+        recomputed_tokens=state["recomputed_tokens_total"],
+        lowest_cached_ratio=min(cached_ratios, default=1.0),
+        integrity=state["integrity"],
+    )

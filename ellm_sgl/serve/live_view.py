@@ -1,0 +1,180 @@
+"""How a load is going: a live picture in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ellm_sgl.serve.chat_load import ChatStream
+
+RATE_WINDOW_S = 2.0
+"""Tokens per second are those of so many seconds."""
+PLAIN_EVERY_S = 5.0
+TEXTS_SHOWN = 6
+_BARS = "▁▂▃▄▅▆▇█"
+_BARS_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A load at one moment."""
+
+    streams: Sequence[ChatStream]
+    elapsed_s: float
+    state: Mapping[str, Any] | None
+    """`GET /ellm/state`; None for stock SGLang."""
+    cached_ratios: Sequence[float]
+    """Mean cached ratio at every look so far, oldest first."""
+
+    @property
+    def ended(self) -> int:
+        return sum(stream.finish is not None for stream in self.streams)
+
+    def tokens_per_s(self) -> float:
+        """Pieces of text that arrived lately; a piece is a token, but for few."""
+        window = min(RATE_WINDOW_S, self.elapsed_s)
+        since = time.monotonic() - window
+        pieces = sum(len(s.arrivals_s) - bisect.bisect(s.arrivals_s, since) for s in self.streams)
+        return pieces / window if window else 0.0
+
+
+class ProgressView(ABC):
+    """Shows one load as it goes; a context manager."""
+
+    @abstractmethod
+    def show(self, progress: Progress) -> None:
+        """Called a few times a second."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+
+def view_for(console: Console, title: str) -> ProgressView:
+    """The view that suits the console."""
+    return LiveView(console, title) if console.is_terminal else PlainLines(console, title)
+
+
+class PlainLines(ProgressView):
+    """A line every few seconds, without control codes."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._next_s = PLAIN_EVERY_S
+
+    def show(self, progress: Progress) -> None:
+        if progress.elapsed_s < self._next_s:
+            return
+        self._next_s += PLAIN_EVERY_S
+        parts = [
+            f"{self._title}: {progress.elapsed_s:.0f} s",
+            f"{progress.ended}/{len(progress.streams)} complete",
+            f"{progress.tokens_per_s():.0f} tokens/s",
+        ]
+        if progress.state:
+            parts += [f"{name} {value}" for name, value in _figures(progress.state)]
+        self._console.print(", ".join(parts), soft_wrap=True, highlight=False, markup=False)
+
+
+class LiveView(ProgressView):
+    """A picture that is drawn again and again, and leaves nothing behind."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._title = title
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.__exit__(kind, error, traceback)
+
+    def show(self, progress: Progress) -> None:
+        self._live.update(draw(self._title, progress), refresh=True)
+
+
+def draw(title: str, progress: Progress) -> RenderableType:
+    """The picture of one moment; its height does not change while a load goes on."""
+    head = Text.assemble(
+        ("complete ", "dim"), f"{progress.ended}/{len(progress.streams)}",
+        ("   tokens/s ", "dim"), f"{progress.tokens_per_s():.0f}",
+        ("   elapsed ", "dim"), f"{progress.elapsed_s:.0f} s",
+    )  # fmt: skip
+    lines: list[RenderableType] = [head]
+    if progress.state:
+        lines += [_figures_line(progress.state), _ratio_line(progress.cached_ratios)]
+    return Panel(Group(*lines, Text(""), _texts(progress.streams)), title=title, title_align="left")
+
+
+def _figures(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("running", f"{state['running']}"),
+        ("waiting", f"{state['waiting']}"),
+        ("cached ratio", f"{state['cached_ratio_mean']:.2f}"),
+        ("uncached tokens", f"{state['uncached_tokens']:,}"),
+        ("evicted units", f"{state['evicted_units_total']:,}"),
+        ("retractions", f"{state['retractions_total']}"),
+    ]
+
+
+def _figures_line(state: Mapping[str, Any]) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    figures = _figures(state)
+    grid.add_row(*(Text(name, style="dim") for name, _ in figures))
+    grid.add_row(*(Text(value, style="bold") for _, value in figures))
+    return grid
+
+
+def _ratio_line(ratios: Sequence[float]) -> Text:
+    """The cached ratio over time; the lowest bar stands for half cached or less."""
+    shown = [max(0.0, 2 * ratio - 1) for ratio in ratios[-_BARS_SHOWN:]]
+    bars = "".join(_BARS[round(height * (len(_BARS) - 1))] for height in shown)
+    return Text.assemble(("cached ratio, from 50 to 100 %  ", "dim"), (bars, "cyan"))
+
+
+def _texts(streams: Sequence[ChatStream]) -> RenderableType:
+    """The ends of some texts: of the chats that write now, the first ones."""
+    writing = [s for s in streams if s.text and s.finish is None]
+    waiting = [s for s in streams if not s.text]
+    ended = [s for s in streams if s.finish is not None]
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True, style="cyan", width=13)
+    grid.add_column(no_wrap=True, ratio=1)
+    for stream in (writing + waiting + ended[::-1])[:TEXTS_SHOWN]:
+        grid.add_row(stream.topic, _Tail(stream.text))
+    return grid
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """As much of the end of a text as fits one line."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(" ".join(self.text.split())[-options.max_width :], no_wrap=True)

@@ -1,0 +1,119 @@
+"""Bad input: one clear error each; the server goes on serving the others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from ellm_sgl.serve.process import ServerProcess
+from tests.e2e.load import ask, greedy, prompts
+
+pytestmark = pytest.mark.slow
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+CONTEXT = 8192
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", "{not json"),
+        ("/generate", '{"text": '),
+        ("/v1/chat/completions", json.dumps(CHAT | {"max_tokens": -5})),
+        ("/v1/completions", json.dumps({"model": "d", "prompt": "x", "max_tokens": 10**12})),
+        ("/v1/completions", json.dumps({"model": "d", "prompt": "x" * (CONTEXT + 10)})),
+        ("/generate", json.dumps({"input_ids": [65] * (CONTEXT + 10), "sampling_params": {}})),
+        ("/generate", json.dumps({"input_ids": [10**7], "sampling_params": {}})),
+        ("/generate", json.dumps({"text": "x", "sampling_params": {"max_new_tokens": -1}})),
+        ("/generate", json.dumps({"text": "x", "sampling_params": {"temperature": -2}})),
+        ("/generate", json.dumps({})),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_bad_request_gets_a_4xx_and_disturbs_nobody(
+    server: ServerProcess, path: str, body: str
+) -> None:
+    [good] = [greedy(p, 24) for p in prompts(1, 100, 100)]
+    expected = ask(server.url, [good])[0]["output_ids"]
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}{path}", content=body, headers=headers, timeout=60)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert answer.text.strip(), "an error without a message"
+    assert ask(server.url, [good])[0]["output_ids"] == expected
+    server.flush_cache()
+    state = server.state()
+    assert state["device_units_free"] == state["device_units_total"], "memory leaked"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"ellm_ratio": 1.5}, {"ellm_ratio": -0.1}, {"ellm_device_kv_tokens": 3},
+     {"ellm_device_kv_tokens": 10**9}],
+    ids=str,
+)  # fmt: skip
+def test_bad_adjustments_are_refused(server: ServerProcess, values: dict[str, Any]) -> None:
+    before = server.state()
+    with pytest.raises(ValueError, match="refused"):
+        server.adjust(**values)
+    after = server.state()
+    assert after["device_units_total"] == before["device_units_total"]
+
+
+STARTS = {
+    "--ellm-ratio 1.5": "--ellm-ratio 1.5",
+    "--ellm-ratio much": "much",
+    "--ellm-layer-group 0": "--ellm-layer-group 0",
+    "--ellm-block-tokens 0": "--ellm-block-tokens 0",
+    "--ellm-device-kv-tokens 8": "--ellm-device-kv-tokens 8",
+    "--ellm-policy nonsense": "nonsense",
+    "--page-size 64": "--page-size 64",
+    "--speculative-algorithm EAGLE": "--speculative-algorithm",
+    "--enable-lora": "--enable-lora",
+    "--pipeline-parallel-size 2": "--pipeline-parallel-size",
+    "--data-parallel-size 2": "--data-parallel-size",
+    "--kv-cache-dtype fp8_e4m3": "--kv-cache-dtype",
+    "--grammar-backend xgrammar": "--grammar-backend xgrammar",
+    "--model-path /no/such/model": "/no/such/model",
+}
+
+
+@pytest.mark.parametrize(("arguments", "named"), STARTS.items(), ids=STARTS)
+def test_bad_start_is_one_line(arguments: str, named: str) -> None:
+    """Through `ellm-sgl serve`: exit status 1 or 2, and a last line that names the culprit."""
+    command = [sys.executable, "-m", "ellm_sgl.serve.cli", "serve", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode in (1, 2)
+    last = done.stderr.strip().splitlines()[-1]
+    assert named in last
+    assert "Traceback" not in done.stderr
+    assert "rror" in last
+
+
+def test_model_that_is_not_supported_is_refused(tmp_path: Any) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "ellm_sgl.serve.cli", "serve", "--model-path", str(tmp_path)]
+    command += ["--skip-tokenizer-init"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 2
+    assert "GPT2LMHeadModel" in done.stderr.strip().splitlines()[-1]
+
+
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Any) -> None:
+    import psutil
+
+    from ellm_sgl.serve.process import DEMO_ARGUMENTS
+
+    with ServerProcess([*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio"]) as other:
+        family = psutil.Process(other.pid).children(recursive=True)
+        assert family
+    deadline = time.monotonic() + 20
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family):
+        assert time.monotonic() < deadline, "worker processes survive the server"
+        time.sleep(0.2)

@@ -1,0 +1,143 @@
+"""SGLang's features with half of every request's KV missing: the same answers as with all of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ellm_sgl.serve.process import ServerProcess
+from tests.e2e.load import ask, greedy, prompts
+
+pytestmark = pytest.mark.slow
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"enum": [1, 22, 333]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+MESSAGES: list[Any] = [
+    {"role": "user", "content": "What does the method str.split do, and what does it return? " * 3}
+]
+
+
+def with_and_without(server: ServerProcess, run: Callable[[], Any]) -> tuple[Any, Any]:
+    """Results of `run` with everything cached, and with r = 0.5."""
+    everything = run()
+    server.flush_cache()
+    server.adjust(ellm_ratio=0.5)
+    before = server.state()["recomputed_tokens_total"]
+    half = run()
+    assert server.state()["recomputed_tokens_total"] > before, "nothing was recomputed"
+    return everything, half
+
+
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_streaming_chat(server: ServerProcess) -> None:
+    def run() -> str:
+        stream = client(server).chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=60, temperature=0, stream=True
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+    everything, half = with_and_without(server, run)
+    assert everything == half != ""
+
+
+def test_several_samples_of_one_prompt(server: ServerProcess) -> None:
+    def run() -> list[str]:
+        answer = client(server).completions.create(
+            model="demo", prompt="The Python language " * 12, n=4, max_tokens=40, temperature=0
+        )
+        return [choice.text for choice in answer.choices]
+
+    everything, half = with_and_without(server, run)
+    assert everything == half and len(half) == 4
+
+
+def test_logprobs_of_prompt_and_output(server: ServerProcess) -> None:
+    def run() -> Any:
+        body = greedy(prompts(1, 200, 200)[0], 24)
+        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 5}
+        return ask(server.url, [body])[0]["meta_info"]
+
+    everything, half = with_and_without(server, run)
+    for name in ("input_token_logprobs", "output_token_logprobs"):
+        pairs = zip(everything[name], half[name], strict=True)
+        assert all(a[1] == b[1] and (a[0] or 0) == pytest.approx(b[0] or 0, abs=1e-4)
+                   for a, b in pairs)  # fmt: skip
+    tops = zip(everything["output_top_logprobs"], half["output_top_logprobs"], strict=True)
+    assert all([x[1] for x in a] == [x[1] for x in b] for a, b in tops)
+
+
+def test_penalties(server: ServerProcess) -> None:
+    sampling = {"frequency_penalty": 0.7, "presence_penalty": 0.4, "min_new_tokens": 20}
+    bodies = [greedy(p, 48, **sampling) for p in prompts(4, 60, 200, seed=1)]
+    everything, half = with_and_without(
+        server, lambda: [a["output_ids"] for a in ask(server.url, bodies)]
+    )
+    assert everything == half
+
+
+def test_json_schema(server: ServerProcess) -> None:
+    def run() -> list[str]:
+        answer = client(server).chat.completions.create(
+            model="demo",
+            messages=MESSAGES,
+            max_tokens=120,
+            temperature=0,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": SCHEMA},
+            },
+        )
+        return [answer.choices[0].message.content or ""]
+
+    everything, half = with_and_without(server, run)
+    assert everything == half
+    assert set(json.loads(half[0])) == {"name", "age"}
+
+
+def test_seeded_sampling(server: ServerProcess) -> None:
+    """Sampling draws from the same distribution; single requests also draw the same tokens."""
+    bodies = [greedy(p, 32, temperature=0.8, top_k=1) for p in prompts(4, 50, 150, seed=2)]
+    everything, half = with_and_without(
+        server, lambda: [a["output_ids"] for a in ask(server.url, bodies)]
+    )
+    assert everything == half
+
+
+def test_abort_frees_everything(server: ServerProcess) -> None:
+    server.adjust(ellm_ratio=0.5, ellm_device_kv_tokens=1024)
+    body = greedy(prompts(1, 400, 400, seed=3)[0], 2000) | {"stream": True, "rid": "to-abort"}
+    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=120) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data:")
+        httpx.post(f"{server.url}/abort_request", json={"rid": "to-abort"}, timeout=30)
+        last = [line for line in lines if line.startswith("data: {")][-1]
+    finish = json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]
+    assert finish["type"] == "abort"
+    server.flush_cache()
+    state = server.state()
+    assert state["device_units_free"] == state["device_units_total"]
+
+
+def test_input_embeddings_stay_cached(server: ServerProcess) -> None:
+    """Rows given as embeddings cannot be recomputed from token ids: nothing of them is evicted."""
+    embeds = [[0.01 * ((i * j) % 7) for j in range(192)] for i in range(64)]
+    sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    body = {"input_embeds": embeds, "sampling_params": sampling}
+    everything = ask(server.url, [body])[0]["text"]
+    server.flush_cache()
+    server.adjust(ellm_ratio=0.9)
+    before = server.state()["evicted_units_total"]
+    assert ask(server.url, [body])[0]["text"] == everything
+    assert server.state()["evicted_units_total"] == before

@@ -1,0 +1,95 @@
+"""What happens when KV memory runs out: everything completes, and nothing changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from tests.e2e.conftest import AMPLE_TOKENS
+from tests.e2e.load import ask, greedy, prompts, token_ids
+
+pytestmark = pytest.mark.slow
+
+
+def test_oversubscribed_load_completes_unchanged(server: ServerProcess) -> None:
+    """24 requests of 128 + 256 tokens (9,216) in a pool of 4,000."""
+    bodies = [greedy(p, 256) for p in prompts(24, 128, 128)]
+    expected = token_ids(ask(server.url, bodies))
+    server.flush_cache()
+    server.adjust(ellm_device_kv_tokens=4000)
+    before = server.state()
+    got = token_ids(ask(server.url, bodies))
+    after = server.state()
+    assert got == expected
+    assert after["retractions_total"] == before["retractions_total"]
+    assert after["evicted_units_total"] > before["evicted_units_total"]
+
+
+def test_request_of_four_times_the_pool_completes_unchanged(server: ServerProcess) -> None:
+    [prompt] = prompts(1, 2000, 2000)
+    expected = ask(server.url, [greedy(prompt, 48)])
+    server.flush_cache()
+    server.adjust(ellm_device_kv_tokens=512)
+    before = server.state()
+    got = ask(server.url, [greedy(prompt, 48)])
+    assert token_ids(got) == token_ids(expected)
+    assert server.state()["retractions_total"] == before["retractions_total"]
+
+
+def test_blocks_return_when_there_is_room_again(server: ServerProcess) -> None:
+    """Short requests leave a long one behind with blocks missing: it gets them back."""
+    [long] = prompts(1, 400, 400, seed=1)
+    bodies = [greedy(long, 300), *(greedy(p, 60) for p in prompts(10, 60, 60, seed=2))]
+    expected = token_ids(ask(server.url, bodies))
+    server.flush_cache()
+    server.adjust(ellm_device_kv_tokens=1100, ellm_ratio=0.0)
+    before = server.state()
+    assert token_ids(ask(server.url, bodies)) == expected
+    after = server.state()
+    assert after["restored_units_total"] > before["restored_units_total"]
+
+
+@pytest.mark.parametrize("tokens", [600, 1500])
+def test_shared_prefixes_under_pressure(server: ServerProcess, tokens: int) -> None:
+    """Eight continuations of one long prefix, twice: cached, evicted, matched in part."""
+    [prefix] = prompts(1, 333, 333, seed=3)
+    bodies = [greedy(prefix + tail, 48) for tail in prompts(8, 5, 90, seed=4)]
+    expected = token_ids(ask(server.url, bodies))
+    server.flush_cache()
+    server.adjust(ellm_device_kv_tokens=tokens)
+    assert token_ids(ask(server.url, bodies)) == expected
+    assert token_ids(ask(server.url, bodies)) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--disable-radix-cache",),
+        ("--disable-overlap-schedule",),
+        ("--enable-mixed-chunk", "--chunked-prefill-size", "128"),
+        ("--ellm-layer-group", "3", "--ellm-block-tokens", "1"),
+        ("--ellm-layer-group", "1", "--ellm-block-tokens", "32"),
+    ],
+    ids=" ".join,
+)
+def test_server_options(server: ServerProcess, arguments: tuple[str, ...]) -> None:
+    bodies = [greedy(p, 32) for p in prompts(12, 1, 500, seed=5)]
+    expected = token_ids(ask(server.url, bodies))
+    own = (*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "1024")
+    with ServerProcess([*own, *arguments], {"OMP_NUM_THREADS": "1"}) as other:
+        assert token_ids(ask(other.url, bodies)) == expected
+        other.adjust(ellm_ratio=0.5)
+        assert token_ids(ask(other.url, bodies)) == expected
+        state = other.state()
+    assert state["recomputed_tokens_total"] > 0
+    assert state["integrity"] == "ok"
+
+
+def test_the_smallest_pool(server: ServerProcess) -> None:
+    """One block on the device: everything but the last tokens is recomputed at every step."""
+    bodies = [greedy(p, 20) for p in prompts(2, 40, 70, seed=6)]
+    expected = token_ids(ask(server.url, bodies))
+    server.flush_cache()
+    server.adjust(ellm_device_kv_tokens=16)
+    assert [token_ids(ask(server.url, [body]))[0] for body in bodies] == expected
+    server.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)

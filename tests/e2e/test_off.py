@@ -1,0 +1,63 @@
+"""Installed but not enabled: SGLang is stock, also started as SGLang's users start it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from tests.e2e.load import ask, greedy, prompts, token_ids
+
+pytestmark = pytest.mark.slow
+
+
+def test_off_is_stock(server: ServerProcess) -> None:
+    bodies = [greedy(p, 24) for p in prompts(6, 1, 300)]
+    expected = token_ids(ask(server.url, bodies))
+    with ServerProcess([*DEMO_ARGUMENTS, "--max-total-tokens", "8000"]) as stock:
+        assert token_ids(ask(stock.url, bodies)) == expected
+        assert httpx.get(f"{stock.url}/ellm/state").status_code == 404
+        assert "eLLM pool" not in stock.log.read_text()
+
+
+def test_plain_launch_server(tmp_path: Path) -> None:
+    """`python -m sglang.launch_server` finds platform and flags wherever SGLang can be imported.
+
+    This machine's torchvision cannot be; `sitecustomize` stands for one whose can.
+    """
+    (tmp_path / "sitecustomize.py").write_text(
+        "from ellm_sgl.sglang.torchvision_ops import declare; declare()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "sglang.launch_server", *DEMO_ARGUMENTS]
+    command += ["--port", "28765", "--ellm-policy", "fixed-ratio", "--ellm-ratio", "0.5"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            wait_until_up("http://127.0.0.1:28765", process)
+            answer = ask("http://127.0.0.1:28765", [greedy(prompts(1, 100, 100)[0], 16)])
+            state = httpx.get("http://127.0.0.1:28765/ellm/state").json()
+        finally:
+            process.terminate()
+    assert len(answer[0]["output_ids"]) == 16
+    assert state["enabled"] and state["recomputed_tokens_total"] > 0
+
+
+def wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
+    import time
+
+    for _ in range(600):
+        assert process.poll() is None, "the server exited"
+        try:
+            if httpx.get(f"{url}/health", timeout=20).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.25)
+    raise AssertionError("no answer")

@@ -1,0 +1,83 @@
+"""Settings: what they refuse, and their way to worker processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ellm_sgl.config import ENV, ConfigError, EllmConfig
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV, "")  # so that what a test sets is undone
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [
+        ({"ratio": -0.1}, "--ellm-ratio -0.1"),
+        ({"ratio": 1.0}, "--ellm-ratio 1.0"),
+        ({"ratio": 1.5}, "--ellm-ratio 1.5"),
+        ({"ratio": math.nan}, "--ellm-ratio nan"),
+        ({"layer_group": 0}, "--ellm-layer-group 0"),
+        ({"block_tokens": 0}, "--ellm-block-tokens 0"),
+        ({"device_kv_tokens": 15}, "--ellm-device-kv-tokens 15"),
+        ({"device_kv_tokens": -1}, "--ellm-device-kv-tokens -1"),
+        ({"device_kv_tokens": 31, "block_tokens": 32}, "--ellm-device-kv-tokens 31"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_flag(setting: Any, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}: ") as refusal:
+        EllmConfig(**setting)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"ratio": 0.999, "layer_group": 1, "block_tokens": 1, "device_kv_tokens": 1},
+        {"policy": "someone's own", "device_kv_tokens": None},
+    ],
+)
+def test_settings_survive_the_way_through_the_environment(setting: Any) -> None:
+    config = EllmConfig(**setting)
+    config.to_env()
+    assert EllmConfig.from_env() == config
+
+
+def test_settings_reach_child_processes() -> None:
+    config = EllmConfig(ratio=0.25, device_kv_tokens=4000)
+    config.to_env()
+    show = "from ellm_sgl.config import EllmConfig; print(EllmConfig.from_env())"
+    child = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == str(config)
+
+
+def test_ellm_is_off_where_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EllmConfig.from_env() is None
+    monkeypatch.delenv(ENV)
+    assert EllmConfig.from_env() is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "5", "[1]", "null", '{"no_such_setting": 1}', '{"ratio": "half"}', '{"ratio": null}'],
+)
+def test_an_environment_that_holds_something_else_is_refused(text: str) -> None:
+    os.environ[ENV] = text
+    with pytest.raises(ConfigError, match=f"{ENV} does not hold eLLM settings"):
+        EllmConfig.from_env()
+
+
+def test_bad_settings_in_the_environment_are_refused_by_flag() -> None:
+    os.environ[ENV] = json.dumps({"layer_group": 0})
+    with pytest.raises(ConfigError, match="--ellm-layer-group 0"):
+        EllmConfig.from_env()
