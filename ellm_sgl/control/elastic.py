@@ -180,7 +180,7 @@ class ElasticMemory:
     def _evict_units(self, count: int, shared: bool) -> None:
         """Evict `count` units, one block at a time from the request that misses least, so that
         no request falls behind the others; of the last block only the lowest groups needed."""
-        kept = self._kept_blocks() if shared else set()
+        kept = self._pinned_blocks() if shared else set()
         queues = {
             s: blocks
             for s in self.table.sequence_ids
@@ -197,14 +197,10 @@ class ElasticMemory:
                 missing += self.table.shape.block_tokens
                 heapq.heappush(heap, (missing, seq_id, position + 1))
 
-    def _kept_blocks(self) -> set[int]:
-        """Blocks that stay even where others share them: the last one of every request, and all
-        of a pinned one's."""
-        kept: set[int] = set()
-        for seq_id in self.table.sequence_ids:
-            blocks = self.table.blocks_of(seq_id)
-            kept.update(blocks[0 if seq_id in self._pinned else -1 :].tolist())
-        return kept
+    def _pinned_blocks(self) -> set[int]:
+        """Blocks that stay even where others share them."""
+        pinned = self._pinned.intersection(self.table.sequence_ids)
+        return {block for s in pinned for block in self.table.blocks_of(s).tolist()}
 
     def _evict_lowest(self, block: int, count: int) -> int:
         """Evict up to `count` units of a block from the lowest group up: the layers that are
@@ -214,11 +210,12 @@ class ElasticMemory:
         return self.table.evict(block, groups)
 
     def _evictable(self, seq_id: int, shared: bool) -> IntArray:
-        """Blocks of a request that hold units and may lose them, oldest first: full blocks
-        other than the last, and unless `shared` only those no other request uses."""
+        """Blocks of a request that hold units and may lose them, oldest first: full blocks,
+        and unless `shared` only those no other request uses."""
         if seq_id in self._pinned:
             return np.empty(0, np.int32)
-        blocks = self.table.blocks_of(seq_id)[:-1]
+        full = self.table.length_of(seq_id) // self.table.shape.block_tokens
+        blocks = self.table.blocks_of(seq_id)[:full]
         held: npt.NDArray[np.bool_] = (self.table.units[blocks] != NONE).any(axis=1)
         if not shared:
             held &= self.table.references(blocks) <= OWNER_AND_ONE_SEQUENCE

@@ -102,8 +102,11 @@ async def stream_all(url: str, load: ChatLoad, streams: Sequence[ChatStream]) ->
         url: of the server, without /v1.
         streams: from `load.begin()`.
     """
+    direct = openai.DefaultAsyncHttpxClient(trust_env=False)  # whatever proxy the user has set
     async with (
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=direct
+        ) as client,
         asyncio.TaskGroup() as group,
     ):
         for seed, stream in enumerate(streams):

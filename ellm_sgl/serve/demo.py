@@ -103,7 +103,7 @@ def _stop_on_signals() -> Iterator[None]:
 
 def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:
     """Start a server, load it, stop it."""
-    title = f"{server.name} ({server.pool_tokens:,} tokens of KV)"
+    title = f"{server.name} pool ({server.pool_tokens:,} tokens)"
     process = server.process()
     begin = time.monotonic()
     try:
@@ -127,8 +127,8 @@ def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:
         process.stop()
     found = run.statistics
     console.print(
-        f"{title}: {run.completed}/{len(run.records)} complete, {found.output_tokens:,} tokens in "
-        f"{found.seconds:.1f} s, {run.retractions} retractions",
+        f"{title}: {run.completed}/{len(run.records)} complete, "
+        f"{found.output_tokens_per_s:.0f} tokens/s, {run.retractions} retractions",
         soft_wrap=True,
         highlight=False,
     )
@@ -137,7 +137,7 @@ def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:
 
 @contextmanager
 def _waiting(console: Console, text: str) -> Iterator[None]:
-    if console.is_terminal:
+    if console.is_interactive:
         with console.status(text):
             yield
     else:
@@ -175,7 +175,7 @@ async def _watch(
     """Show the load until cancelled; note the mean cached ratio at every look at the state."""
     begin, poll_at = time.monotonic(), 0.0
     state: dict[str, Any] | None = None
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
         while True:
             elapsed = time.monotonic() - begin
             if ellm and elapsed >= poll_at:

@@ -91,12 +91,26 @@ class DemoReport:
 
     @property
     def ok(self) -> bool:
-        """Every request ended as it should, and eLLM changed no output."""
-        streams = len(self.ample.records)
-        complete = all(run.completed == streams for run in self.runs)
-        restoration = self.ellm.restoration
-        consistent = restoration is None or restoration.integrity == "ok"
-        return complete and consistent and self.identical == streams
+        """Every request ended as it should, and eLLM changed no output. (What stock SGLang does
+        in a small pool is a finding, not a failure.)"""
+        return not self.failures()
+
+    def failures(self) -> list[str]:
+        """What keeps the demo from being a success, a line each."""
+        lines = [
+            f"{run.name}, {record.topic}: not complete ({record.finish})"
+            for run in (self.ample, self.ellm)
+            for record in run.records
+            if not record.complete
+        ]
+        lines += [
+            f"{self.ellm.name}, {ours.topic}: the output differs from the reference"
+            for ours, theirs in zip(self.ellm.records, self.ample.records, strict=True)
+            if not ours.same_output(theirs)
+        ]
+        if self.ellm.restoration and self.ellm.restoration.integrity != "ok":
+            lines.append(f"page table: {self.ellm.restoration.integrity}")
+        return lines
 
     def to_json(self) -> dict[str, object]:
         """One JSON document's worth: everything but the texts."""
@@ -133,7 +147,7 @@ def render(report: DemoReport) -> RenderableType:
         f"{streams} chats at once need {needed:,} tokens of KV; "
         f"the small pool holds {small:,} ({small / needed:.0%})"
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("server", no_wrap=True)
     for heading in (
         "output\ntokens/s", "TTFT s\nmean/p99", "TPOT ms\nmean/p99", "longest\npause s",
@@ -159,7 +173,7 @@ def render(report: DemoReport) -> RenderableType:
     )
     return Group(
         table, Text(_LENGTHS), Text(""), Text(summary(report)), Text(""), verdict,
-        *_failures(report),
+        *(Text(line, style="red") for line in report.failures()),
     )  # fmt: skip
 
 
@@ -219,24 +233,6 @@ def _compare(
 ) -> str:
     a, b = figure(ours), figure(theirs)
     return f"{what}: {a} instead of {b}." if a and b else ""
-
-
-def _failures(report: DemoReport) -> list[Text]:
-    """A line for whatever keeps the report from being `ok`."""
-    lines = [
-        f"{run.name}, {record.topic}: not completed ({record.finish})"
-        for run in report.runs
-        for record in run.records
-        if not record.complete
-    ]
-    lines += [
-        f"{report.ellm.name}, {ours.topic}: the output differs from the reference"
-        for ours, theirs in zip(report.ellm.records, report.ample.records, strict=True)
-        if not ours.same_output(theirs)
-    ]
-    if report.ellm.restoration and report.ellm.restoration.integrity != "ok":
-        lines.append(f"page table: {report.ellm.restoration.integrity}")
-    return [Text(line, style="red") for line in lines]
 
 
 def _number(value: float | None, digits: int) -> str:

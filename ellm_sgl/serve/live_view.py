@@ -70,7 +70,7 @@ class ProgressView(ABC):
 
 def view_for(console: Console, title: str) -> ProgressView:
     """The view that suits the console."""
-    return LiveView(console, title) if console.is_terminal else PlainLines(console, title)
+    return LiveView(console, title) if console.is_interactive else PlainLines(console, title)
 
 
 class PlainLines(ProgressView):

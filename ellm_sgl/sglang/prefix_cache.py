@@ -114,9 +114,11 @@ class EllmRadixCache(RadixCache):  # type: ignore[misc]
 
     def _drop_beyond(self, key: RadixKey, tokens: int) -> None:
         """Delete what the tree holds of `key` beyond `tokens`, unless a request still uses it."""
-        matched, node = self._match_prefix_helper(self.root_node, key[:tokens])
-        if sum(map(len, matched)) != tokens:
-            return
+        node = self.root_node
+        if tokens:
+            matched, node = self._match_prefix_helper(node, key[:tokens])
+            if sum(map(len, matched)) != tokens:
+                return
         below = node.children.get(key[tokens:].child_key(self.page_size))
         if below is None or below.lock_ref > 0:
             return

@@ -70,8 +70,8 @@ def test_the_request_that_misses_least_gives_first() -> None:
 
 def test_unshared_blocks_go_before_shared_ones() -> None:
     scene = Scene(room=6)
-    shared = scene.request(0, tokens=4 * BLOCK)[:2]
-    scene.request(1, tokens=4 * BLOCK, prefix=shared)
+    shared = scene.request(0, tokens=3 * BLOCK + 1)[:2]
+    scene.request(1, tokens=3 * BLOCK + 1, prefix=shared)
     assert scene.elastic.make_room(2 * GROUPS)
     assert [scene.missing(s) for s in range(2)] == [[2], [2]]
     assert scene.elastic.make_room(3 * GROUPS)
@@ -119,12 +119,20 @@ def test_a_lowered_limit_is_reached() -> None:
 # -- make_room: what stays ------------------------------------------------------------------
 
 
-def test_the_last_block_of_a_request_stays() -> None:
+def test_the_block_being_filled_stays() -> None:
     scene = Scene(room=4)
-    scene.request(0, tokens=3 * BLOCK)
+    scene.request(0, tokens=2 * BLOCK + 1)
     scene.request(1, tokens=1)
     assert not scene.elastic.make_room(4 * GROUPS)
     assert [scene.missing(s) for s in range(2)] == [[0, 1], []]
+
+
+def test_a_full_last_block_may_go() -> None:
+    """The next token begins another one."""
+    scene = Scene(room=2)
+    scene.request(0, tokens=2 * BLOCK)
+    assert scene.elastic.make_room(2 * GROUPS)
+    assert scene.missing(0) == [0, 1]
 
 
 def test_pinned_requests_stay() -> None:
@@ -148,18 +156,10 @@ def test_a_request_that_took_the_place_of_a_pinned_one_is_not_pinned() -> None:
 def test_blocks_shared_with_a_pinned_request_stay() -> None:
     scene = Scene(room=5)
     shared = scene.request(0, tokens=3 * BLOCK)[:2]
-    scene.request(1, tokens=4 * BLOCK, prefix=shared)
+    scene.request(1, tokens=3 * BLOCK + 1, prefix=shared)
     scene.elastic.pin(0)
     assert not scene.elastic.make_room(5 * GROUPS)
     assert [scene.missing(s) for s in range(2)] == [[], [2]]
-
-
-def test_the_last_block_of_a_request_stays_even_where_others_go_on_from_it() -> None:
-    scene = Scene(room=4)
-    shared = scene.request(0, tokens=2 * BLOCK)
-    scene.request(1, tokens=4 * BLOCK, prefix=shared)
-    assert not scene.elastic.make_room(4 * GROUPS)
-    assert [scene.missing(s) for s in range(2)] == [[0], [0, 2]]
 
 
 # -- place ----------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_new_blocks_take_the_room_of_old_ones() -> None:
 
 def test_when_units_run_short_the_earliest_new_blocks_go_without() -> None:
     scene = Scene(room=4)
-    scene.request(0, tokens=2 * BLOCK)
+    scene.request(0, tokens=BLOCK + 1)
     new = scene.table.allocate(5)
     assert scene.elastic.place(new) == 2
     complete = (scene.table.units[new] != NONE).all(axis=1)

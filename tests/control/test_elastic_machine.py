@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ellm_sgl.control.elastic import OWNER_AND_ONE_SEQUENCE
 from ellm_sgl.kv import NONE
 from tests.control.scene import BLOCK, GROUPS, SHAPE, OwnRatios, Scene
 
@@ -110,16 +111,17 @@ class ElasticMachine(RuleBasedStateMachine):
         self.scene.table.check_integrity()
 
     def _protected(self, action: Any) -> Any:
-        """`action`'s result; it takes nothing from last blocks and pinned requests, and counts
-        what it takes from others."""
+        """`action`'s result; it takes nothing from pinned requests and from blocks being filled,
+        and counts what it takes from others."""
         table, totals = self.scene.table, self.scene.elastic.totals
-        running = sorted({int(b) for s in table.sequence_ids for b in table.blocks_of(s)})
-        kept = [table.blocks_of(s)[0 if s in self.pinned else -1 :] for s in table.sequence_ids]
-        keep = np.concatenate([np.empty(0, np.int32), *kept])
+        running = table.sequence_ids
+        mapped = sorted({int(b) for s in running for b in table.blocks_of(s)})
+        full = {s: 0 if s in self.pinned else table.length_of(s) // BLOCK for s in running}
+        keep = np.concatenate([[0], *(table.blocks_of(s)[n:] for s, n in full.items())])
         before, evicted = table.units.copy(), totals.evicted_units
         result = action()
         assert (table.units[keep] == before[keep]).all()
-        lost = (before[running] != NONE) & (table.units[running] == NONE)
+        lost = (before[mapped] != NONE) & (table.units[mapped] == NONE)
         assert totals.evicted_units - evicted == np.count_nonzero(lost)
         return result
 
@@ -139,12 +141,15 @@ class ElasticMachine(RuleBasedStateMachine):
         return targets
 
     def _restore(self, seq_ids: list[int], targets: npt.NDArray[np.int64]) -> None:
-        """Blocks become complete, as room beyond growth allows, down to the targets."""
+        """Blocks become complete, as room beyond growth allows, down to the targets; beyond those
+        only where another request wanted a shared block."""
         table, before = self.scene.table, self._uncached(seq_ids)
         restored = self.scene.elastic.restore(seq_ids)
         after = self._uncached(seq_ids)
         assert (table.units[restored] != NONE).all() and len(set(restored)) == len(restored)
-        assert (after >= np.minimum(before, targets)).all()
+        shared = np.array(restored, int)[table.references(restored) > OWNER_AND_ONE_SEQUENCE]
+        for_others = [BLOCK * np.isin(table.blocks_of(s), shared).sum() for s in seq_ids]
+        assert (after + for_others >= np.minimum(before, targets)).all()
         assert not restored or table.free_units >= len(seq_ids) * GROUPS
 
     def _uncached(self, seq_ids: list[int]) -> npt.NDArray[np.int64]:

@@ -17,9 +17,7 @@ def test_targets_are_reached_in_whole_blocks(tokens: int, ratio: float) -> None:
     scene = Scene(room=20, policy=FixedRatio(ratio))
     scene.request(0, tokens)
     scene.elastic.apply_targets([0])
-    target = int(ratio * tokens) // BLOCK * BLOCK
-    evictable = (tokens - 1) // BLOCK * BLOCK
-    assert scene.uncached() == [min(target, evictable)]
+    assert scene.uncached() == [int(ratio * tokens) // BLOCK * BLOCK]
     assert scene.elastic.totals.evicted_units == scene.table.none_units
 
 
@@ -64,8 +62,8 @@ def test_a_block_that_lost_some_groups_does_not_count_twice() -> None:
 
 def test_shared_blocks_stay_whatever_the_target() -> None:
     scene = Scene(room=20, policy=FixedRatio(0.75))
-    shared = scene.request(0, tokens=8 * BLOCK)[:4]
-    scene.request(1, tokens=8 * BLOCK, prefix=shared)
+    shared = scene.request(0, tokens=7 * BLOCK + 1)[:4]
+    scene.request(1, tokens=7 * BLOCK + 1, prefix=shared)
     scene.elastic.apply_targets([0, 1])
     assert [scene.missing(s) for s in range(2)] == [[4, 5, 6], [4, 5, 6]]
 
@@ -163,9 +161,9 @@ def test_only_what_is_missing_beyond_the_target_returns() -> None:
 
 def test_a_block_that_returned_for_one_request_counts_for_those_that_share_it() -> None:
     scene = Scene(room=20, policy=FixedRatio(0.5))
-    shared = scene.request(0, tokens=5 * BLOCK)[:4]
-    scene.request(1, tokens=5 * BLOCK, prefix=shared)
-    scene.elastic.apply_targets([0, 1])  # down to 2 blocks; shared ones stay
+    shared = scene.request(0, tokens=4 * BLOCK + 1)[:4]
+    scene.request(1, tokens=4 * BLOCK + 1, prefix=shared)
+    scene.elastic.apply_targets([0, 1])  # 2 blocks each, but shared ones stay
     scene.evict(shared)
     assert scene.elastic.restore([0, 1]) == [shared[3], shared[2]]
     assert scene.uncached() == [2 * BLOCK, 2 * BLOCK]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
@@ -36,17 +41,31 @@ def test_request_of_four_times_the_pool_completes_unchanged(server: ServerProces
     assert server.state()["retractions_total"] == before["retractions_total"]
 
 
-def test_blocks_return_when_there_is_room_again(server: ServerProcess) -> None:
-    """Short requests leave a long one behind with blocks missing: it gets them back."""
-    [long] = prompts(1, 400, 400, seed=1)
-    bodies = [greedy(long, 300), *(greedy(p, 60) for p in prompts(10, 60, 60, seed=2))]
+def test_pool_that_shrinks_and_grows_while_serving(server: ServerProcess) -> None:
+    """Blocks leave when the pool shrinks under running requests, and return when it grows."""
+    bodies = [greedy(p, 400) for p in prompts(4, 200, 300, seed=1)]
     expected = token_ids(ask(server.url, bodies))
     server.flush_cache()
-    server.adjust(ellm_device_kv_tokens=1100, ellm_ratio=0.0)
     before = server.state()
-    assert token_ids(ask(server.url, bodies)) == expected
+    with ThreadPoolExecutor(1) as background:
+        answers = background.submit(ask, server.url, bodies)
+        wait_for(server, lambda state: state["pool"]["mapped_tokens"] > 1300)
+        server.adjust(ellm_device_kv_tokens=640)
+        wait_for(server, lambda state: state["uncached_tokens"] > 0)
+        server.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
+        wait_for(server, lambda state: state["uncached_tokens"] == 0)
+        assert token_ids(answers.result()) == expected
     after = server.state()
+    assert after["evicted_units_total"] > before["evicted_units_total"]
     assert after["restored_units_total"] > before["restored_units_total"]
+    assert after["retractions_total"] == before["retractions_total"]
+
+
+def wait_for(server: ServerProcess, condition: Callable[[dict[str, Any]], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition(server.state()):
+        assert time.monotonic() < deadline, server.state()
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("tokens", [600, 1500])
@@ -85,11 +104,10 @@ def test_server_options(server: ServerProcess, arguments: tuple[str, ...]) -> No
     assert state["integrity"] == "ok"
 
 
-def test_the_smallest_pool(server: ServerProcess) -> None:
-    """One block on the device: everything but the last tokens is recomputed at every step."""
+def test_a_pool_of_one_block(server: ServerProcess) -> None:
+    """Everything but the last few tokens is recomputed at every step."""
     bodies = [greedy(p, 20) for p in prompts(2, 40, 70, seed=6)]
     expected = token_ids(ask(server.url, bodies))
     server.flush_cache()
     server.adjust(ellm_device_kv_tokens=16)
     assert [token_ids(ask(server.url, [body]))[0] for body in bodies] == expected
-    server.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)

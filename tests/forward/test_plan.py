@@ -10,6 +10,7 @@ from hypothesis import given
 from ellm_sgl.forward import NewTokens, StepPlan, plan_step
 from ellm_sgl.kernels.layout import RowRange
 from ellm_sgl.kv import NONE, PageTable, PoolShape
+from ellm_sgl.kv.page_table import RESERVED
 from tests.steps import Step, rows_of, steps
 
 
@@ -40,6 +41,14 @@ def test_every_token_comes_from_a_resident_unit_or_from_a_row(step: Step) -> Non
                 assert resident != NONE and units[position // block_tokens] == resident
             for position in range(new.start, new.end):
                 assert request.unstored_new or units[position // block_tokens] > 0
+
+
+@given(step=steps())
+def test_a_block_without_a_unit_points_at_the_scratch_unit(step: Step) -> None:
+    for group, layout in enumerate(step.plan().groups):
+        for request, new in zip(layout.requests, step.requests, strict=True):
+            units = step.table.units[step.table.blocks_of(new.seq_id), group]
+            assert layout.units[request.blocks].tolist() == np.maximum(units, RESERVED).tolist()
 
 
 @given(step=steps())
