@@ -35,7 +35,9 @@ TINY_MODELS = {
     "llama-mha": TinyModel("LlamaConfig", 4, 4, 32, 3, tied=True),
     "qwen2": TinyModel("Qwen2Config", 2, 1, 64, 4, tied=True),
     "qwen3": TinyModel("Qwen3Config", 4, 2, 128, 6, tied=False),
-    "mistral": TinyModel("MistralConfig", 6, 2, 48, 4, tied=False, extra=(("sliding_window", None),)),
+    "mistral": TinyModel(
+        "MistralConfig", 6, 2, 48, 4, tied=False, extra=(("sliding_window", None),)
+    ),
     "mixtral": TinyModel(
         "MixtralConfig", 4, 2, 32, 3, tied=False,
         extra=(("num_local_experts", 4), ("num_experts_per_tok", 2)),

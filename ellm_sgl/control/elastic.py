@@ -53,19 +53,13 @@ class ElasticMemory:
         self.transient_tokens = transient_tokens
         self.totals = Totals()
         self._reclaim = reclaim
-        self._pinned: set[int] = set()
         self._targets: dict[int, int] = {}
 
     # -- observe ----------------------------------------------------------------------------
 
-    def pin(self, seq_id: int) -> None:
-        """Never evict from this request: its rows cannot be recomputed from token ids."""
-        self._pinned.add(seq_id)
-
     def forget(self, seq_id: int) -> None:
         """A request has left; its blocks lose a reference."""
         self.table.unmap(seq_id)
-        self._pinned.discard(seq_id)
         self._targets.pop(seq_id, None)
 
     def fits_transient(self, seq_ids: Iterable[int]) -> bool:
@@ -180,11 +174,10 @@ class ElasticMemory:
     def _evict_units(self, count: int, shared: bool) -> None:
         """Evict `count` units, one block at a time from the request that misses least, so that
         no request falls behind the others; of the last block only the lowest groups needed."""
-        kept = self._pinned_blocks() if shared else set()
         queues = {
             s: blocks
             for s in self.table.sequence_ids
-            if (blocks := [b for b in self._evictable(s, shared).tolist() if b not in kept])
+            if (blocks := self._evictable(s, shared).tolist())
         }
         heap = [(self.table.uncached_tokens(s), s, 0) for s in queues]
         heapq.heapify(heap)
@@ -197,11 +190,6 @@ class ElasticMemory:
                 missing += self.table.shape.block_tokens
                 heapq.heappush(heap, (missing, seq_id, position + 1))
 
-    def _pinned_blocks(self) -> set[int]:
-        """Blocks that stay even where others share them."""
-        pinned = self._pinned.intersection(self.table.sequence_ids)
-        return {block for s in pinned for block in self.table.blocks_of(s).tolist()}
-
     def _evict_lowest(self, block: int, count: int) -> int:
         """Evict up to `count` units of a block from the lowest group up: the layers that are
         recomputed must be a prefix of the stack (DESIGN §2.3)."""
@@ -212,8 +200,6 @@ class ElasticMemory:
     def _evictable(self, seq_id: int, shared: bool) -> IntArray:
         """Blocks of a request that hold units and may lose them, oldest first: full blocks,
         and unless `shared` only those no other request uses."""
-        if seq_id in self._pinned:
-            return np.empty(0, np.int32)
         full = self.table.length_of(seq_id) // self.table.shape.block_tokens
         blocks = self.table.blocks_of(seq_id)[:full]
         held: npt.NDArray[np.bool_] = (self.table.units[blocks] != NONE).any(axis=1)

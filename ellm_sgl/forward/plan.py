@@ -12,6 +12,7 @@ how many layers its rows must go through), so the general case is a list of rang
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -113,7 +114,7 @@ def _missing_spans(request: int, end: int, depth: IntArray, block_tokens: int) -
     edges = np.flatnonzero(np.diff(depth[:before], prepend=0, append=0))
     return [
         _Span(request, int(a) * block_tokens, min(int(b) * block_tokens, end), int(depth[a]))
-        for a, b in zip(edges[:-1], edges[1:], strict=True)
+        for a, b in itertools.pairwise(edges)
         if depth[a]
     ]
 
@@ -191,6 +192,7 @@ def _concatenate(
     return _tensor(np.concatenate(arrays) if arrays else np.empty(0, np.int64), device)
 
 
-def _tensor(array: npt.NDArray[np.int32] | npt.NDArray[np.int64],
-            device: str | torch.device) -> torch.Tensor:
+def _tensor(
+    array: npt.NDArray[np.int32] | npt.NDArray[np.int64], device: str | torch.device
+) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.int64, copy=False)).to(device, non_blocking=True)

@@ -70,7 +70,6 @@ class MixedRows:
 
         return hook
 
-
     def _match_rows(self, _: nn.Module, args: Any) -> Any:
         """A pre-hook that cuts the residual to the rows for which attention gave an output."""
         if self._plan is None:

@@ -258,8 +258,9 @@ class PageTable:
         """
         ids = np.asarray(blocks, np.int32)
         if len(ids) != self.shape.blocks_for(length):
-            raise ValueError(f"{length} tokens need {self.shape.blocks_for(length)} blocks, "
-                             f"got {len(ids)}")
+            raise ValueError(
+                f"{length} tokens need {self.shape.blocks_for(length)} blocks, got {len(ids)}"
+            )
         self._refs[ids] += 1
         self.unmap(seq_id)
         self._sequences[seq_id] = _Sequence(ids, length)
@@ -270,15 +271,18 @@ class PageTable:
         sequence = self._sequences[seq_id]
         ids = np.asarray(blocks, np.int32)
         if sequence.count + len(ids) != self.shape.blocks_for(length):
-            raise ValueError(f"{length} tokens need {self.shape.blocks_for(length)} blocks, "
-                             f"got {sequence.count + len(ids)}")
+            raise ValueError(
+                f"{length} tokens need {self.shape.blocks_for(length)} blocks, "
+                f"got {sequence.count + len(ids)}"
+            )
         first_changed = max(sequence.count - 1, 0)
         if len(ids):
             self._refs[ids] += 1
             sequence.append(ids)
         sequence.length = length
-        self._mark_filled(sequence.blocks[first_changed:],
-                          length - first_changed * self.shape.block_tokens)
+        self._mark_filled(
+            sequence.blocks[first_changed:], length - first_changed * self.shape.block_tokens
+        )
 
     def unmap(self, seq_id: int) -> None:
         """Forget a request; its blocks lose one reference each. Unknown ids are ignored."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import httpx
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -136,5 +137,5 @@ async def _stream(
                     stream.text += choice.delta.content
                     stream.arrivals_s.append(time.monotonic())
                 stream.finish = choice.finish_reason or stream.finish
-    except openai.APIError as error:
+    except (openai.APIError, httpx.HTTPError) as error:  # the latter when a stream breaks off
         stream.finish = f"{type(error).__name__}: {error}"

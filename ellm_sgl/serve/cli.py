@@ -23,16 +23,34 @@ def main() -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
-@click.option("--ellm-policy", metavar="NAME", default="fixed-ratio", show_default=True,
-              help="Policy that decides what stays cached; 'off' is stock SGLang.")
-@click.option("--ellm-ratio", type=float, metavar="R",
-              help="Target share of each request's tokens left uncached, 0 <= R < 1.  [default: 0]")
-@click.option("--ellm-layer-group", type=int, metavar="F",
-              help="Layers per layer group.  [default: 4]")
-@click.option("--ellm-block-tokens", type=int, metavar="N",
-              help="Tokens per block; also SGLang's page size.  [default: 16]")
-@click.option("--ellm-device-kv-tokens", type=int, metavar="N",
-              help="Tokens of KV that the device pool holds.  [default: what SGLang has room for]")
+@click.option(
+    "--ellm-policy",
+    metavar="NAME",
+    default="fixed-ratio",
+    show_default=True,
+    help="Policy that decides what stays cached; 'off' is stock SGLang.",
+)
+@click.option(
+    "--ellm-ratio",
+    type=float,
+    metavar="R",
+    help="Target share of each request's tokens left uncached, 0 <= R < 1.  [default: 0]",
+)
+@click.option(
+    "--ellm-layer-group", type=int, metavar="F", help="Layers per layer group.  [default: 4]"
+)
+@click.option(
+    "--ellm-block-tokens",
+    type=int,
+    metavar="N",
+    help="Tokens per block; also SGLang's page size.  [default: 16]",
+)
+@click.option(
+    "--ellm-device-kv-tokens",
+    type=int,
+    metavar="N",
+    help="Tokens of KV that the device pool holds.  [default: what SGLang has room for]",
+)
 @click.argument("sglang_arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     """Start SGLang's server with eLLM.
@@ -60,12 +78,20 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
 
 @main.command()
 @click.option("--model-path", metavar="DIR", help="A local model.  [default: the demo model]")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), multiple=True,
-              help="May be given twice.  [default: both]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    multiple=True,
+    help="May be given twice.  [default: both]",
+)
 @click.option("--ellm-layer-group", "layer_group", default=4, show_default=True)
 @click.option("--ellm-block-tokens", "block_tokens", default=16, show_default=True)
-@click.option("--max-prompt-tokens", default=1500, show_default=True,
-              help="Leave out prompts longer than this.")
+@click.option(
+    "--max-prompt-tokens",
+    default=1500,
+    show_default=True,
+    help="Leave out prompts longer than this.",
+)
 @click.option("--output-tokens", default=16, show_default=True, help="Tokens per prompt.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def verify(
@@ -108,10 +134,20 @@ def verify(
 
 
 def _verify_table(report: Any) -> Table:
-    table = Table(title=f"eLLM against stock SGLang: {report.prompts} prompts, "
-                        f"{report.output_tokens} tokens each")
-    for heading in ("dtype", "setting", "tokens agreeing", "max |Δlogprob|", "recomputed tokens",
-                    "evicted units", "retractions", "integrity"):
+    table = Table(
+        title=f"eLLM against stock SGLang: {report.prompts} prompts, "
+        f"{report.output_tokens} tokens each"
+    )
+    for heading in (
+        "dtype",
+        "setting",
+        "tokens agreeing",
+        "max |Δlogprob|",
+        "recomputed tokens",
+        "evicted units",
+        "retractions",
+        "integrity",
+    ):
         table.add_column(heading, justify="left" if heading in ("dtype", "setting") else "right")
     for c in report.comparisons:
         table.add_row(
@@ -119,6 +155,34 @@ def _verify_table(report: Any) -> Table:
             f"{c.recomputed_tokens:,}", f"{c.evicted_units:,}", str(c.retractions), c.integrity,
         )  # fmt: skip
     return table
+
+
+@main.command()
+@click.option("--streams", default=24, show_default=True, help="Chats at once.")
+@click.option("--output-tokens", default=256, show_default=True, help="At most, per chat.")
+@click.option("--pool-tokens", type=int, help="Small pool.  [default: a third of what is needed]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def demo(streams: int, output_tokens: int, pool_tokens: int | None, as_json: bool) -> None:
+    """Chats on a server whose memory is far too small, beside stock SGLang. About 3 minutes.
+
+    Exit status 0 only if eLLM completed every chat, with the text that ample memory gives.
+    """
+    from ellm_sgl.serve.demo import DemoOptions, run_demo
+    from ellm_sgl.serve.demo_report import render
+    from ellm_sgl.serve.process import ServerError
+
+    try:
+        options = DemoOptions(streams, output_tokens, pool_tokens)
+        report = run_demo(options, Console(stderr=as_json))
+    except (ServerError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        raise click.Abort from None
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        Console().print(render(report))
+    sys.exit(0 if report.ok else 1)
 
 
 @main.command()
@@ -140,6 +204,7 @@ def doctor(as_json: bool) -> None:
             if finding.remedy:
                 click.echo(f"    -> {finding.remedy}")
     sys.exit(0 if healthy else 1)
+
 
 if __name__ == "__main__":
     main()

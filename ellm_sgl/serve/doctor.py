@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -34,8 +34,14 @@ def examine() -> list[Finding]:
             findings += check()
         except Exception as error:  # a broken install may raise anything on import
             name = check.__name__.strip("_")
-            findings.append(Finding(name, False, f"{type(error).__name__}: {error}",
-                                    "reinstall from the lock files: make setup"))
+            findings.append(
+                Finding(
+                    name,
+                    False,
+                    f"{type(error).__name__}: {error}",
+                    "reinstall from the lock files: make setup",
+                )
+            )
         if not findings[-1].ok and check in (_torch, _sglang):
             break
     return findings
@@ -58,11 +64,18 @@ def _torch() -> Iterator[Finding]:
 
 
 def _sglang() -> Iterator[Finding]:
-    found = _installed("sglang", "pip install 'ellm-sgl[cuda]' on a CUDA host; on a CPU host use "
-                       "the lock files (requirements/README.md)")
+    found = _installed(
+        "sglang",
+        "pip install 'ellm-sgl[cuda]' on a CUDA host; on a CPU host use "
+        "the lock files (requirements/README.md)",
+    )
     if found.ok and found.found not in SGLANG_TESTED:
-        found = Finding("sglang", False, found.found,
-                        f"tested with {', '.join(SGLANG_TESTED)}: install one of these")
+        found = Finding(
+            "sglang",
+            False,
+            found.found,
+            f"tested with {', '.join(SGLANG_TESTED)}: install one of these",
+        )
     yield found
 
 
@@ -73,11 +86,19 @@ def _accelerator() -> Iterator[Finding]:
 
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
-        yield Finding("platform", False, f"{device}: SGLang runs as stock here",
-                      "eLLM itself runs on x86 CPU hosts so far")
+        yield Finding(
+            "platform",
+            False,
+            f"{device}: SGLang runs as stock here",
+            "eLLM itself runs on x86 CPU hosts so far",
+        )
     elif activate() is None:
-        yield Finding("platform", False, f"{platform.machine()}, no accelerator",
-                      "use an x86 host, and leave SGLANG_USE_CPU_ENGINE unset")
+        yield Finding(
+            "platform",
+            False,
+            f"{platform.machine()}, no accelerator",
+            "use an x86 host, and leave SGLANG_USE_CPU_ENGINE unset",
+        )
     else:
         yield Finding("platform", True, f"x86 CPU, {psutil.cpu_count(logical=False)} cores")
 
@@ -88,8 +109,12 @@ def _seams() -> Iterator[Finding]:
 
     declare()
     missing = moved_seams()
-    yield Finding("hooks", not missing, ", ".join(missing) or "all of SGLang's seams are in place",
-                  "" if not missing else f"install sglang {SGLANG_TESTED[-1]}")
+    yield Finding(
+        "hooks",
+        not missing,
+        ", ".join(missing) or "all of SGLang's seams are in place",
+        "" if not missing else f"install sglang {SGLANG_TESTED[-1]}",
+    )
 
 
 def _demo_model() -> Iterator[Finding]:
@@ -103,5 +128,3 @@ def _installed(name: str, remedy: str) -> Finding:
     if importlib.util.find_spec(name) is None:
         return Finding(name, False, "not installed", remedy)
     return Finding(name, True, importlib.metadata.version(name))
-
-

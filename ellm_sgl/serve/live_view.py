@@ -32,8 +32,8 @@ class Progress:
 
     streams: Sequence[ChatStream]
     elapsed_s: float
-    state: Mapping[str, Any] | None
-    """`GET /ellm/state`; None for stock SGLang."""
+    state: Mapping[str, Any]
+    """`GET /ellm/state`; empty for stock SGLang."""
     cached_ratios: Sequence[float]
     """Mean cached ratio at every look so far, oldest first."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -140,10 +141,8 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 continue
         self._process.wait()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process = None
         if self._own_log:
             self.log.unlink(missing_ok=True)

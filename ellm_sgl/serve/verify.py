@@ -135,9 +135,7 @@ def verify(
             server.adjust(ellm_ratio=0.0, ellm_device_kv_tokens=max(max(lengths) // 2, 64))
             before = server.state()
             outputs = generate(server.url, prompts, output_tokens)
-            comparisons.append(
-                compare(dtype, FORCED, reference, outputs, before, server.state())
-            )
+            comparisons.append(compare(dtype, FORCED, reference, outputs, before, server.state()))
     return VerifyReport(path, len(prompts), output_tokens, tuple(comparisons))
 
 
@@ -162,9 +160,7 @@ def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> 
     return asyncio.run(_generate(url, prompts, output_tokens))
 
 
-async def _generate(
-    url: str, prompts: Sequence[Sequence[int]], output_tokens: int
-) -> list[Output]:
+async def _generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
     sampling = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True}
 
     async with httpx.AsyncClient(timeout=900) as client:

@@ -23,7 +23,7 @@ def register_backend() -> None:
     register_attention_backend(ATTENTION_BACKEND)(EllmAttention)
 
 
-class EllmAttention(AttentionBackend):  # type: ignore[misc]
+class EllmAttention(AttentionBackend):
     """Attention of the step that `Runtime.plan` describes; all it needs is in the plan."""
 
     def __init__(self, runner: ModelRunner) -> None:

@@ -11,6 +11,8 @@ from ellm_sgl.sglang.slots import extend_slots, pages_to_add
 class CpuPagedAllocator(PagedTokenToKVPoolAllocator):
     """Same pages, same order; the slot arithmetic is PyTorch on the host."""
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,

@@ -95,7 +95,7 @@ def _settings() -> EllmConfig:
     return settings
 
 
-class EllmKVCache(KVCache):  # type: ignore[misc]
+class EllmKVCache(KVCache):
     """Our pool as SGLang's `KVCache`. Indices of its buffers are units, not slots."""
 
     def __init__(self, pool: KVPool, logical_tokens: int, configurator: Any) -> None:
@@ -128,7 +128,7 @@ class EllmKVCache(KVCache):  # type: ignore[misc]
         raise RuntimeError("KV is written by eLLM's attention backend, never by slot")
 
 
-class EllmAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc]
+class EllmAllocator(BaseTokenToKVPoolAllocator):
     """Logical slots from the page table. A page of SGLang's is a token block of ours."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pkgutil
 from typing import Any
 
@@ -10,12 +11,16 @@ from ellm_sgl.sglang.seams import SEAMS, When
 
 
 def register() -> None:
-    """Register the hooks; SGLang applies them. Where eLLM is not enabled they stay inert."""
+    """Register the hooks that this process needs; SGLang applies them."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     enabled = EllmConfig.from_env() is not None
     for seam in SEAMS:
-        if enabled or seam.when is When.ALWAYS:
+        if seam.when is When.MAIN:
+            wanted = multiprocessing.parent_process() is None
+        else:
+            wanted = enabled
+        if wanted:
             hook: Any = pkgutil.resolve_name(seam.hook)
             HookRegistry.register(seam.target, hook, HookType[seam.kind])
     if enabled:

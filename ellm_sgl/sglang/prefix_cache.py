@@ -42,7 +42,7 @@ def _build(context: TreeCacheBuildContext) -> RadixCache | ChunkCache:
     return cache
 
 
-class EllmChunkCache(ChunkCache):  # type: ignore[misc]
+class EllmChunkCache(ChunkCache):
     """`--disable-radix-cache`: no sharing; a finished request's blocks are free at once."""
 
     def cache_finished_req(
@@ -52,7 +52,7 @@ class EllmChunkCache(ChunkCache):  # type: ignore[misc]
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
 
-class EllmRadixCache(RadixCache):  # type: ignore[misc]
+class EllmRadixCache(RadixCache):
     """The radix tree; see the module's docstring."""
 
     def __init__(self, params: Any) -> None:

@@ -41,8 +41,6 @@ class Runtime:
         block_tokens = self.table.shape.block_tokens
         self.table.map(seq_id, row[:length:block_tokens] // block_tokens, length)
         self._requests[seq_id] = req
-        if req.input_embeds is not None or req.multimodal_inputs is not None:
-            self.elastic.pin(seq_id)
 
     def forget_request(self, req: Req) -> None:
         """A request leaves its row (finished, aborted or retracted)."""
@@ -54,10 +52,12 @@ class Runtime:
         """Token ids of positions [start, end) of a request; all of them are known."""
         req = self._requests[seq_id]
         prompt = len(req.origin_input_ids)
-        ids = np.concatenate([
-            np.asarray(req.origin_input_ids[start:end], np.int64),
-            np.asarray(req.output_ids[max(start - prompt, 0) : max(end - prompt, 0)], np.int64),
-        ])
+        ids = np.concatenate(
+            [
+                np.asarray(req.origin_input_ids[start:end], np.int64),
+                np.asarray(req.output_ids[max(start - prompt, 0) : max(end - prompt, 0)], np.int64),
+            ]
+        )
         if len(ids) != end - start:
             raise RuntimeError(
                 f"request {req.rid}: tokens {start}..{end} asked for, {len(ids)} known"
@@ -75,9 +75,7 @@ class Runtime:
     def plan_extend(self, seq_ids: Sequence[int], counts: Sequence[int]) -> StepPlan:
         """Plan the last `counts` tokens of each request (a prompt, or a chunk of one)."""
         lengths = [self.table.length_of(s) for s in seq_ids]
-        new = [
-            NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)
-        ]
+        new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
         return self._plan(new, restore=False)
 
     def _plan(self, new: list[NewTokens], restore: bool) -> StepPlan:

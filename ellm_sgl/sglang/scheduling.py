@@ -80,7 +80,9 @@ def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> 
     _charge(adder, 1)
 
 
-def admit_first(original: Callable[..., Any], adder: PrefillAdder, *args: Any, **kwargs: Any) -> Any:
+def admit_first(
+    original: Callable[..., Any], adder: PrefillAdder, *args: Any, **kwargs: Any
+) -> Any:
     """Around `add_one_req`: a request that would have the device to itself may be larger."""
     alone = not adder.can_run_list and not adder.running_batch.reqs
     return _unlimited(original, adder, args, kwargs) if alone else original(adder, *args, **kwargs)

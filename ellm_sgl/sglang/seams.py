@@ -17,10 +17,10 @@ from enum import Enum
 class When(Enum):
     """In which processes a hook is installed."""
 
-    ALWAYS = "always"
-    """Everywhere; does nothing unless eLLM is enabled."""
+    MAIN = "main"
+    """In the process that parses the arguments and serves HTTP; inert unless eLLM is enabled."""
     ENABLED = "enabled"
-    """Only where eLLM is enabled."""
+    """Everywhere, but only where eLLM is enabled."""
 
 
 @dataclass(frozen=True)
@@ -48,43 +48,139 @@ _RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
 _OURS = "ellm_sgl.sglang"
 
 SEAMS: tuple[Seam, ...] = (
-    Seam(f"{_ARGS}.add_cli_args", "AFTER", f"{_OURS}.server_args:add_flags", When.ALWAYS,
-         "the --ellm-* flags, also for plain sglang.launch_server"),
-    Seam(f"{_ARGS}.from_cli_args", "AROUND", f"{_OURS}.server_args:read_flags", When.ALWAYS,
-         "turn the flags into settings before SGLang checks its own arguments"),
-    Seam(f"{_ARGS}.__post_init__", "AROUND", f"{_OURS}.server_args:check_arguments", When.ALWAYS,
-         "page size = block size, our prefix cache; refuse what is not supported"),
-    Seam(f"{_SRT}.entrypoints.http_server.launch_server", "BEFORE",
-         f"{_OURS}.http:add_routes", When.ALWAYS, "GET /ellm/state"),
-    Seam(f"{_POOLS}._resolve_memory_pool_config", "AFTER",
-         f"{_OURS}.memory:widen_logical_capacity", When.ENABLED,
-         "SGLang hands out more token slots than the device holds"),
-    Seam(f"{_POOLS}._build_token_to_kv_pool", "AROUND", f"{_OURS}.memory:build_pool",
-         When.ENABLED, "the token- and layer-aware pool in place of SGLang's"),
-    Seam(f"{_POOLS}._build_token_to_kv_pool_allocator", "AROUND",
-         f"{_OURS}.memory:build_allocator", When.ENABLED, "slots backed by the page table"),
-    Seam(f"{_ALLOC}.alloc_for_extend", "AFTER", f"{_OURS}.scheduling:map_extended",
-         When.ENABLED, "the page table learns which request owns which block"),
-    Seam(f"{_ALLOC}.alloc_for_decode", "AFTER", f"{_OURS}.scheduling:map_decoded",
-         When.ENABLED, "same, for the token each request is about to decode"),
-    Seam(f"{_BATCH}.check_decode_mem", "AROUND", f"{_OURS}.scheduling:check_decode_memory",
-         When.ENABLED, "evict blocks where SGLang would retract a request"),
-    Seam(f"{_BATCH}.retract_decode", "AFTER", f"{_OURS}.scheduling:count_retractions",
-         When.ENABLED, "retractions_total"),
-    Seam(f"{_BATCH}.prepare_for_decode", "BEFORE", f"{_OURS}.scheduling:apply_targets",
-         When.ENABLED, "bring running requests to the policy's ratio, once per step"),
-    Seam(f"{_ADDER}.__init__", "AFTER", f"{_OURS}.scheduling:limit_admission", When.ENABLED,
-         "admission counts device memory, not logical slots"),
-    Seam(f"{_ADDER}.add_one_req", "AROUND", f"{_OURS}.scheduling:admit_first", When.ENABLED,
-         "a request larger than the device is admitted when it is alone"),
-    Seam(f"{_ADDER}.add_chunked_req", "AROUND", f"{_OURS}.scheduling:continue_chunked",
-         When.ENABLED, "its later chunks are not limited by device memory either"),
-    Seam(f"{_RUNNER}.forward", "AROUND", f"{_OURS}.forwarding:run_step", When.ENABLED,
-         "plan the step, and take its span rows through the model"),
-    Seam(f"{_SCHEDULER}.get_internal_state", "AFTER", f"{_OURS}.state:report", When.ENABLED,
-         "eLLM's state, through SGLang's own channel between processes"),
-    Seam(f"{_SCHEDULER}.set_internal_state", "AROUND", f"{_OURS}.state:adjust", When.ENABLED,
-         "change ratio and pool size of a running server"),
+    Seam(
+        f"{_ARGS}.add_cli_args",
+        "AFTER",
+        f"{_OURS}.server_args:add_flags",
+        When.MAIN,
+        "the --ellm-* flags, also for plain sglang.launch_server",
+    ),
+    Seam(
+        f"{_ARGS}.from_cli_args",
+        "AROUND",
+        f"{_OURS}.server_args:read_flags",
+        When.MAIN,
+        "turn the flags into settings before SGLang checks its own arguments",
+    ),
+    Seam(
+        f"{_ARGS}.__post_init__",
+        "AROUND",
+        f"{_OURS}.server_args:check_arguments",
+        When.MAIN,
+        "page size = block size, our prefix cache; refuse what is not supported",
+    ),
+    Seam(
+        f"{_SRT}.entrypoints.http_server.launch_server",
+        "BEFORE",
+        f"{_OURS}.http:add_routes",
+        When.MAIN,
+        "GET /ellm/state",
+    ),
+    Seam(
+        f"{_SRT}.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "BEFORE",
+        f"{_OURS}.http:check_request",
+        When.MAIN,
+        "refuse what eLLM cannot serve, and token ids that would end the server",
+    ),
+    Seam(
+        f"{_POOLS}._resolve_memory_pool_config",
+        "AFTER",
+        f"{_OURS}.memory:widen_logical_capacity",
+        When.ENABLED,
+        "SGLang hands out more token slots than the device holds",
+    ),
+    Seam(
+        f"{_POOLS}._build_token_to_kv_pool",
+        "AROUND",
+        f"{_OURS}.memory:build_pool",
+        When.ENABLED,
+        "the token- and layer-aware pool in place of SGLang's",
+    ),
+    Seam(
+        f"{_POOLS}._build_token_to_kv_pool_allocator",
+        "AROUND",
+        f"{_OURS}.memory:build_allocator",
+        When.ENABLED,
+        "slots backed by the page table",
+    ),
+    Seam(
+        f"{_ALLOC}.alloc_for_extend",
+        "AFTER",
+        f"{_OURS}.scheduling:map_extended",
+        When.ENABLED,
+        "the page table learns which request owns which block",
+    ),
+    Seam(
+        f"{_ALLOC}.alloc_for_decode",
+        "AFTER",
+        f"{_OURS}.scheduling:map_decoded",
+        When.ENABLED,
+        "same, for the token each request is about to decode",
+    ),
+    Seam(
+        f"{_BATCH}.check_decode_mem",
+        "AROUND",
+        f"{_OURS}.scheduling:check_decode_memory",
+        When.ENABLED,
+        "evict blocks where SGLang would retract a request",
+    ),
+    Seam(
+        f"{_BATCH}.retract_decode",
+        "AFTER",
+        f"{_OURS}.scheduling:count_retractions",
+        When.ENABLED,
+        "retractions_total",
+    ),
+    Seam(
+        f"{_BATCH}.prepare_for_decode",
+        "BEFORE",
+        f"{_OURS}.scheduling:apply_targets",
+        When.ENABLED,
+        "bring running requests to the policy's ratio, once per step",
+    ),
+    Seam(
+        f"{_ADDER}.__init__",
+        "AFTER",
+        f"{_OURS}.scheduling:limit_admission",
+        When.ENABLED,
+        "admission counts device memory, not logical slots",
+    ),
+    Seam(
+        f"{_ADDER}.add_one_req",
+        "AROUND",
+        f"{_OURS}.scheduling:admit_first",
+        When.ENABLED,
+        "a request larger than the device is admitted when it is alone",
+    ),
+    Seam(
+        f"{_ADDER}.add_chunked_req",
+        "AROUND",
+        f"{_OURS}.scheduling:continue_chunked",
+        When.ENABLED,
+        "its later chunks are not limited by device memory either",
+    ),
+    Seam(
+        f"{_RUNNER}.forward",
+        "AROUND",
+        f"{_OURS}.forwarding:run_step",
+        When.ENABLED,
+        "plan the step, and take its span rows through the model",
+    ),
+    Seam(
+        f"{_SCHEDULER}.get_internal_state",
+        "AFTER",
+        f"{_OURS}.state:report",
+        When.ENABLED,
+        "eLLM's state, through SGLang's own channel between processes",
+    ),
+    Seam(
+        f"{_SCHEDULER}.set_internal_state",
+        "AROUND",
+        f"{_OURS}.state:adjust",
+        When.ENABLED,
+        "change ratio and pool size of a running server",
+    ),
 )
 
 

@@ -28,6 +28,9 @@ ARCHITECTURES = frozenset({
 })  # fmt: skip
 """Models proved exact by `ellm-sgl verify` in the test suite."""
 
+_PLAIN_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
+"""Without scales: what is recomputed in the model's dtype rounds to what was stored."""
+
 _NOT_SUPPORTED: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("--speculative-algorithm", lambda a: a.speculative_algorithm is not None),
     ("--enable-lora", lambda a: bool(a.enable_lora or a.lora_paths)),
@@ -42,10 +45,10 @@ _NOT_SUPPORTED: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("--enable-pdmux", lambda a: a.enable_pdmux),
     ("--enable-torch-compile", lambda a: a.enable_torch_compile),
     ("--enable-memory-saver", lambda a: a.enable_memory_saver),
+    ("--tokenizer-worker-num", lambda a: a.tokenizer_worker_num > 1),
     ("--is-embedding", lambda a: a.is_embedding),
     ("--kv-cache-dtype", lambda a: a.kv_cache_dtype not in _PLAIN_KV_DTYPES),
 )
-_PLAIN_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
@@ -105,8 +108,9 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"install one of the versions that `ellm-sgl doctor` names, or use --ellm-policy {OFF}"
         )
     if args.radix_cache_backend not in (None, PREFIX_CACHE):
-        _refuse(f"--radix-cache-backend {args.radix_cache_backend}: eLLM brings its own; leave "
-                "it out")
+        _refuse(
+            f"--radix-cache-backend {args.radix_cache_backend}: eLLM brings its own; leave it out"
+        )
     args.page_size = config.block_tokens
     args.radix_cache_backend = PREFIX_CACHE
     original(args)
@@ -114,11 +118,15 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
         return None
     _refuse_unsupported(args)  # again: SGLang may have set some of them itself
     if activate() is None:
-        _refuse(f"--ellm-policy: eLLM runs on x86 CPU hosts so far, and this host is none; use "
-                f"--ellm-policy {OFF}")
+        _refuse(
+            f"--ellm-policy: eLLM runs on x86 CPU hosts so far, and this host is none; use "
+            f"--ellm-policy {OFF}"
+        )
     if args.attention_backend != "torch_native":
-        _refuse(f"--attention-backend {args.attention_backend}: eLLM brings its own attention; "
-                "leave it out")
+        _refuse(
+            f"--attention-backend {args.attention_backend}: eLLM brings its own attention; "
+            "leave it out"
+        )
     architectures = args.get_model_config().hf_config.architectures or ["(none named)"]
     if not ARCHITECTURES.issuperset(architectures):
         _refuse(

@@ -29,8 +29,9 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     ours = runtime.current()
     statistics = ours.table.statistics()
     totals = ours.elastic.totals
-    lengths = [(ours.table.length_of(s), ours.table.uncached_tokens(s))
-               for s in ours.table.sequence_ids]
+    lengths = [
+        (ours.table.length_of(s), ours.table.uncached_tokens(s)) for s in ours.table.sequence_ids
+    ]
     cached = [1 - uncached / length for length, uncached in lengths]
     return {
         "enabled": True,

@@ -135,33 +135,6 @@ def test_a_full_last_block_may_go() -> None:
     assert scene.missing(0) == [0, 1]
 
 
-def test_pinned_requests_stay() -> None:
-    scene = Scene(room=4)
-    scene.request(0, tokens=4 * BLOCK)
-    scene.elastic.pin(0)
-    assert not scene.elastic.make_room(1)
-    assert scene.uncached() == [0]
-
-
-def test_a_request_that_took_the_place_of_a_pinned_one_is_not_pinned() -> None:
-    scene = Scene(room=4)
-    blocks = scene.request(0, tokens=4 * BLOCK)
-    scene.elastic.pin(0)
-    scene.elastic.forget(0)
-    scene.table.release(blocks)
-    scene.request(0, tokens=4 * BLOCK)
-    assert scene.elastic.make_room(1)
-
-
-def test_blocks_shared_with_a_pinned_request_stay() -> None:
-    scene = Scene(room=5)
-    shared = scene.request(0, tokens=3 * BLOCK)[:2]
-    scene.request(1, tokens=3 * BLOCK + 1, prefix=shared)
-    scene.elastic.pin(0)
-    assert not scene.elastic.make_room(5 * GROUPS)
-    assert [scene.missing(s) for s in range(2)] == [[], [2]]
-
-
 # -- place ----------------------------------------------------------------------------------
 
 

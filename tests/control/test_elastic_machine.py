@@ -26,13 +26,12 @@ class ElasticMachine(RuleBasedStateMachine):
     def start(self, room: int, transient: int) -> None:
         self.policy = OwnRatios({})
         self.scene = Scene(room, self.policy, transient)
-        self.pinned: set[int] = set()
         self.next_id = 0
 
     # -- requests ---------------------------------------------------------------------------
 
-    @rule(tokens=st.integers(1, 30), ratio=RATIOS, pin=st.booleans(), data=st.data())
-    def admit(self, tokens: int, ratio: float, pin: bool, data: Any) -> None:
+    @rule(tokens=st.integers(1, 30), ratio=RATIOS, data=st.data())
+    def admit(self, tokens: int, ratio: float, data: Any) -> None:
         """A prefill: new blocks are placed as far as possible, then mapped behind a prefix."""
         table = self.scene.table
         prefix: list[int] = []
@@ -48,9 +47,6 @@ class ElasticMachine(RuleBasedStateMachine):
         assert missing.tolist() == [True] * without + [False] * (len(blocks) - without)
         table.map(self.next_id, [*prefix, *blocks.tolist()], tokens)
         self.policy.ratios[self.next_id] = ratio
-        if pin:
-            self.scene.elastic.pin(self.next_id)
-            self.pinned.add(self.next_id)
         self.next_id += 1
 
     @running
@@ -61,7 +57,6 @@ class ElasticMachine(RuleBasedStateMachine):
         seq_id = data.draw(st.sampled_from(table.sequence_ids), "request")
         blocks = table.blocks_of(seq_id).copy()
         self.scene.elastic.forget(seq_id)
-        self.pinned.discard(seq_id)
         unused = blocks[table.references(blocks) == 1].tolist()
         if cached:
             self.scene.tree += unused
@@ -111,12 +106,12 @@ class ElasticMachine(RuleBasedStateMachine):
         self.scene.table.check_integrity()
 
     def _protected(self, action: Any) -> Any:
-        """`action`'s result; it takes nothing from pinned requests and from blocks being filled,
+        """`action`'s result; it takes nothing from blocks being filled,
         and counts what it takes from others."""
         table, totals = self.scene.table, self.scene.elastic.totals
         running = table.sequence_ids
         mapped = sorted({int(b) for s in running for b in table.blocks_of(s)})
-        full = {s: 0 if s in self.pinned else table.length_of(s) // BLOCK for s in running}
+        full = {s: table.length_of(s) // BLOCK for s in running}
         keep = np.concatenate([[0], *(table.blocks_of(s)[n:] for s, n in full.items())])
         before, evicted = table.units.copy(), totals.evicted_units
         result = action()

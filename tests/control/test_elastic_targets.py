@@ -68,14 +68,6 @@ def test_shared_blocks_stay_whatever_the_target() -> None:
     assert [scene.missing(s) for s in range(2)] == [[4, 5, 6], [4, 5, 6]]
 
 
-def test_pinned_requests_stay_whatever_the_target() -> None:
-    scene = Scene(room=20, policy=FixedRatio(0.5))
-    scene.request(0, tokens=8 * BLOCK)
-    scene.elastic.pin(0)
-    scene.elastic.apply_targets([0])
-    assert scene.uncached() == [0]
-
-
 @pytest.mark.parametrize("transient", [0, BLOCK - 1, 5 * BLOCK, 6 * BLOCK + 1])
 def test_targets_never_outgrow_the_transient_buffer(transient: int) -> None:
     scene = Scene(room=20, policy=FixedRatio(0.5), transient=transient)

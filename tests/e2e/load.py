@@ -15,9 +15,7 @@ PRINTABLE = range(32, 127)
 def prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
     """`count` prompts of random bytes, `low` to `high` tokens long."""
     rng = random.Random(seed)
-    return [
-        [rng.choice(PRINTABLE) for _ in range(rng.randint(low, high))] for _ in range(count)
-    ]
+    return [[rng.choice(PRINTABLE) for _ in range(rng.randint(low, high))] for _ in range(count)]
 
 
 def ask(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ CONTEXT = 8192
         ("/generate", json.dumps({"input_ids": [10**7], "sampling_params": {}})),
         ("/generate", json.dumps({"text": "x", "sampling_params": {"max_new_tokens": -1}})),
         ("/generate", json.dumps({"text": "x", "sampling_params": {"temperature": -2}})),
+        ("/generate", json.dumps({"input_embeds": [[0.0] * 192], "sampling_params": {}})),
         ("/generate", json.dumps({})),
     ],
     ids=lambda value: value[:40],

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.serve.process import ServerProcess
 from tests.e2e.load import ask, greedy, prompts
 
 pytestmark = pytest.mark.slow
@@ -128,17 +128,3 @@ def test_abort_frees_everything(server: ServerProcess) -> None:
     server.flush_cache()
     state = server.state()
     assert state["device_units_free"] == state["device_units_total"]
-
-
-def test_input_embeddings_stay_cached() -> None:
-    """Rows given as embeddings cannot be recomputed from token ids: nothing of them is evicted."""
-    embeds = [[0.01 * ((i * j) % 7) for j in range(192)] for i in range(64)]
-    sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
-    body = {"input_embeds": embeds, "sampling_params": sampling}
-    # SGLang takes embeddings only without its prefix cache.
-    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--disable-radix-cache"]
-    with ServerProcess([*arguments, "--ellm-device-kv-tokens", "4000"]) as other:
-        everything = ask(other.url, [body])[0]["output_ids"]
-        other.adjust(ellm_ratio=0.9)
-        assert ask(other.url, [body])[0]["output_ids"] == everything
-        assert other.state()["evicted_units_total"] == 0

@@ -1,9 +1,12 @@
-"""2,000 requests of all kinds, a third of them cut off in mid-stream: nothing is lost or leaks."""
+"""2,000 requests of all kinds, a third of them cut off in mid-stream, while the pool shrinks and
+grows and the ratio changes: nothing is lost, nothing leaks."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -16,15 +19,20 @@ pytestmark = pytest.mark.slow
 
 REQUESTS = 2000
 AT_ONCE = 48
-POOL_TOKENS = 2000
+PARTS = 4
 
 
 def test_two_thousand_requests_with_aborts(server: ServerProcess) -> None:
-    server.adjust(ellm_device_kv_tokens=POOL_TOKENS)
     sizes = []
-    for part in range(4):
-        asyncio.run(load(server.url, REQUESTS // 4, seed=part))
+    for part in range(PARTS):
+        done = threading.Event()
+        with ThreadPoolExecutor(1) as background:
+            changes = background.submit(change_settings, server, done, part)
+            asyncio.run(load(server.url, REQUESTS // PARTS, seed=part))
+            done.set()
+            changes.result()
         sizes.append(resident_bytes(server))
+    server.adjust(ellm_ratio=0.0, ellm_device_kv_tokens=2000)
     state = server.state()
     assert state["evicted_units_total"] > 0
     assert state["integrity"] == "ok"
@@ -36,6 +44,16 @@ def test_two_thousand_requests_with_aborts(server: ServerProcess) -> None:
     assert server.alive(), "SGLang's own memory checks failed"
     grown = sizes[-1] - sizes[1]
     assert grown < 0.05 * sizes[1], f"memory still grows: {[size >> 20 for size in sizes]} MB"
+
+
+def change_settings(server: ServerProcess, done: threading.Event, seed: int) -> None:
+    """Pools and ratios at random, several times a second."""
+    rng = random.Random(seed)
+    while not done.wait(0.3):
+        server.adjust(
+            ellm_ratio=rng.choice([0.0, 0.0, 0.3, 0.7]),
+            ellm_device_kv_tokens=rng.choice([400, 800, 1600, 4000]),
+        )
 
 
 async def load(url: str, count: int, seed: int) -> None:
