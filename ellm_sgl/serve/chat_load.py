@@ -16,14 +16,14 @@ from openai.types.chat import ChatCompletionMessageParam
 from ellm_sgl.serve.stream_record import StreamRecord
 
 TOPICS = (
-    "str.split", "dict.get", "list.sort", "int.to_bytes", "sorted", "zip",
-    "str.join", "dict.update", "isinstance", "enumerate", "bytes.find", "set.union",
+    "str.split", "str.replace", "list.sort", "int.to_bytes", "sorted", "filter",
+    "str.join", "dict.update", "isinstance", "enumerate", "bytes.find", "eval",
     "print", "open", "max", "map", "str.format", "dict.pop",
-    "float.hex", "range", "str.strip", "sum", "getattr", "str.partition",
+    "iter", "range", "str.strip", "sum", "getattr", "str.partition",
 )  # fmt: skip
 """What the chats are about, one each: the demo model has read Python's documentation."""
 
-_ROLE_TOKENS = 8
+ROLE_TOKENS = 8
 """Role marks and line ends of question, answer and second question; a letter is a token too."""
 
 
@@ -60,7 +60,7 @@ class ChatLoad:
         """A question, the first words of Python's own answer, and the wish to hear more."""
         question, wish = f"What does {topic} do?", "Go on."
         documentation = " ".join((inspect.getdoc(pydoc.locate(f"builtins.{topic}")) or "").split())
-        room = self.prompt_tokens - _ROLE_TOKENS - len(question) - len(wish)
+        room = self.prompt_tokens - ROLE_TOKENS - len(question) - len(wish)
         return [
             {"role": "user", "content": question},
             {"role": "assistant", "content": documentation[:room].rsplit(" ", 1)[0]},

@@ -168,12 +168,13 @@ def demo(streams: int, output_tokens: int, pool_tokens: int | None, as_json: boo
     Exit status 0 only if eLLM completed every chat, with the text that ample memory gives.
     """
     from ellm_sgl.serve.demo import DemoOptions, run_demo
-    from ellm_sgl.serve.demo_report import render
+    from ellm_sgl.serve.demo_table import render
     from ellm_sgl.serve.process import ServerError
 
+    live = sys.stdout.isatty() and not as_json
+    progress = Console() if live else Console(stderr=True, force_terminal=False)
     try:
-        options = DemoOptions(streams, output_tokens, pool_tokens)
-        report = run_demo(options, Console(stderr=as_json))
+        report = run_demo(DemoOptions(streams, output_tokens, pool_tokens), progress)
     except (ServerError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """`ellm-sgl demo`: one load of chats on three servers, one after the other.
 
 First stock SGLang with ample memory, which gives the reference outputs and tells how much KV the
-load needs; then eLLM and stock SGLang with a third of that.
+load needs; then eLLM, and stock SGLang again, with a third of that.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
 from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun
 from ellm_sgl.serve.live_view import Progress, ProgressView, view_for
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerError, ServerProcess
+from ellm_sgl.serve.processor_use import ProcessorUse
 
 BLOCK_TOKENS = 16
 """A pool holds whole blocks (`--ellm-block-tokens`)."""
@@ -60,9 +61,14 @@ class DemoOptions:
 class _Server:
     """A server to put under the load."""
 
+    step: int
     name: str
     pool_tokens: int
-    ellm: bool
+    ellm: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.step}/3 {self.name} ({self.pool_tokens:,} tokens)"
 
     def process(self) -> ServerProcess:
         if self.ellm:
@@ -84,12 +90,17 @@ def run_demo(options: DemoOptions, console: Console) -> DemoReport:
         KeyboardInterrupt: asked to stop (by SIGTERM or SIGHUP too); no server is left.
     """
     begin, load = time.monotonic(), options.load()
+    _say(
+        console,
+        f"{load.streams} chats at once, about {load.prompt_tokens} + {load.output_tokens} tokens "
+        "each, on three servers one after the other: about two minutes on two idle cores.",
+    )
     with _stop_on_signals():
-        ample = _run(_Server("stock, ample", 2 * load.most_tokens, False), load, console)
+        ample = _run(_Server(1, "stock, ample", 2 * load.most_tokens), load, console)
         third = max(ample.needed_tokens // 3 // BLOCK_TOKENS, 1) * BLOCK_TOKENS
         small = options.pool_tokens or third
-        ellm = _run(_Server("eLLM, small", small, True), load, console)
-        stock = _run(_Server("stock, small", small, False), load, console)
+        ellm = _run(_Server(2, "eLLM, small", small, ellm=True), load, console)
+        stock = _run(_Server(3, "stock, small", small), load, console)
     return DemoReport(ample, stock, ellm, time.monotonic() - begin)
 
 
@@ -107,54 +118,61 @@ def _stop_on_signals() -> Iterator[None]:
 
 def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:
     """Start a server, load it, stop it."""
-    title = f"{server.name} pool ({server.pool_tokens:,} tokens)"
     process = server.process()
     begin = time.monotonic()
     try:
-        with _waiting(console, f"{title}: starting the server"):
+        with _starting(console, server):
             process.start()
-        start_s = time.monotonic() - begin
-        streams = load.begin()
-        with view_for(console, title) as view:
-            cached_ratios = asyncio.run(_load(process, server.ellm, load, streams, view))
-        if not process.answers():
-            raise ServerError(f"the server went away:\n{process.last_words()}")
-        run = ServerRun(
-            name=server.name,
-            pool_tokens=server.pool_tokens,
-            records=tuple(stream.record() for stream in streams),
-            retractions=sum(map(int, _RETRACTED.findall(process.log.read_text(errors="replace")))),
-            start_s=start_s,
-            restoration=_restoration(process.state(), cached_ratios) if server.ellm else None,
-        )
-        found = run.statistics
-        console.print(
-            f"{title}: {run.completed}/{len(run.records)} complete, "
-            f"{found.output_tokens_per_s:.0f} tokens/s, {run.retractions} retractions",
-            soft_wrap=True,
-            highlight=False,
-        )
+        run = _measure(server, process, time.monotonic() - begin, load, console)
     except httpx.HTTPError as error:
-        raise ServerError(
-            f"the server does not answer ({error}):\n{process.last_words()}"
-        ) from error
+        raise ServerError(f"the server went away ({error}):\n{process.last_words()}") from error
     finally:
         process.stop()
     return run
 
 
 @contextmanager
-def _waiting(console: Console, text: str) -> Iterator[None]:
+def _starting(console: Console, server: _Server) -> Iterator[None]:
+    text = f"{server.title}: starting the server"
     if console.is_interactive:
         with console.status(text):
             yield
     else:
-        console.print(text, soft_wrap=True, highlight=False)
+        _say(console, text)
         yield
 
 
+def _measure(
+    server: _Server, process: ServerProcess, start_s: float, load: ChatLoad, console: Console
+) -> ServerRun:
+    streams, use = load.begin(), ProcessorUse(process.pid)
+    with view_for(console, server.title) as view:
+        cached_ratios = asyncio.run(_load(process.url, server.ellm, load, streams, view))
+    if not process.answers():
+        raise ServerError(f"the server went away:\n{process.last_words()}")
+    run = ServerRun(
+        name=server.name,
+        pool_tokens=server.pool_tokens,
+        records=tuple(stream.record() for stream in streams),
+        retractions=sum(map(int, _RETRACTED.findall(process.log.read_text(errors="replace")))),
+        start_s=start_s,
+        other_cores=use.others(),
+        restoration=_restoration(process.state(), cached_ratios) if server.ellm else None,
+    )
+    _say(
+        console,
+        f"{server.title}: {run.completed}/{load.streams} complete, "
+        f"{run.statistics.output_tokens_per_s:.0f} tokens/s, {run.retractions} retractions",
+    )
+    return run
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=not console.is_interactive, highlight=False)
+
+
 async def _load(
-    process: ServerProcess,
+    url: str,
     ellm: bool,
     load: ChatLoad,
     streams: Sequence[ChatStream],
@@ -167,8 +185,8 @@ async def _load(
     """
     cached_ratios: list[float] = []
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(_watch(process.url, ellm, streams, view, cached_ratios))
-        await stream_all(process.url, load, streams)
+        watching = group.create_task(_watch(url, ellm, streams, view, cached_ratios))
+        await stream_all(url, load, streams)
         watching.cancel()
     return cached_ratios
 

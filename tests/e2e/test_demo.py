@@ -1,0 +1,64 @@
+"""`ellm-sgl demo` with a small load, as its user runs it; and stopped half-way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+DEMO = (sys.executable, "-m", "ellm_sgl.serve.cli", "demo")
+
+
+def test_outputs_are_those_of_ample_memory() -> None:
+    """8 chats of 128 + 96 tokens, and room for two and a half of them."""
+    load = ("--streams", "8", "--output-tokens", "96", "--pool-tokens", "560")
+    done = subprocess.run(
+        [*DEMO, *load, "--json"], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] is True and report["outputs_identical"] == 8
+    ample, stock, ellm = report["runs"]
+    assert ample["completed"] == ellm["completed"] == stock["completed"] == 8
+    assert ample["pool_tokens"] > report["needed_tokens"] > 3 * ellm["pool_tokens"]
+    assert ellm["retractions"] == ample["retractions"] == 0
+    assert ellm["restoration"]["integrity"] == "ok"
+    assert "\x1b" not in done.stderr
+    for line in ("1/3 stock, ample", "2/3 eLLM, small", "3/3 stock, small"):
+        assert line in done.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_demo_leaves_nothing_behind(sent: signal.Signals, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    demo = subprocess.Popen([*DEMO, "--streams", "2"], stderr=subprocess.PIPE, env=environment)
+    try:
+        servers = _servers_of(demo.pid)
+    finally:
+        demo.send_signal(sent)
+        _, said = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert b"Aborted!" in said and b"Traceback" not in said
+    _, alive = psutil.wait_procs(servers, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not list(tmp_path.glob("ellm-sgl-*"))
+
+
+def _servers_of(demo: int) -> list[psutil.Process]:
+    """The server and its worker processes, once there are some."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        children: list[psutil.Process] = psutil.Process(demo).children(recursive=True)
+        if len(children) >= 3:
+            return children
+        time.sleep(0.5)
+    raise AssertionError("no server appeared")
