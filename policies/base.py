@@ -15,7 +15,7 @@ class RequestView:
     tokens: int
     """Prompt and output so far."""
     shared_tokens: int
-    """Leading tokens whose blocks other requests use too; they stay cached."""
+    """Tokens in blocks that other requests use too; these stay cached."""
     uncached_tokens: int
     """Tokens that a step has to recompute now."""
 

@@ -165,7 +165,7 @@ class PageTable:
         """
         ids = np.asarray(blocks, np.int32)
         unique, counts = np.unique(ids, return_counts=True)
-        if np.any(self._refs[unique] < counts) or RESERVED in unique:
+        if np.any(self._refs[unique] < counts):
             raise IntegrityError(f"release of a block that is not held: {unique.tolist()}")
         self._refs[unique] -= counts.astype(np.int32)
         dead = unique[self._refs[unique] == 0]

@@ -43,15 +43,3 @@ class KVPool:
     def values(self, layer: int) -> torch.Tensor:
         """V of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""
         return self.buffer[:, layer % self.shape.layer_group, 1]
-
-    def write(
-        self,
-        layer: int,
-        units: torch.Tensor,
-        offsets: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> None:
-        """Store rows: `k`, `v` `[n, kv_heads, head_dim]` at (`units[i]`, `offsets[i]`), int64."""
-        self.keys(layer)[units, offsets] = k.to(self.buffer.dtype)
-        self.values(layer)[units, offsets] = v.to(self.buffer.dtype)

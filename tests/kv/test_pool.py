@@ -1,4 +1,4 @@
-"""Physical KV memory: views, columns, writes."""
+"""Physical KV memory: views and columns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ SHAPE = PoolShape(LAYERS, GROUP, BLOCK_TOKENS)
 @pytest.fixture
 def pool() -> KVPool:
     return KVPool(SHAPE, UNITS, KV_HEADS, HEAD_DIM, torch.float32, "cpu")
-
-
-def rows(count: int) -> torch.Tensor:
-    return torch.randn(count, KV_HEADS, HEAD_DIM)
 
 
 def test_the_buffer_has_a_scratch_unit_and_is_zero(pool: KVPool) -> None:
@@ -48,22 +44,5 @@ def test_layers_of_one_group_do_not_share_memory(pool: KVPool) -> None:
 
 
 def test_the_last_shorter_group_uses_its_first_columns(pool: KVPool) -> None:
-    pool.write(4, torch.tensor([3]), torch.tensor([0]), rows(1), rows(1))
+    pool.keys(4)[3, 0] = 1
     assert pool.buffer[3, 0].any() and not pool.buffer[3, 1].any()
-
-
-def test_write_puts_each_row_at_its_unit_and_offset(pool: KVPool) -> None:
-    k, v = rows(3), rows(3)
-    pool.write(1, torch.tensor([2, 5, 2]), torch.tensor([0, 3, 1]), k, v)
-    for i, (unit, offset) in enumerate([(2, 0), (5, 3), (2, 1)]):
-        assert torch.equal(pool.keys(1)[unit, offset], k[i])
-        assert torch.equal(pool.values(1)[unit, offset], v[i])
-    assert pool.buffer.count_nonzero() == 2 * k.numel()
-
-
-def test_write_converts_to_the_pools_type() -> None:
-    pool = KVPool(SHAPE, UNITS, KV_HEADS, HEAD_DIM, torch.bfloat16, "cpu")
-    k, v = rows(1), rows(1)
-    pool.write(0, torch.tensor([1]), torch.tensor([0]), k, v)
-    assert torch.equal(pool.keys(0)[1, 0], k[0].bfloat16())
-    assert torch.equal(pool.values(0)[1, 0], v[0].bfloat16())
