@@ -26,7 +26,9 @@ class KVPool:
     ) -> None:
         self.shape = shape
         self.num_units = num_units
-        self.buffer = torch.zeros(
+        # Not zeroed: nothing is read before it is written (the kernel tests poison the rest), and
+        # on a CPU host memory that no request has used yet is not taken from the others.
+        self.buffer = torch.empty(
             (num_units + 1, shape.layer_group, 2, shape.block_tokens, kv_heads, head_dim),
             dtype=dtype,
             device=device,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ATTENTION_BACKEND = "torch_native"
 """SGLang takes its paths without Triton kernels for this name, whatever class it stands for."""
 GRAMMAR_BACKEND = "llguidance"
+MEMORY_FRACTION = 0.5
 
 
 class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -35,6 +36,9 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.attention_backend is None:
             server_args.attention_backend = ATTENTION_BACKEND
         server_args.sampling_backend = "pytorch"
+        # "Device memory" is the host's, which others use too: half of what is free, not 90 %.
+        if server_args.mem_fraction_static is None:
+            server_args.mem_fraction_static = MEMORY_FRACTION
         # SGLang's xgrammar glue needs pinned memory and a GPU kernel; llguidance's needs neither.
         if server_args.grammar_backend is None:
             server_args.grammar_backend = GRAMMAR_BACKEND

@@ -72,16 +72,38 @@ STARTS = {
     "--ellm-layer-group 0": "--ellm-layer-group 0",
     "--ellm-block-tokens 0": "--ellm-block-tokens 0",
     "--ellm-device-kv-tokens 8": "--ellm-device-kv-tokens 8",
+    "--speculative-algorithm EAGLE": "--speculative-algorithm",
+    "--model-path /no/such/model": "/no/such/model",
+}
+REFUSED = {
+    # Beside those of STARTS, without a process for each.
     "--ellm-policy nonsense": "nonsense",
     "--page-size 64": "--page-size 64",
-    "--speculative-algorithm EAGLE": "--speculative-algorithm",
     "--enable-lora": "--enable-lora",
     "--pipeline-parallel-size 2": "--pipeline-parallel-size",
     "--data-parallel-size 2": "--data-parallel-size",
     "--kv-cache-dtype fp8_e4m3": "--kv-cache-dtype",
     "--grammar-backend xgrammar": "--grammar-backend xgrammar",
-    "--model-path /no/such/model": "/no/such/model",
+    "--enable-hierarchical-cache": "--enable-hierarchical-cache",
+    "--attention-backend triton": "--attention-backend triton",
+    "--tokenizer-worker-num 2": "--tokenizer-worker-num",
+    "--disaggregation-mode prefill": "--disaggregation-mode",
 }
+REFUSE_ALL = """
+import contextlib, io, json, sys
+from ellm_sgl.serve import launch
+from ellm_sgl.serve.process import DEMO_ARGUMENTS
+said = {}
+for arguments in json.loads(sys.argv[1]):
+    stderr = io.StringIO()
+    argv = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", *arguments.split()]
+    try:
+        with contextlib.redirect_stderr(stderr):
+            launch.main(argv)
+    except SystemExit as end:  # with a message, or after printing it
+        said[arguments] = end.code if isinstance(end.code, str) else stderr.getvalue()
+print(json.dumps(said))
+"""
 
 
 @pytest.mark.parametrize(("arguments", "named"), STARTS.items(), ids=STARTS)
@@ -94,6 +116,15 @@ def test_bad_start_is_one_line(arguments: str, named: str) -> None:
     assert named in last
     assert "Traceback" not in done.stderr
     assert "rror" in last
+
+
+def test_every_combination_that_is_not_supported_is_refused_by_name() -> None:
+    command = [sys.executable, "-c", REFUSE_ALL, json.dumps(list(REFUSED))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    said = json.loads(done.stdout.strip().splitlines()[-1])
+    for arguments, named in REFUSED.items():
+        last = said[arguments].strip().splitlines()[-1]
+        assert "ellm-sgl: error" in last and named in last, f"{arguments}: {last}"
 
 
 def test_model_that_is_not_supported_is_refused(tmp_path: Any) -> None:
