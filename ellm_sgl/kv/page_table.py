@@ -135,12 +135,16 @@ class PageTable:
         Raises:
             ValueError: fewer than one block's units, or more than exist.
         """
+        self.check_unit_limit(limit)
+        self._unit_limit = limit
+
+    def check_unit_limit(self, limit: int) -> None:
+        """Raise ValueError where `limit_units(limit)` would."""
         if not self.shape.num_groups <= limit <= self.num_units:
             raise ValueError(
                 f"unit limit must be between {self.shape.num_groups} and {self.num_units}, "
                 f"got {limit}"
             )
-        self._unit_limit = limit
 
     # -- blocks -----------------------------------------------------------------------------
 

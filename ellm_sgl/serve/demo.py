@@ -32,9 +32,9 @@ POLL_S = 0.5
 """Between two looks at the server's state."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """One compute thread for the model: clients, tokenizer and detokenizer share the cores with it, and
-two threads that have to meet hundreds of times per step wait for whichever lost its core. Measured
-on 2 shared cores, this load with ample memory: 590 to 720 tokens/s with one thread, 40 to 190 with
-two."""
+two threads that meet hundreds of times per step spin until the one that lost its core has it back.
+Measured on 2 cores with another program beside, this load with ample memory: 590 to 900 tokens/s
+with one thread, 40 to 190 with two."""
 _RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
 
 
@@ -93,7 +93,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoReport:
     _say(
         console,
         f"{load.streams} chats at once, about {load.prompt_tokens} + {load.output_tokens} tokens "
-        "each, on three servers one after the other: about two minutes on two idle cores.",
+        "each, on three servers in turn: about two minutes on two idle cores.",
     )
     with _stop_on_signals():
         ample = _run(_Server(1, "stock, ample", 2 * load.most_tokens), load, console)

@@ -158,15 +158,15 @@ def _ratio_line(ratios: Sequence[float]) -> Text:
 
 
 def _texts(streams: Sequence[ChatStream]) -> RenderableType:
-    """The ends of some texts: of the chats that write now, the first ones."""
+    """The ends of some texts, of chats that write now if there are enough."""
     writing = [s for s in streams if s.text and s.finish is None]
-    waiting = [s for s in streams if not s.text]
+    waiting = [s for s in streams if not s.text and s.finish is None]
     ended = [s for s in streams if s.finish is not None]
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True, style="cyan", width=13)
     grid.add_column(no_wrap=True, ratio=1)
     for stream in (writing + waiting + ended[::-1])[:TEXTS_SHOWN]:
-        grid.add_row(stream.topic, _Tail(stream.text))
+        grid.add_row(stream.topic, _Tail(stream.text) if stream.text else "[dim]waiting[/dim]")
     return grid
 
 

@@ -26,15 +26,19 @@ _device_tokens: int | None = None
 def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -> Any:
     """Hook after `_resolve_memory_pool_config`: SGLang gets logical capacity, we the physical.
 
-    The logical space holds four times the device pool, and beyond that two requests of the
-    model's full context, so that a request larger than the device still has addresses.
+    There are addresses for whatever else lets requests run: all that the device holds, all that
+    a step may recompute, and a block being filled for every request; and always for four times
+    the device and two requests of the model's full context.
     """
     global _device_tokens
     settings = _settings()
     block = settings.block_tokens
     device = settings.device_kv_tokens or config.max_total_num_tokens
     _device_tokens = device // block * block
-    logical = 4 * _device_tokens + 2 * configurator.model_config.context_len
+    logical = max(
+        _device_tokens + _transient_tokens(configurator) + config.max_running_requests * block,
+        4 * _device_tokens + 2 * configurator.model_config.context_len,
+    )
     config.max_total_num_tokens = -(-logical // block) * block
     return config
 
@@ -60,10 +64,10 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
         configurator.device,
     )
     policy = policy_class(settings.policy)(ratio=settings.ratio)
-    # A step may recompute as many rows as the longest request has, or as a prefill may bring.
-    transient = max(model.context_len, configurator.server_args.max_prefill_tokens)
     ours: runtime.Runtime
-    elastic = ElasticMemory(table, policy, transient, lambda tokens: ours.reclaim(tokens))
+    elastic = ElasticMemory(
+        table, policy, _transient_tokens(configurator), lambda tokens: ours.reclaim(tokens)
+    )
     ours = runtime.Runtime(settings, table, pool, elastic)
     runtime.install(ours)
     logger.info(
@@ -87,6 +91,12 @@ def build_allocator(
         token_to_kv_pool,
         need_sort=False,
     )
+
+
+def _transient_tokens(configurator: Any) -> int:
+    """Rows a step may recompute: as many as the longest request has, or a prefill may bring."""
+    context: int = configurator.model_config.context_len
+    return max(context, configurator.server_args.max_prefill_tokens)
 
 
 def _settings() -> EllmConfig:
@@ -169,26 +179,28 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
         extend_num_tokens: int,
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
-        """Slots for prompts. Blocks for which no unit is left exist only while computed."""
-        return self._grow(prefix_lens_cpu, seq_lens_cpu, last_loc, all_placed=False)
+        """Slots for prompts; None if the logical space is exhausted.
+
+        Blocks for which no unit is left exist only while a step computes them.
+        """
+        return self._grow(prefix_lens_cpu, seq_lens_cpu, last_loc)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One slot per request; each must have its units, or None."""
-        return self._grow(seq_lens_cpu - 1, seq_lens_cpu, last_loc, all_placed=True)
+        """One slot per request, likewise. `check_decode_mem` makes room before, but a step that
+        mixes prefill with decoding does not ask it."""
+        return self._grow(seq_lens_cpu - 1, seq_lens_cpu, last_loc)
 
     def _grow(
-        self, before: torch.Tensor, after: torch.Tensor, last_slot: torch.Tensor, all_placed: bool
+        self, before: torch.Tensor, after: torch.Tensor, last_slot: torch.Tensor
     ) -> torch.Tensor | None:
         count = int(pages_to_add(before, after, self.page_size).sum())
         try:
             blocks = self._table.allocate(count)
         except OutOfBlocksError:
             return None
-        if self._elastic.place(blocks) and all_placed:
-            self._table.release(blocks)
-            return None
+        self._elastic.place(blocks)
         pages = torch.from_numpy(blocks.astype("int64"))
         return extend_slots(before, after, last_slot.cpu(), pages, self.page_size).to(self.device)
 

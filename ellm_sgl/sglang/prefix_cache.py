@@ -1,7 +1,7 @@
 """SGLang's prefix caches over a pool in which a cached block may have lost its units.
 
-What the tree holds is always as good as resident to others: a match ends at the first block that
-lacks a unit, and what lies beyond goes when the request that used it leaves.
+To others the tree holds only what is resident: a match ends at the first block that lacks a unit,
+and when a request leaves, what lies beyond its first such block is dropped, unless others use it.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class EllmRadixCache(RadixCache):
         """Keep a finished request's blocks as far as they are all there."""
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
         key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(key)]
-        resident = self._resident_tokens(row)
         runtime.current().forget_request(req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        if resident < len(key):
+        cached = super().match_prefix(MatchPrefixParams(key=key)).device_indices
+        resident = self._resident_tokens(cached)
+        if resident < len(cached):
             self._drop_beyond(key, resident)
 
     def _resident_tokens(self, slots: torch.Tensor) -> int:

@@ -71,20 +71,34 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
 
     theirs = {k: v for k, v in request.server_args.items() if k not in (RATIO, DEVICE_TOKENS)}
     try:
-        _apply(request.server_args)
+        apply = _prepare(request.server_args)
     except ValueError:
         return SetInternalStateReqOutput(updated=False)
-    if not theirs:
-        return SetInternalStateReqOutput(updated=True)
-    request.server_args = theirs
-    return original(scheduler, request)
+    if theirs:
+        request.server_args = theirs
+        result = original(scheduler, request)
+        if not result.updated:
+            return result
+    apply()
+    return SetInternalStateReqOutput(updated=True)
 
 
-def _apply(values: dict[str, Any]) -> None:
+def _prepare(values: dict[str, Any]) -> Callable[[], None]:
+    """Check all values, and return what applies them.
+
+    Raises:
+        ValueError: one of them makes no sense; none is applied.
+    """
     ours = runtime.current()
-    if RATIO in values:
-        ours.elastic.policy = FixedRatio(float(values[RATIO]))
+    policy = FixedRatio(float(values[RATIO])) if RATIO in values else ours.elastic.policy
+    limit = ours.table.unit_limit
     if DEVICE_TOKENS in values:
         shape = ours.table.shape
-        blocks = int(values[DEVICE_TOKENS]) // shape.block_tokens
-        ours.table.limit_units(blocks * shape.num_groups)
+        limit = int(values[DEVICE_TOKENS]) // shape.block_tokens * shape.num_groups
+        ours.table.check_unit_limit(limit)
+
+    def apply() -> None:
+        ours.elastic.policy = policy
+        ours.table.limit_units(limit)
+
+    return apply

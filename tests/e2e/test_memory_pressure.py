@@ -104,6 +104,24 @@ def test_server_options(server: ServerProcess, arguments: tuple[str, ...]) -> No
     assert state["integrity"] == "ok"
 
 
+def test_fewer_blocks_than_requests_in_mixed_steps(server: ServerProcess) -> None:
+    """A step that mixes a prompt's chunk with decoding does not ask whether memory suffices."""
+    bodies = [greedy(p, 150) for p in prompts(10, 20, 40, seed=7)]
+    bodies += [greedy(p, 10) for p in prompts(2, 900, 1000, seed=8)]
+    expected = token_ids(ask(server.url, bodies))
+    arguments = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "4096"]
+    arguments += ["--enable-mixed-chunk", "--chunked-prefill-size", "32"]
+    with (
+        ServerProcess([*DEMO_ARGUMENTS, *arguments], {"OMP_NUM_THREADS": "1"}) as other,
+        ThreadPoolExecutor(1) as background,
+    ):
+        answers = background.submit(ask, other.url, bodies)
+        wait_for(other, lambda state: state["running"] >= 8)
+        other.adjust(ellm_device_kv_tokens=96)
+        assert token_ids(answers.result()) == expected
+        assert other.state()["integrity"] == "ok"
+
+
 def test_a_pool_of_one_block(server: ServerProcess) -> None:
     """Everything but the last few tokens is recomputed at every step."""
     bodies = [greedy(p, 20) for p in prompts(2, 40, 70, seed=6)]
