@@ -43,15 +43,21 @@ class ServerProcess:
         log: Path | None = None,
     ) -> None:
         self._arguments = list(arguments)
-        self._environment = {**os.environ, **(environment or {})}
+        # A proxy is for other hosts; SGLang too asks itself whether it has started.
+        self._environment = {**os.environ, "NO_PROXY": "127.0.0.1", **(environment or {})}
         self._own_log = log is None
         self.log = log or Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self._http = httpx.Client(base_url=self.url, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # Ctrl-C included: `__exit__` is not called then
+            self.stop()
+            raise
         return self
 
     def __exit__(
@@ -96,7 +102,7 @@ class ServerProcess:
     def answers(self) -> bool:
         """Whether the server is up and its health check passes."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=20).status_code == 200
+            return self._http.get("/health", timeout=20).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -106,20 +112,20 @@ class ServerProcess:
 
     def state(self) -> dict[str, Any]:
         """`GET /ellm/state`."""
-        answer: dict[str, Any] = httpx.get(f"{self.url}/ellm/state", timeout=60).json()
+        answer: dict[str, Any] = self._http.get("/ellm/state", timeout=60).json()
         return answer
 
     def adjust(self, **values: float) -> None:
         """Set `ellm_ratio` or `ellm_device_kv_tokens` of the running server."""
         body = {"server_args": values}
-        answer = httpx.post(f"{self.url}/set_internal_state", json=body, timeout=60).json()
+        answer = self._http.post("/set_internal_state", json=body, timeout=60).json()
         if answer not in (True, [True]):
             raise ValueError(f"the server refused {values}: {answer}")
 
     def flush_cache(self) -> None:
         """Empty the prefix cache; nothing may be running."""
         for _ in range(40):
-            if httpx.post(f"{self.url}/flush_cache", timeout=60).status_code == 200:
+            if self._http.post("/flush_cache", timeout=60).status_code == 200:
                 return
             time.sleep(0.25)
         raise ServerError("the prefix cache could not be flushed: requests are still running")
@@ -144,6 +150,7 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process = None
+        self._http.close()
         if self._own_log:
             self.log.unlink(missing_ok=True)
 

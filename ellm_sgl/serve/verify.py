@@ -163,7 +163,7 @@ def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> 
 async def _generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
     sampling = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True}
 
-    async with httpx.AsyncClient(timeout=900) as client:
+    async with httpx.AsyncClient(timeout=900, trust_env=False) as client:
 
         async def one(prompt: Sequence[int]) -> Output:
             body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}

@@ -18,7 +18,7 @@ from tests.e2e.load import prompts
 pytestmark = pytest.mark.slow
 
 REQUESTS = 2000
-AT_ONCE = 48
+AT_ONCE = 24
 PARTS = 4
 
 
@@ -28,8 +28,10 @@ def test_two_thousand_requests_with_aborts(server: ServerProcess) -> None:
         done = threading.Event()
         with ThreadPoolExecutor(1) as background:
             changes = background.submit(change_settings, server, done, part)
-            asyncio.run(load(server.url, REQUESTS // PARTS, seed=part))
-            done.set()
+            try:
+                asyncio.run(load(server.url, REQUESTS // PARTS, seed=part))
+            finally:
+                done.set()
             changes.result()
         sizes.append(resident_bytes(server))
     server.adjust(ellm_ratio=0.0, ellm_device_kv_tokens=2000)
@@ -51,8 +53,8 @@ def change_settings(server: ServerProcess, done: threading.Event, seed: int) -> 
     rng = random.Random(seed)
     while not done.wait(0.3):
         server.adjust(
-            ellm_ratio=rng.choice([0.0, 0.0, 0.3, 0.7]),
-            ellm_device_kv_tokens=rng.choice([400, 800, 1600, 4000]),
+            ellm_ratio=rng.choice([0.0, 0.0, 0.0, 0.4]),
+            ellm_device_kv_tokens=rng.choice([800, 1600, 4000]),
         )
 
 
@@ -62,7 +64,7 @@ async def load(url: str, count: int, seed: int) -> None:
     gate = asyncio.Semaphore(AT_ONCE)
     limits = httpx.Limits(max_connections=AT_ONCE)
 
-    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=None, limits=limits) as client:
 
         async def one(index: int) -> None:
             prefix = rng.choice(prefixes) if rng.random() < 0.6 else []
