@@ -58,7 +58,7 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     Takes every argument of `python -m sglang.launch_server` beside those below. Without
     --model-path it serves the demo model that comes with this package.
     """
-    from ellm_sgl.serve.process import DEMO_ARGUMENTS
+    from ellm_sgl.serve.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT
 
     given = {name: value for name, value in ellm.items() if value is not None}
     if given["ellm_policy"] != "off":
@@ -73,7 +73,7 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
         arguments += ["--" + name.replace("_", "-"), str(value)]
     command = [sys.executable, "-m", "ellm_sgl.serve.launch", *arguments]
     sys.stdout.flush()
-    os.execv(sys.executable, command)
+    os.execve(sys.executable, command, {**SERVER_ENVIRONMENT, **os.environ})
 
 
 @main.command()

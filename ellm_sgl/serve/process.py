@@ -23,6 +23,12 @@ DEMO_ARGUMENTS = ("--model-path", str(DEMO_MODEL), "--dtype", "float32")
 """fp32, so that a different order of additions cannot tip the choice of a token."""
 
 
+SERVER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Unless the user says otherwise. Threads that spin while they wait take the core that another
+thread needs to finish: with one more busy process on two cores, 5 times the tokens per second
+(docs/performance.md)."""
+
+
 class ServerError(RuntimeError):
     """The server did not start, or went away; the message ends with what it last said."""
 
@@ -44,7 +50,12 @@ class ServerProcess:
     ) -> None:
         self._arguments = list(arguments)
         # A proxy is for other hosts; SGLang too asks itself whether it has started.
-        self._environment = {**os.environ, "NO_PROXY": "127.0.0.1", **(environment or {})}
+        self._environment = {
+            **SERVER_ENVIRONMENT,
+            **os.environ,
+            "NO_PROXY": "127.0.0.1",
+            **(environment or {}),
+        }
         self._own_log = log is None
         self.log = log or Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
         self.port = _free_port()
