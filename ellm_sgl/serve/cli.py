@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -135,20 +136,25 @@ def verify(
 
 def _verify_table(report: Any) -> Table:
     table = Table(
+        box=box.SIMPLE,
+        pad_edge=False,
+        collapse_padding=True,
         title=f"eLLM against stock SGLang: {report.prompts} prompts, "
-        f"{report.output_tokens} tokens each"
+        f"{report.output_tokens} tokens each",
     )
     for heading in (
         "dtype",
         "setting",
-        "tokens agreeing",
-        "max |Δlogprob|",
-        "recomputed tokens",
-        "evicted units",
-        "retractions",
-        "integrity",
+        "agree",
+        "|Δlogp|",
+        "recomputed",
+        "evicted",
+        "retracted",
+        "table",
     ):
-        table.add_column(heading, justify="left" if heading in ("dtype", "setting") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("dtype", "setting") else "right", no_wrap=True
+        )
     for c in report.comparisons:
         table.add_row(
             c.dtype, c.setting, f"{c.agreeing}/{c.tokens}", f"{c.max_logprob_difference:.1e}",
