@@ -147,9 +147,9 @@ def _verify_table(report: Any) -> Table:
         "setting",
         "agree",
         "|Δlogp|",
-        "recomputed",
+        "recomp.",
         "evicted",
-        "retracted",
+        "retr.",
         "table",
     ):
         table.add_column(
