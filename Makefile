@@ -8,6 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 LOCKS  := requirements/cpu.lock requirements/cpu-nodeps.lock requirements/dev.lock
+BUILD  := pyproject.toml setup.py $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp) kernels/cpu/build.py
 STAMP  := $(VENV)/.setup-done
 
 .PHONY: help setup demo test test-fast lint format wheel clean
@@ -24,7 +25,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): $(LOCKS) pyproject.toml
+$(STAMP): $(LOCKS) $(BUILD)
 	@test -x $(BIN)/python || { echo 'setup: creating $(VENV) ($(PYTHON))'; $(PYTHON) -m venv $(VENV); }
 	@echo 'setup: installing the pinned packages (some minutes the first time)'
 	@$(PIP) install --no-deps $(addprefix -r ,$(LOCKS))
@@ -40,7 +41,7 @@ $(STAMP): $(LOCKS) pyproject.toml
 demo: setup
 	@$(BIN)/ellm-sgl demo
 
-# Both stages run even when the first one fails. pytest's exit status 5 (nothing selected) is
+# Slow tests start servers of one busy thread each: two files at a time. Both stages run even when the first one fails. pytest's exit status 5 (nothing selected) is
 # accepted from one stage, not from both.
 test: setup
 	@stage() { \
@@ -52,7 +53,7 @@ test: setup
 	}; \
 	summary= codes=; \
 	stage fast -m 'not slow and not gpu'; \
-	stage slow -m 'slow and not gpu'; \
+	stage slow -m 'slow and not gpu' --numprocesses 2 --dist loadfile; \
 	printf '== summary\n%s' "$$summary"; \
 	case "$$codes" in ' 0 0'|' 0 5'|' 5 0') ;; *) exit 1;; esac
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 ENV = "ELLM_SGL_CONFIG"
@@ -13,6 +15,9 @@ ENV = "ELLM_SGL_CONFIG"
 
 Set: eLLM is enabled in this process and its children. Unset: SGLang is stock.
 """
+
+
+LATENCY_MODELS = ("roofline", "paper")
 
 
 class ConfigError(ValueError):
@@ -24,13 +29,25 @@ class EllmConfig:
     """Settings of eLLM. Each field is a command-line flag, `--ellm-` and the field's name."""
 
     policy: str = "fixed-ratio"
-    ratio: float = 0.0
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
+    ratio: float | None = None
+    policy_budget_ms: float = 5.0
+    latency_model: str = "roofline"
+    tpot_slo_ms: float | None = None
     layer_group: int = 4
     block_tokens: int = 16
     device_kv_tokens: int | None = None
+    host_kv_tokens: int = 0
+    host_path: str | None = None
+    overlap: bool = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.ratio < 1.0:
+        if self.ratio is not None and self.policy != "fixed-ratio":
+            raise ConfigError(
+                f"--ellm-ratio {self.ratio}: only the policy fixed-ratio takes it, and the policy "
+                f"is {self.policy}; leave it out"
+            )
+        if self.ratio is not None and not 0.0 <= self.ratio < 1.0:
             raise ConfigError(
                 f"--ellm-ratio {self.ratio}: give the share of each request's tokens to leave "
                 "uncached, at least 0 and below 1"
@@ -48,6 +65,34 @@ class EllmConfig:
                 f"--ellm-device-kv-tokens {self.device_kv_tokens}: the pool must hold at least one "
                 f"block of {self.block_tokens} tokens (--ellm-block-tokens)"
             )
+
+        if self.host_kv_tokens < 0:
+            raise ConfigError(
+                f"--ellm-host-kv-tokens {self.host_kv_tokens}: give the tokens of KV that host "
+                "memory may hold, or 0 for none"
+            )
+        if self.host_path is not None and self.host_kv_tokens == 0:
+            raise ConfigError(
+                f"--ellm-host-path {self.host_path} needs --ellm-host-kv-tokens, the size of the "
+                "host tier"
+            )
+        if self.latency_model not in LATENCY_MODELS:
+            raise ConfigError(
+                f"--ellm-latency-model {self.latency_model}: give one of "
+                f"{', '.join(LATENCY_MODELS)}"
+            )
+        for name in ("policy_budget_ms", "tpot_slo_ms"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(
+                    f"--ellm-{name.replace('_', '-')} {value}: give milliseconds, above 0"
+                )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the policy's constructor is given."""
+        ratio = {} if self.ratio is None else {"ratio": self.ratio}
+        return {**self.policy_options, **ratio}
 
     def to_env(self) -> None:
         """Enable eLLM with these settings in this process and the ones it starts."""

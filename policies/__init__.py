@@ -1,6 +1,32 @@
-"""Policies: how much of each request stays cached. No torch, no SGLang in here."""
+"""Policies: who runs, how much of each request stays cached, how a step is divided.
 
-from ellm_sgl.policies.base import Policy, RequestView, SystemState
+No torch, no SGLang in here.
+"""
+
+from ellm_sgl.policies.base import (
+    Batch,
+    MemoryState,
+    Policy,
+    Ratios,
+    Requests,
+    StepReport,
+    SystemState,
+    Threads,
+)
+from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.fixed_ratio import FixedRatio
+from ellm_sgl.policies.stock import Stock
 
-__all__ = ["FixedRatio", "Policy", "RequestView", "SystemState"]
+__all__ = [
+    "Batch",
+    "Fcfs",
+    "FixedRatio",
+    "MemoryState",
+    "Policy",
+    "Ratios",
+    "Requests",
+    "StepReport",
+    "Stock",
+    "SystemState",
+    "Threads",
+]

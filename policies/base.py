@@ -1,53 +1,172 @@
-"""What a policy sees and what it answers."""
+"""What a policy sees and what it answers.
+
+Every decode iteration the control loop builds a `SystemState` and asks three questions in turn:
+`batch` (who runs), `ratio` (how much of each stays cached), `threads` (how the processor is
+shared). All answers are checked before they are applied; see `ellm_sgl.policies.checks`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 
-@dataclass(frozen=True)
-class RequestView:
-    """One running request, as a policy sees it. Lengths are in tokens."""
+from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
 
-    seq_id: int
-    tokens: int
-    """Prompt and output so far."""
-    shared_tokens: int
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """Requests in columns: entry i of every array is request i. The arrays are read-only."""
+
+    request_id: IntArray
+    """Numbers a request for as long as the server knows it; grows with arrival."""
+    tokens: IntArray
+    """s_i: tokens of prompt and output so far; their KV is what has to be kept or restored."""
+    prompt_tokens: IntArray
+    """Tokens of the prompt."""
+    max_new_tokens: IntArray
+    """Upper bound of the output, in tokens."""
+    shared_tokens: IntArray
     """Tokens in blocks that other requests use too; these stay cached."""
-    uncached_tokens: int
-    """Tokens that a step has to recompute now."""
+    uncached_tokens: IntArray
+    """Tokens whose KV is missing now, so that a step has to restore it. 0 while waiting."""
+    arrival_s: FloatArray
+    """When the request arrived, in seconds of the server's clock (see `SystemState.now_s`)."""
+    waited_s: FloatArray
+    """Running: seconds since its last token. Waiting: seconds since it began to wait."""
+    priority: IntArray
+    """Larger is more urgent, whatever SGLang's own order of priorities is; 0 if none was given."""
+    tpot_slo_s: FloatArray
+    """Wanted average time per output token, in seconds; inf if none was given."""
+    ttft_slo_s: FloatArray
+    """Wanted time to first token, in seconds; inf if none was given."""
+    tpot_s: FloatArray
+    """Measured average time per output token so far, in seconds; nan before the second token."""
+
+    def __len__(self) -> int:
+        return len(self.request_id)
 
 
 @dataclass(frozen=True)
-class SystemState:
-    """One decode iteration, as a policy sees it. Capacities are in tokens."""
+class MemoryState:
+    """Memory by tier. Token counts are over all layers: one token is its KV in every layer."""
 
-    requests: tuple[RequestView, ...]
-    device_tokens_total: int
-    device_tokens_free: int
     block_tokens: int
+    """Tokens per block; ratios are applied in whole blocks."""
+    device_tokens: int
+    """KV tokens that the device pool holds."""
+    device_free_tokens: int
+    """KV tokens that could be placed on the device now, cached prefixes nobody uses included."""
+    host_tokens: int
+    """KV tokens that the host tier holds; 0 without one."""
+    host_free_tokens: int
+    """KV tokens free in the host tier."""
+    transient_tokens: int
+    """Most span tokens (Σ n_i) that one step may restore."""
+    overhead_tokens: float
+    """M_o per restored token: device memory a step needs to restore one token, in KV tokens."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One measured step."""
+
+    work: StepWork
+    seconds: float
+    """From its start to the start of the next step."""
+    predicted_s: float
+    """What the latency model had predicted, in seconds."""
+    swap_stall_s: float = 0.0
+    """Seconds that the step waited for transfers from host memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class SystemState:
+    """One decode iteration, as a policy sees it. Read-only."""
+
+    now_s: float
+    """The server's clock, in seconds (monotonic)."""
+    running: Requests
+    """Requests that decode; by `request_id`, that is, in the order in which they arrived."""
+    waiting: Requests
+    """Requests that wait to join; in the order in which SGLang would take them."""
+    max_running: int
+    """B: most requests that may run at once."""
+    memory: MemoryState
+    model: ModelShape
+    """The model served."""
+    hardware: HardwareProfile
+    """The machine that serves it."""
+    latency: LatencyModel
+    """Predicts a step's time. A policy may call `step_seconds` and nothing else."""
+    tpot_slo_s: float
+    """The server's SLO on the time per output token, in seconds; inf if none was set."""
+    last_step: StepReport | None
+    """The last measured step; None before the first."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Answer to the batch question: who runs."""
+
+    join: tuple[int, ...]
+    """Positions in `state.waiting` of the requests to admit, in the order to admit them. The
+    server admits a prefix of these: fewer, if one iteration has no room for all."""
+    pause: tuple[int, ...] = ()
+    """Positions in `state.running` of the requests that sit out this step. Their KV stays, but
+    for what their ratio gives up: a step restores nothing of theirs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ratios:
+    """Answer to the ratio question: the uncached ratio r of each request, in [0, 1).
+
+    Targets: the block being filled and shared blocks stay cached, ratios are rounded down to
+    whole blocks, and pressure may push a request above its target until room returns.
+    """
+
+    running: FloatArray
+    """One per entry of `state.running`."""
+    joining: FloatArray
+    """One per entry of `batch.join`."""
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Answer to the threads question: how one step divides layers and processor."""
+
+    swap_layers: int
+    """l1 ≤ 3, and"""
+    recompute_layers: int
+    """l2 ≤ 2: of l1 + l2 layers, l1 are fetched from host memory and l2 are recomputed."""
+    delta: int
+    """δ: of T = 1,024 threads (or the same share of cores), those given to recomputation;
+    a multiple of 32, at least 32 and at most 992."""
 
 
 class Policy(ABC):
-    """Decides the uncached ratio of every running request.
+    """Decides who runs, how much of each request stays cached, and how a step is divided.
 
-    A policy is called from the scheduler thread once per decode iteration; it must be a pure
-    function of the state (tensor-parallel ranks call it independently and must agree).
+    Called from one thread, once per decode iteration, `batch` before `ratio` before `threads`.
+    A policy may remember things between calls, but must not change the state it is given. It
+    has `--ellm-policy-budget-ms` (5 by default) for all three answers. An exception, an answer
+    that fails its check, or a late one is replaced for that step by "keep all cached, admit as
+    SGLang does" and counted. With tensor parallelism only rank 0 asks; the others get its answer.
     """
 
     @abstractmethod
-    def ratio(self, state: SystemState) -> Sequence[float]:
-        """Target uncached ratio r in [0, 1) of each request, in the order of `state.requests`.
-
-        r is a target: blocks that other requests share, and the block being filled, stay
-        cached, and memory pressure may push a request above its target until room returns.
-        """
+    def batch(self, state: SystemState) -> Batch:
+        """Which waiting requests join, and which running requests sit out this step."""
 
     @abstractmethod
-    def joining_ratio(self, state: SystemState) -> float:
-        """Ratio that a request joining now will be brought to, in [0, 1).
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        """The uncached ratio of every running and every joining request."""
 
-        Admission reserves (1 - r) of what the request may grow to.
-        """
+    @abstractmethod
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        """(l1, l2) and δ for a step of work `plan`, whose span rows come from `ratio`."""

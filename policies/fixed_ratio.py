@@ -1,26 +1,45 @@
-"""The same uncached ratio for every running request."""
+"""The same uncached ratio for every request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ellm_sgl.policies.base import Policy, SystemState
+import numpy as np
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, Threads
+from ellm_sgl.policies.threads import CONFIGURATIONS, plan_threads
 
 
 class FixedRatio(Policy):
-    """Every request keeps (1 - r) of its tokens cached. r = 0 caches all that fits.
+    """Every request keeps (1 - r) of its tokens cached; all that wait join, as the server's own
+    admission accounting allows.
 
     Args:
-        ratio: r, at least 0 and below 1.
+        ratio: r, at least 0 and below 1. 0 caches all that fits.
+        layers: (l1, l2), the split between fetched and recomputed layers; planned anew for each
+            step unless given.
     """
 
-    def __init__(self, ratio: float = 0.0) -> None:
+    def __init__(self, ratio: float = 0.0, layers: Sequence[int] | None = None) -> None:
         if not 0.0 <= ratio < 1.0:
             raise ValueError(f"ratio must be at least 0 and below 1, got {ratio}")
+        if layers is not None and tuple(layers) not in CONFIGURATIONS:
+            raise ValueError(f"layers must be one of {CONFIGURATIONS}, got {layers}")
         self._ratio = ratio
+        self._layers = layers
 
-    def ratio(self, state: SystemState) -> Sequence[float]:
-        return [self._ratio] * len(state.requests)
+    def batch(self, state: SystemState) -> Batch:
+        return Batch(join=tuple(range(len(state.waiting))))
 
-    def joining_ratio(self, state: SystemState) -> float:
-        return self._ratio
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        return Ratios(
+            running=np.full(len(state.running), self._ratio),
+            joining=np.full(len(batch.join), self._ratio),
+        )
+
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        planned = plan_threads(state, plan)
+        if self._layers is None:
+            return planned
+        return Threads(self._layers[0], self._layers[1], planned.delta)

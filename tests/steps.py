@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ellm_sgl.forward import NewTokens, StepPlan, plan_step
 from ellm_sgl.kernels.layout import GroupLayout, RowRange
 from ellm_sgl.kv import NONE, PageTable, PoolShape
-from ellm_sgl.kv.page_table import IntArray
+from ellm_sgl.kv.shape import IntArray
 
 VOCABULARY = 50
 SHAPES = (

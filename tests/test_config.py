@@ -69,7 +69,15 @@ def test_ellm_is_off_where_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "5", "[1]", "null", '{"no_such_setting": 1}', '{"ratio": "half"}', '{"ratio": null}'],
+    [
+        "{",
+        "5",
+        "[1]",
+        "null",
+        '{"no_such_setting": 1}',
+        '{"ratio": "half"}',
+        '{"block_tokens": {}}',
+    ],
 )
 def test_an_environment_that_holds_something_else_is_refused(text: str) -> None:
     os.environ[ENV] = text

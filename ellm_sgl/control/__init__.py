@@ -1,5 +1,19 @@
-"""Observe, decide, apply: which units to evict, place and restore. No SGLang in here."""
+"""Observe, decide, apply: what each iteration does about memory. No SGLang in here."""
 
+from ellm_sgl.control.book import Arrival, RequestBook
 from ellm_sgl.control.elastic import ElasticMemory, Totals
+from ellm_sgl.control.loop import ControlLoop, Decision, ServerLimits
+from ellm_sgl.control.steps import StepLog
+from ellm_sgl.control.work import planned_work
 
-__all__ = ["ElasticMemory", "Totals"]
+__all__ = [
+    "Arrival",
+    "ControlLoop",
+    "Decision",
+    "ElasticMemory",
+    "RequestBook",
+    "ServerLimits",
+    "StepLog",
+    "Totals",
+    "planned_work",
+]

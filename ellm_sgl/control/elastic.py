@@ -15,11 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.kv import NONE, PageTable
-from ellm_sgl.kv.page_table import IntArray
-from ellm_sgl.policies import Policy, RequestView, SystemState
+from ellm_sgl.kv.shape import IntArray
 
 OWNER_AND_ONE_SEQUENCE = 2
 """References of a block that no other request uses (`PageTable.references`)."""
+
+TokenCounts = npt.NDArray[np.int64]
+
+Save = Callable[[IntArray, IntArray], None]
+"""Copies device units to host units, one to one."""
 
 Reclaim = Callable[[int], int]
 """Frees about so many tokens of cached prefixes that nobody uses; returns tokens freed."""
@@ -30,30 +34,45 @@ class Totals:
     """Counters since start, in the units of their names."""
 
     evicted_units: int = 0
+    saved_units: int = 0
+    """Units copied to the host tier."""
     restored_units: int = 0
     recomputed_tokens: int = 0
+    fetched_units: int = 0
+    """Units streamed in from the host tier."""
+    swap_stall_s: float = 0.0
+    """Seconds that steps waited for units from the host tier."""
     retractions: int = 0
 
 
 class ElasticMemory:
-    """Applies a policy's target ratios, and evicts further when memory runs out.
+    """Applies target ratios, and evicts further when memory runs out.
 
     Args:
         table: the page table to work on.
-        policy: gives each running request its target ratio.
         transient_tokens: rows that a step may recompute; bounds what may be missing at once.
         reclaim: frees cached prefixes; these go before any running request's blocks do.
+        save: copies units to the host tier before they leave the device.
+        slots: layer groups whose fetched units a step holds at once.
     """
 
     def __init__(
-        self, table: PageTable, policy: Policy, transient_tokens: int, reclaim: Reclaim
+        self,
+        table: PageTable,
+        transient_tokens: int,
+        reclaim: Reclaim,
+        save: Save | None = None,
+        slots: int = 2,
     ) -> None:
         self.table = table
-        self.policy = policy
+        self.slots = min(slots, table.shape.num_groups)
+        self._save = save
         self.transient_tokens = transient_tokens
         self.totals = Totals()
         self._reclaim = reclaim
         self._targets: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
+        self._shared_at = -1
 
     # -- observe ----------------------------------------------------------------------------
 
@@ -63,16 +82,62 @@ class ElasticMemory:
         self._targets.pop(seq_id, None)
 
     def fits_transient(self, seq_ids: Iterable[int]) -> bool:
-        """Whether one step can recompute all that these requests miss."""
+        """Whether one step can recompute what these requests miss and the host does not have,
+        or has but the device has no room to fetch."""
         if self.table.none_units == 0:
             return True
-        return sum(map(self.table.uncached_tokens, seq_ids)) <= self.transient_tokens
+        blocks = self._missing_blocks(seq_ids)
+        recomputed = int(np.count_nonzero(self.table.depth(blocks)))
+        fetched = min(len(blocks) - recomputed, max(self.table.free_units, 0) // self.slots)
+        block_tokens = self.table.shape.block_tokens
+        return (len(blocks) - fetched) * block_tokens <= self.transient_tokens
 
-    def admission_tokens(self, reclaimable: int) -> tuple[int, int]:
+    def uncached_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
+        """Tokens of each request that a step has to restore."""
+        return np.fromiter(map(self.table.uncached_tokens, seq_ids), np.int64, len(seq_ids))
+
+    def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
+        """Tokens of each request in blocks that others use too; these stay cached."""
+        if self._shared_at != self.table.sharing_version:
+            self._shared.clear()
+            self._shared_at = self.table.sharing_version
+        for seq_id in seq_ids:
+            if seq_id not in self._shared:
+                references = self.table.references(self.table.blocks_of(seq_id))
+                blocks = np.count_nonzero(references > OWNER_AND_ONE_SEQUENCE)
+                self._shared[seq_id] = int(blocks) * self.table.shape.block_tokens
+        return np.fromiter(map(self._shared.__getitem__, seq_ids), np.int64, len(seq_ids))
+
+    def free_tokens(self) -> int:
+        """Tokens for whose KV units are free now."""
+        shape = self.table.shape
+        return self.table.free_units // shape.num_groups * shape.block_tokens
+
+    def device_tokens(self) -> int:
+        """Tokens whose KV the device may hold."""
+        shape = self.table.shape
+        return self.table.unit_limit // shape.num_groups * shape.block_tokens
+
+    def host_tokens(self, free: bool = False) -> int:
+        """Tokens whose KV the host tier holds, or has room for."""
+        shape, host = self.table.shape, self.table.host
+        units = host.free_units if free else host.num_units
+        return units // shape.num_groups * shape.block_tokens
+
+    def overhead_tokens(self) -> float:
+        """M_o: room, in tokens of KV, that a step needs in the pool to restore one token.
+
+        Fetched units are borrowed from the pool, `slots` layer groups of them at a time. What is
+        computed again lives in buffers beside the pool, which the pool's size allows for.
+        """
+        return 0.0 if self._save is None else self.slots / self.table.shape.num_groups
+
+    def admission_tokens(self, reclaimable: int, ratio: float) -> tuple[int, int]:
         """Token budgets for admitting waiting requests.
 
         Args:
             reclaimable: tokens of cached prefixes that nobody uses.
+            ratio: the uncached ratio that those who join will be brought to, in [0, 1).
 
         Returns:
             (now, eventually): tokens that fit fully cached now, and tokens whose requests fit
@@ -80,8 +145,7 @@ class ElasticMemory:
             targets: while requests miss more than the policy wants, none should join.
         """
         owed = sum(map(self._owed_blocks, self.table.sequence_ids))
-        now = self._free_tokens() + reclaimable - owed * self.table.shape.block_tokens
-        ratio = self.policy.joining_ratio(self._state(self.table.sequence_ids))
+        now = self.free_tokens() + reclaimable - owed * self.table.shape.block_tokens
         return now, int(now / (1 - ratio))
 
     # -- decide and apply -------------------------------------------------------------------
@@ -101,6 +165,20 @@ class ElasticMemory:
             self._evict_units(short, shared)
         return self.table.free_units >= units
 
+    def make_room_for_step(self, units: int, seq_ids: Sequence[int]) -> bool:
+        """`make_room`, and beyond it, as far as possible, for the units that a decode step of
+        these requests fetches from the host.
+
+        A block sent to the host frees a unit in each of the G groups and occupies one in each
+        of the `slots` groups in flight while a step fetches it.
+        """
+        fetched = self._fetched_blocks(seq_ids)
+        short = units + self.slots * fetched - self.table.free_units
+        gain = self.table.shape.num_groups - self.slots
+        if self._save is not None and short > 0 and gain > 0:
+            self.make_room(units + self.slots * (fetched + -(-short // gain)))
+        return self.make_room(units)
+
     def place(self, blocks: IntArray) -> int:
         """Give units to new blocks, making room first. The last blocks come first: they are
         the ones that decoding goes on from.
@@ -111,11 +189,19 @@ class ElasticMemory:
         self.make_room(len(blocks) * self.table.shape.num_groups)
         return len(blocks) - len(self.table.place(blocks[::-1]))
 
-    def apply_targets(self, seq_ids: Sequence[int]) -> None:
-        """Bring every request up to its policy's target: evict its oldest unshared blocks."""
+    def apply_targets(
+        self, seq_ids: Sequence[int], ratios: Sequence[float], sitting_out: bool = False
+    ) -> None:
+        """Bring every request up to its target ratio: evict its oldest unshared blocks.
+
+        Args:
+            sitting_out: these requests take no part in the step, which need not restore them.
+        """
         block_tokens = self.table.shape.block_tokens
         room = self.transient_tokens - sum(map(self.table.uncached_tokens, seq_ids))
-        for seq_id, ratio in zip(seq_ids, self.policy.ratio(self._state(seq_ids)), strict=True):
+        if sitting_out:
+            room = sum(map(self.table.length_of, seq_ids))
+        for seq_id, ratio in zip(seq_ids, ratios, strict=True):
             target = int(ratio * self.table.length_of(seq_id)) // block_tokens * block_tokens
             self._targets[seq_id] = target
             missing = target - self.table.uncached_tokens(seq_id)
@@ -123,8 +209,9 @@ class ElasticMemory:
             if count <= 0:
                 continue
             blocks = self._evictable(seq_id, shared=False)
-            for block in blocks[self.table.depth(blocks) == 0][:count]:
-                self.totals.evicted_units += self.table.evict(int(block))
+            complete = (self.table.units[blocks] != NONE).all(axis=1)
+            for block in blocks[complete][:count]:
+                self.totals.evicted_units += self._evict(int(block), slice(None))
                 room -= block_tokens
 
     def restore(self, seq_ids: Sequence[int]) -> list[int]:
@@ -139,13 +226,16 @@ class ElasticMemory:
         """
         if self.table.none_units == 0:
             return []
-        wanted = sum(map(self._owed_blocks, seq_ids)) * self.table.shape.num_groups
-        growth = len(seq_ids) * self.table.shape.num_groups
+        groups = self.table.shape.num_groups
+        wanted = sum(map(self._owed_blocks, seq_ids)) * groups
+        # Besides growth, room for what this step fetches; less by what is placed for good.
+        growth = len(seq_ids) * groups + self.slots * self._fetched_blocks(seq_ids)
+        cost = groups - self.slots if self._save is not None and groups > self.slots else groups
         self._reclaim_until(growth + wanted)
         restored: list[int] = []
         before = self.table.used_units
         for seq_id in seq_ids:
-            spare = (self.table.free_units - growth) // self.table.shape.num_groups
+            spare = (self.table.free_units - growth) // cost
             count = min(spare, self._owed_blocks(seq_id))
             if count > 0:
                 blocks = self.table.blocks_of(seq_id)
@@ -161,10 +251,6 @@ class ElasticMemory:
         excess = self.table.uncached_tokens(seq_id) - self._targets.get(seq_id, 0)
         return self.table.shape.blocks_for(max(excess, 0))
 
-    def _free_tokens(self) -> int:
-        shape = self.table.shape
-        return self.table.free_units // shape.num_groups * shape.block_tokens
-
     def _reclaim_until(self, units: int) -> None:
         shape = self.table.shape
         while (short := units - self.table.free_units) > 0:
@@ -172,30 +258,65 @@ class ElasticMemory:
                 return
 
     def _evict_units(self, count: int, shared: bool) -> None:
-        """Evict `count` units, one block at a time from the request that misses least, so that
-        no request falls behind the others; of the last block only the lowest groups needed."""
+        """Evict `count` units, one block at a time from the request that misses least beyond its
+        target, so that what memory demands falls on all alike, and on those first whose target
+        is not reached; of the last block only the lowest groups needed."""
         queues = {
             s: blocks
             for s in self.table.sequence_ids
             if (blocks := self._evictable(s, shared).tolist())
         }
-        heap = [(self.table.uncached_tokens(s), s, 0) for s in queues]
+        heap = [(self.table.uncached_tokens(s) - self._targets.get(s, 0), s, 0) for s in queues]
         heapq.heapify(heap)
         while heap and count > 0:
-            missing, seq_id, position = heapq.heappop(heap)
+            excess, seq_id, position = heapq.heappop(heap)
             freed = self._evict_lowest(queues[seq_id][position], count)
             count -= freed
             self.totals.evicted_units += freed
             if position + 1 < len(queues[seq_id]):
-                missing += self.table.shape.block_tokens
-                heapq.heappush(heap, (missing, seq_id, position + 1))
+                excess += self.table.shape.block_tokens
+                heapq.heappush(heap, (excess, seq_id, position + 1))
 
     def _evict_lowest(self, block: int, count: int) -> int:
         """Evict up to `count` units of a block from the lowest group up: the layers that are
         recomputed must be a prefix of the stack (DESIGN §2.3)."""
         held = np.flatnonzero(self.table.units[block] != NONE)
         groups = slice(0, int(held[min(count, len(held)) - 1]) + 1) if len(held) else slice(0)
+        return self._evict(block, groups)
+
+    def _evict(self, block: int, groups: slice) -> int:
+        """Take a block's units from the device; what the host can take, it keeps a copy of.
+
+        Returns:
+            Units freed.
+        """
+        if self._save is not None:
+            leaving = np.zeros(self.table.shape.num_groups, bool)
+            leaving[groups] = True
+            leaving &= self.table.units[block] != NONE
+            unsaved = leaving & (self.table.host.units[block] == NONE)
+            wanted = np.flatnonzero(unsaved).astype(np.int32)
+            kept = self.table.host.keep(block, wanted, self.table.units)
+            if len(kept):
+                self._save(self.table.units[block, kept], self.table.host.units[block, kept])
+                self.totals.saved_units += len(kept)
         return self.table.evict(block, groups)
+
+    def _missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
+        """Blocks of these requests that lack a device unit, each once."""
+        blocks = [self.table.blocks_of(s) for s in seq_ids]
+        if not blocks or self.table.none_units == 0:
+            return np.empty(0, np.int32)
+        every: IntArray = np.unique(np.concatenate(blocks))
+        lacking: npt.NDArray[np.bool_] = (self.table.units[every] == NONE).any(axis=1)
+        return every[lacking]
+
+    def _fetched_blocks(self, seq_ids: Iterable[int]) -> int:
+        """Missing blocks that the host has, so that a step can fetch them."""
+        if self._save is None:
+            return 0
+        blocks = self._missing_blocks(seq_ids)
+        return int(np.count_nonzero(self.table.depth(blocks) == 0))
 
     def _evictable(self, seq_id: int, shared: bool) -> IntArray:
         """Blocks of a request that hold units and may lose them, oldest first: full blocks,
@@ -206,25 +327,3 @@ class ElasticMemory:
         if not shared:
             held &= self.table.references(blocks) <= OWNER_AND_ONE_SEQUENCE
         return blocks[held]
-
-    def _state(self, seq_ids: Sequence[int]) -> SystemState:
-        return SystemState(
-            requests=tuple(self._view(s) for s in seq_ids),
-            device_tokens_total=_tokens(self.table, self.table.unit_limit),
-            device_tokens_free=self._free_tokens(),
-            block_tokens=self.table.shape.block_tokens,
-        )
-
-    def _view(self, seq_id: int) -> RequestView:
-        blocks = self.table.blocks_of(seq_id)
-        shared = np.count_nonzero(self.table.references(blocks) > OWNER_AND_ONE_SEQUENCE)
-        return RequestView(
-            seq_id=seq_id,
-            tokens=self.table.length_of(seq_id),
-            shared_tokens=int(shared) * self.table.shape.block_tokens,
-            uncached_tokens=self.table.uncached_tokens(seq_id),
-        )
-
-
-def _tokens(table: PageTable, units: int) -> int:
-    return units // table.shape.num_groups * table.shape.block_tokens

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ellm_sgl.forward.restoration import GroupTransfer, Restoration
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 from ellm_sgl.kv import NONE, PageTable
-from ellm_sgl.kv.page_table import IntArray
+from ellm_sgl.kv.shape import IntArray
 
 TokenIds = Callable[[int, int, int], npt.NDArray[np.int64]]
 """(seq_id, start, end) → token ids of positions [start, end), all known."""
@@ -48,6 +49,12 @@ class StepPlan:
     """int64 [span rows]."""
     groups: tuple[GroupLayout, ...]
     """One per layer group; `groups[g].rows` falls with g as rows have served their purpose."""
+    transfers: tuple[GroupTransfer, ...] = ()
+    """What each layer group needs from the host; empty if nothing is fetched."""
+    restored: tuple[tuple[int, int], ...] = ()
+    """(tokens, first position) of each run of consecutive tokens that this step restores."""
+    fetched_tokens: int = 0
+    """Tokens times layer groups whose KV is fetched."""
 
     @property
     def span_rows(self) -> int:
@@ -74,35 +81,44 @@ def plan_step(
     depths: Sequence[IntArray],
     token_ids: TokenIds,
     device: str | torch.device = "cpu",
+    restoration: Restoration | None = None,
 ) -> StepPlan:
     """Plan one forward pass over `requests`.
 
     Args:
         table: the page table, with every block that this step should fill already placed.
         requests: in the order of SGLang's rows.
-        depths: `table.depth(blocks)` of each request, taken before blocks were placed: what
-            the pool cannot deliver at the start of the step.
+        depths: of each request, the groups that each block's rows must go through again.
         token_ids: gives the tokens of positions that are computed again.
         device: where the tensors go.
+        restoration: where `depths` come from, if some units are fetched from the host.
     """
     spans = [
         span
         for i, (request, depth) in enumerate(zip(requests, depths, strict=True))
         for span in _missing_spans(i, request.start, depth, table.shape.block_tokens)
     ]
+    restored, fetched_units = spans, 0
+    if restoration is not None and restoration.transfers:
+        fetched_units = restoration.fetched_units
+        covered = [restoration.covers(table.blocks_of(r.seq_id)) for r in requests]
+        restored = [
+            span
+            for i, (request, blocks) in enumerate(zip(requests, covered, strict=True))
+            for span in _missing_spans(i, request.start, blocks, table.shape.block_tokens)
+        ]
     # Deepest first: in every group the rows still alive are a prefix of all rows.
     spans.sort(key=lambda span: -span.depth)
-    new_rows = sum(r.end - r.start for r in requests)
     ids = [token_ids(requests[s.request].seq_id, s.start, s.end) for s in spans]
-    positions = [np.arange(s.start, s.end, dtype=np.int64) for s in spans]
+    rows = _Rows.of(table, requests, spans, restoration)
     return StepPlan(
-        new_rows=new_rows,
+        new_rows=rows.new,
         span_token_ids=_concatenate(ids, device),
-        span_positions=_concatenate(positions, device),
-        groups=tuple(
-            _group_layout(table, requests, spans, new_rows, group, device)
-            for group in range(table.shape.num_groups)
-        ),
+        span_positions=_tensor(rows.position[rows.new :], device),
+        groups=tuple(rows.in_group(group, device) for group in range(table.shape.num_groups)),
+        transfers=() if restoration is None else restoration.transfers,
+        restored=tuple((s.end - s.start, s.start) for s in restored),
+        fetched_tokens=fetched_units * table.shape.block_tokens,
     )
 
 
@@ -119,71 +135,105 @@ def _missing_spans(request: int, end: int, depth: IntArray, block_tokens: int) -
     ]
 
 
-def _group_layout(
-    table: PageTable,
-    requests: Sequence[NewTokens],
-    spans: Sequence[_Span],
-    new_rows: int,
-    group: int,
-    device: str | torch.device,
-) -> GroupLayout:
-    block_tokens = table.shape.block_tokens
-    alive: list[list[RowRange]] = [[] for _ in requests]
-    row = new_rows
-    for span in spans:
-        if span.depth <= group:
-            break
-        alive[span.request].append(RowRange(row, span.start, span.end - span.start))
-        row += span.end - span.start
+@dataclass
+class _Rows:
+    """All rows of a step, the new ones first, and the blocks of all requests, end to end."""
 
-    layouts: list[RequestLayout] = []
-    units: list[IntArray] = []
-    writes: list[tuple[npt.NDArray[np.int64], IntArray, npt.NDArray[np.int64]]] = []
-    first_row = first_block = 0
-    for request, ranges in zip(requests, alive, strict=True):
-        own = table.units[table.blocks_of(request.seq_id), group]
-        new = RowRange(first_row, request.start, request.end - request.start)
-        for rows in (new, *ranges):
-            writes.append(_stored_rows(rows, own, block_tokens))
-        layouts.append(
-            RequestLayout(
-                new=new,
-                spans=tuple(ranges),
-                blocks=slice(first_block, first_block + len(own)),
-                unstored_new=bool((own[request.start // block_tokens :] == NONE).any()),
-            )
+    requests: Sequence[NewTokens]
+    spans: Sequence[_Span]
+    new: int
+    """New rows."""
+    first_block: IntArray
+    """[requests + 1]: where each request's blocks begin among all blocks."""
+    units: IntArray
+    """[blocks, groups]: the unit that a row of the block is written to, or `NONE`."""
+    sources: IntArray
+    """[blocks, groups]: the unit that the block is read from, 0 where it is in no unit."""
+    block: npt.NDArray[np.int64]
+    """[rows]: each row's block, by its place among all blocks."""
+    position: npt.NDArray[np.int64]
+    """[rows]: each row's token position."""
+    block_tokens: int
+    _known: dict[int, tuple[RequestLayout, ...]] = field(default_factory=dict)
+    """Layouts of the requests by spans alive, of groups where every new row has a unit."""
+
+    @staticmethod
+    def of(
+        table: PageTable,
+        requests: Sequence[NewTokens],
+        spans: Sequence[_Span],
+        restoration: Restoration | None,
+    ) -> _Rows:
+        blocks = [table.blocks_of(r.seq_id) for r in requests]
+        every = np.concatenate(blocks)
+        first_block = np.cumsum([0, *map(len, blocks)], dtype=np.int32)
+        units = sources = table.units[every]
+        if restoration is not None and restoration.transfers:
+            sources = np.where(units == NONE, restoration.staged_units(every), units)
+        ranges = [(i, r.start, r.end) for i, r in enumerate(requests)]
+        ranges += [(s.request, s.start, s.end) for s in spans]
+        owner, start, end = np.array(ranges, np.int64).T
+        count = end - start
+        ends = np.cumsum(count)
+        position = np.arange(ends[-1]) + np.repeat(start - (ends - count), count)
+        block_tokens = table.shape.block_tokens
+        return _Rows(
+            requests=requests,
+            spans=spans,
+            new=int(ends[len(requests) - 1]),
+            first_block=first_block,
+            units=units,
+            # A missing block reads scratch unit 0; its tokens come from the step's own rows.
+            sources=np.maximum(sources, 0),
+            block=np.repeat(first_block[owner], count) + position // block_tokens,
+            position=position,
+            block_tokens=block_tokens,
         )
-        units.append(own)
-        first_row += new.count
-        first_block += len(own)
 
-    write_rows = np.concatenate([w[0] for w in writes])
-    return GroupLayout(
-        rows=row,
-        requests=tuple(layouts),
-        # A missing block reads scratch unit 0; its tokens come from the step's own rows.
-        units=_tensor(np.maximum(np.concatenate(units), 0), device),
-        write_rows=(
-            slice(0, new_rows)
-            if len(write_rows) == new_rows and not spans
-            else _tensor(write_rows, device)
-        ),
-        write_units=_tensor(np.concatenate([w[1] for w in writes]), device),
-        write_offsets=_tensor(np.concatenate([w[2] for w in writes]), device),
-    )
+    def in_group(self, group: int, device: str | torch.device) -> GroupLayout:
+        alive = [span for span in self.spans if span.depth > group]
+        rows = self.new + sum(s.end - s.start for s in alive)
+        units = self.units[self.block[:rows], group]
+        stored = units != NONE
+        everything = bool(stored.all())
+        written = np.arange(rows) if everything else np.flatnonzero(stored)
+        return GroupLayout(
+            rows=rows,
+            requests=self._layouts(alive, stored),
+            units=_tensor(self.sources[:, group], device),
+            write_rows=slice(0, rows) if everything else _tensor(written, device),
+            write_units=_tensor(units[written], device),
+            write_offsets=_tensor(self.position[written] % self.block_tokens, device),
+        )
 
-
-def _stored_rows(
-    rows: RowRange, units: IntArray, block_tokens: int
-) -> tuple[npt.NDArray[np.int64], IntArray, npt.NDArray[np.int64]]:
-    """(rows, units, offsets) of those rows whose block has a unit to be written to."""
-    positions = np.arange(rows.position, rows.end_position, dtype=np.int64)
-    row_units = units[positions // block_tokens]
-    stored = row_units != NONE
-    if stored.all():
-        return positions + (rows.row - rows.position), row_units, positions % block_tokens
-    positions = positions[stored]
-    return positions + (rows.row - rows.position), row_units[stored], positions % block_tokens
+    def _layouts(
+        self, alive: Sequence[_Span], stored: npt.NDArray[np.bool_]
+    ) -> tuple[RequestLayout, ...]:
+        complete = bool(stored[: self.new].all())
+        if complete and len(alive) in self._known:
+            return self._known[len(alive)]
+        ranges: list[list[RowRange]] = [[] for _ in self.requests]
+        row = self.new
+        for span in alive:
+            ranges[span.request].append(RowRange(row, span.start, span.end - span.start))
+            row += span.end - span.start
+        layouts = []
+        row = 0
+        bounds = self.first_block.tolist()
+        for i, request in enumerate(self.requests):
+            new = RowRange(row, request.start, request.end - request.start)
+            row = new.end_row
+            layouts.append(
+                RequestLayout(
+                    new=new,
+                    spans=tuple(ranges[i]),
+                    blocks=slice(bounds[i], bounds[i + 1]),
+                    unstored_new=not stored[new.row : new.end_row].all(),
+                )
+            )
+        if complete:
+            self._known[len(alive)] = tuple(layouts)
+        return tuple(layouts)
 
 
 def _concatenate(

@@ -19,12 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceABC
 
 import numpy as np
-import numpy.typing as npt
 
 from ellm_sgl.kv.free_list import FreeList
-from ellm_sgl.kv.shape import NONE, MapEntry, Placement, PoolShape, PoolStatistics
+from ellm_sgl.kv.host import HostTier
+from ellm_sgl.kv.shape import NONE, IntArray, MapEntry, Placement, PoolShape, PoolStatistics
 
-IntArray = npt.NDArray[np.int32]
 Blocks = IntArray | SequenceABC[int]
 
 RESERVED: int = 0
@@ -70,9 +69,12 @@ class PageTable:
         shape: how tokens and layers are cut.
         num_blocks: logical capacity in blocks; may exceed what the units can back.
         num_units: physical capacity in units.
+        host_units: capacity of the host tier in units; 0 is none.
     """
 
-    def __init__(self, shape: PoolShape, num_blocks: int, num_units: int) -> None:
+    def __init__(
+        self, shape: PoolShape, num_blocks: int, num_units: int, host_units: int = 0
+    ) -> None:
         if num_blocks < 1 or num_units < shape.num_groups:
             raise ValueError(
                 f"a pool needs at least one block ({shape.num_groups} units), "
@@ -86,8 +88,11 @@ class PageTable:
         self._free_blocks = FreeList(num_blocks)
         self._free_units = FreeList(num_units)
         self._unit_limit = num_units
+        self.host = HostTier(num_blocks, shape.num_groups, host_units)
         self._sequences: dict[int, _Sequence] = {}
         self._none_units = 0
+        self.sharing_version = 0
+        """Grows when blocks may have come to be shared, or ceased to be."""
 
     # -- capacity ---------------------------------------------------------------------------
 
@@ -172,10 +177,12 @@ class PageTable:
         if np.any(self._refs[unique] < counts):
             raise IntegrityError(f"release of a block that is not held: {unique.tolist()}")
         self._refs[unique] -= counts.astype(np.int32)
+        self.sharing_version += 1
         dead = unique[self._refs[unique] == 0]
         if len(dead):
             self._none_units -= int(np.count_nonzero(self.units[dead] == NONE))
             self._give_back_units(dead)
+            self.host.drop(dead)
             self._filled[dead] = 0
             self._free_blocks.give(dead)
 
@@ -203,8 +210,16 @@ class PageTable:
         self._none_units -= len(rows)
         return ids
 
+    def borrow_units(self, count: int) -> IntArray:
+        """Take `count` free units for the duration of a step; see `return_units`."""
+        return self._free_units.take(count)
+
+    def return_units(self, units: IntArray) -> None:
+        """Give borrowed units back."""
+        self._free_units.give(units)
+
     def evict(self, block: int, groups: slice | None = None) -> int:
-        """Drop the units of one block, in `groups` or in all; their KV is gone.
+        """Drop the units of one block, in `groups` or in all; their KV leaves the device.
 
         Returns:
             Units freed.
@@ -235,10 +250,12 @@ class PageTable:
     def depth(self, blocks: Blocks) -> IntArray:
         """Groups, from the lowest, that a step must recompute to restore each block.
 
-        0 when every unit is there; otherwise 1 + the highest missing group, because the KV of
-        a layer can only be recomputed through all layers below it (DESIGN §2.3).
+        0 when every unit is on the device or has a copy on the host; otherwise 1 + the highest
+        group without either, because the KV of a layer can only be recomputed through all
+        layers below it (DESIGN §2.3).
         """
-        missing = self.units[np.asarray(blocks, np.int32)] == NONE
+        ids = np.asarray(blocks, np.int32)
+        missing = (self.units[ids] == NONE) & (self.host.units[ids] == NONE)
         highest = self.shape.num_groups - np.argmax(missing[:, ::-1], axis=1)
         return np.where(missing.any(axis=1), highest, 0).astype(np.int32)
 
@@ -251,6 +268,7 @@ class PageTable:
         self._none_units = 0
         self._free_blocks = FreeList(self.num_blocks)
         self._free_units = FreeList(self.num_units)
+        self.host.clear()
 
     # -- sequences --------------------------------------------------------------------------
 
@@ -266,6 +284,7 @@ class PageTable:
                 f"{length} tokens need {self.shape.blocks_for(length)} blocks, got {len(ids)}"
             )
         self._refs[ids] += 1
+        self.sharing_version += 1
         self.unmap(seq_id)
         self._sequences[seq_id] = _Sequence(ids, length)
         self._mark_filled(ids, length)
@@ -309,7 +328,7 @@ class PageTable:
         return self._sequences[seq_id].length
 
     def uncached_tokens(self, seq_id: int) -> int:
-        """Tokens of a request in blocks that lack a unit: the rows a step must recompute."""
+        """Tokens of a request in blocks that lack a device unit: what a step must restore."""
         if self._none_units == 0:
             return 0
         sequence = self._sequences[seq_id]
@@ -331,14 +350,19 @@ class PageTable:
         if not 0 <= layer_id < self.shape.num_layers:
             raise IndexError(f"there are {self.shape.num_layers} layers, no {layer_id}")
         block = int(sequence.blocks[token_id // self.shape.block_tokens])
-        unit = int(self.units[block, self.shape.group_of(layer_id)])
+        group = self.shape.group_of(layer_id)
+        device, host = int(self.units[block, group]), int(self.host.units[block, group])
+        if device != NONE:
+            placement, unit = Placement.DEVICE, device
+        else:
+            placement, unit = (Placement.NONE if host == NONE else Placement.HOST), host
         return MapEntry(
             seq_id=seq_id,
             token_id=token_id,
             layer_id=layer_id,
             logical_block_id=block,
             physical_block_id=unit,
-            placement=Placement.NONE if unit == NONE else Placement.DEVICE,
+            placement=placement,
             filled=int(self._filled[block]),
         )
 
@@ -353,6 +377,8 @@ class PageTable:
             blocks_total=self.num_blocks,
             blocks_free=len(self._free_blocks),
             none_units=self._none_units,
+            host_units_total=self.host.num_units,
+            host_units_free=self.host.free_units,
             sequences=len(self._sequences),
             mapped_tokens=mapped,
             uncached_tokens=sum(self.uncached_tokens(s) for s in self._sequences),
@@ -382,6 +408,8 @@ class PageTable:
         allocated[RESERVED] = False
         if int(np.count_nonzero(self.units[allocated] == NONE)) != self._none_units:
             raise IntegrityError("units: the count of missing units is wrong")
+        if wrong := self.host.contradiction(allocated):
+            raise IntegrityError(wrong)
         mapped = np.zeros_like(self._refs)
         for seq_id, sequence in self._sequences.items():
             if sequence.count != self.shape.blocks_for(sequence.length):

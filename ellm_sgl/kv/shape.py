@@ -6,15 +6,24 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+"""Ids and counts of blocks and units."""
+
 NONE: Final = -1
-"""Unit id of a (block, group) that has no unit: its KV is recomputed when a step needs it."""
+"""Unit id of a (block, group) that has no unit there."""
 
 
 class Placement(Enum):
     """Where the KV of one (token block, layer group) is."""
 
     DEVICE = "device"
+    HOST = "host"
+    """Only a copy in host memory: streamed in when a step needs it."""
     NONE = "none"
+    """Nowhere: recomputed when a step needs it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class MapEntry:
     layer_id: int
     logical_block_id: int
     physical_block_id: int
-    """Unit id, or `NONE`."""
+    """Unit id in the pool that `placement` names, or `NONE`."""
     placement: Placement
     filled: int
     """Tokens of the block that hold valid KV (1..block_tokens)."""
@@ -79,7 +88,9 @@ class PoolStatistics:
     blocks_total: int
     blocks_free: int
     none_units: int
-    """(block, group) pairs of allocated blocks that have no unit."""
+    """(block, group) pairs of allocated blocks that have no unit on the device."""
+    host_units_total: int
+    host_units_free: int
     sequences: int
     mapped_tokens: int
     """Tokens of all sequences; a shared prefix counts once per sequence."""

@@ -15,6 +15,13 @@ from rich.table import Table
 
 from ellm_sgl import __version__
 from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.flags import FLAGS
+from ellm_sgl.policies.registry import create
+from ellm_sgl.serve.cli_calibrate import calibrate
+from ellm_sgl.serve.cli_kernels import kernels
+from ellm_sgl.serve.cli_paper import paper
+from ellm_sgl.serve.cli_policies import policies
+from ellm_sgl.serve.cli_simulate import simulate
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,35 +30,22 @@ def main() -> None:
     """Keep SGLang serving when KV-cache memory runs out."""
 
 
+def ellm_options(command: Any) -> Any:
+    """The --ellm-* options beside --ellm-policy; their values stay text, for SGLang to parse."""
+    for flag in reversed(FLAGS):
+        command = click.option(flag.option, metavar=flag.metavar, help=flag.help)(command)
+    return command
+
+
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.option(
     "--ellm-policy",
     metavar="NAME",
-    default="fixed-ratio",
+    default="fcfs",
     show_default=True,
-    help="Policy that decides what stays cached; 'off' is stock SGLang.",
+    help="Policy that decides who runs and what stays cached; 'off' is stock SGLang.",
 )
-@click.option(
-    "--ellm-ratio",
-    type=float,
-    metavar="R",
-    help="Target share of each request's tokens left uncached, 0 <= R < 1.  [default: 0]",
-)
-@click.option(
-    "--ellm-layer-group", type=int, metavar="F", help="Layers per layer group.  [default: 4]"
-)
-@click.option(
-    "--ellm-block-tokens",
-    type=int,
-    metavar="N",
-    help="Tokens per block; also SGLang's page size.  [default: 16]",
-)
-@click.option(
-    "--ellm-device-kv-tokens",
-    type=int,
-    metavar="N",
-    help="Tokens of KV that the device pool holds.  [default: what SGLang has room for]",
-)
+@ellm_options
 @click.argument("sglang_arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     """Start SGLang's server with eLLM.
@@ -61,12 +55,9 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     """
     from ellm_sgl.serve.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT
 
-    given = {name: value for name, value in ellm.items() if value is not None}
+    given = {name: text for name, text in ellm.items() if text is not None}
     if given["ellm_policy"] != "off":
-        try:
-            EllmConfig(**{name.removeprefix("ellm_"): value for name, value in given.items()})
-        except ConfigError as error:
-            raise click.ClickException(str(error)) from None
+        _check(given)
     arguments = list(sglang_arguments)
     if not any(a.split("=")[0] in ("--model-path", "--model", "--config") for a in arguments):
         arguments += DEMO_ARGUMENTS
@@ -75,6 +66,22 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     command = [sys.executable, "-m", "ellm_sgl.serve.launch", *arguments]
     sys.stdout.flush()
     os.execve(sys.executable, command, {**SERVER_ENVIRONMENT, **os.environ})
+
+
+def _check(given: dict[str, str]) -> None:
+    """Refuse settings that make no sense before SGLang is imported, which takes seconds."""
+    values: dict[str, Any] = {"policy": given["ellm_policy"]}
+    try:
+        for flag in FLAGS:
+            if (text := given.get("ellm_" + flag.field)) is not None:
+                try:
+                    values[flag.field] = flag.parse(text)
+                except ValueError:
+                    raise ConfigError(f"{flag.option} {text!r}: give {flag.kind}") from None
+        config = EllmConfig(**values)
+        create(config.policy, config.options)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
 
 
 @main.command()
@@ -94,6 +101,7 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     help="Leave out prompts longer than this.",
 )
 @click.option("--output-tokens", default=16, show_default=True, help="Tokens per prompt.")
+@click.option("--quick", is_flag=True, help="One ratio and one split instead of all.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def verify(
     model_path: str | None,
@@ -102,6 +110,7 @@ def verify(
     block_tokens: int,
     max_prompt_tokens: int,
     output_tokens: int,
+    quick: bool,
     as_json: bool,
 ) -> None:
     """Prove that eLLM changes no output: compare it with stock SGLang on one model.
@@ -122,44 +131,38 @@ def verify(
             output_tokens=output_tokens,
             layer_group=layer_group,
             block_tokens=block_tokens,
+            quick=quick,
         )
     except (ServerError, OSError) as error:
         raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
-        Console().print(_verify_table(report))
+        for name in dict.fromkeys(c.dtype for c in report.comparisons):
+            Console().print(_verify_table(report, name))
         verdict = "[green]passed[/green]" if report.passed else "[red]failed[/red]"
         Console().print(f"{report.model_path}: {verdict}")
     sys.exit(0 if report.passed else 1)
 
 
-def _verify_table(report: Any) -> Table:
+def _verify_table(report: Any, dtype: str) -> Table:
     table = Table(
         box=box.SIMPLE,
         pad_edge=False,
         collapse_padding=True,
-        title=f"eLLM against stock SGLang: {report.prompts} prompts, "
+        title=f"{dtype}: eLLM against stock SGLang, {report.prompts} prompts, "
         f"{report.output_tokens} tokens each",
     )
-    for heading in (
-        "dtype",
-        "setting",
-        "agree",
-        "|Δlogp|",
-        "recomp.",
-        "evicted",
-        "retr.",
-        "table",
-    ):
-        table.add_column(
-            heading, justify="left" if heading in ("dtype", "setting") else "right", no_wrap=True
-        )
+    headings = ("setting", "agree", "|Δlogp|", "recomputed", "evicted", "fetched", "retr.", "table")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "setting" else "right", no_wrap=True)
     for c in report.comparisons:
-        table.add_row(
-            c.dtype, c.setting, f"{c.agreeing}/{c.tokens}", f"{c.max_logprob_difference:.1e}",
-            f"{c.recomputed_tokens:,}", f"{c.evicted_units:,}", str(c.retractions), c.integrity,
-        )  # fmt: skip
+        if c.dtype == dtype:
+            table.add_row(
+                c.setting, f"{c.agreeing}/{c.tokens}", f"{c.max_logprob_difference:.1e}",
+                f"{c.recomputed_tokens:,}", f"{c.evicted_units:,}", f"{c.fetched_units:,}",
+                str(c.retractions), c.integrity,
+            )  # fmt: skip
     return table
 
 
@@ -212,6 +215,12 @@ def doctor(as_json: bool) -> None:
                 click.echo(f"    -> {finding.remedy}")
     sys.exit(0 if healthy else 1)
 
+
+main.add_command(policies)
+main.add_command(calibrate)
+main.add_command(simulate)
+main.add_command(paper)
+main.add_command(kernels)
 
 if __name__ == "__main__":
     main()

@@ -65,6 +65,7 @@ class _Server:
     name: str
     pool_tokens: int
     ellm: bool = False
+    host_tokens: int = 0
 
     @property
     def title(self) -> str:
@@ -72,7 +73,10 @@ class _Server:
 
     def process(self) -> ServerProcess:
         if self.ellm:
-            pool = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens"]
+            # What leaves the small pool goes to host memory, in groups of one layer: the demo
+            # model has only eight, and two groups are on their way back at any time.
+            host = ["--ellm-layer-group", "1", "--ellm-host-kv-tokens", str(self.host_tokens)]
+            pool = ["--ellm-policy", "fcfs", *host, "--ellm-device-kv-tokens"]
         else:
             pool = ["--max-total-tokens"]
         return ServerProcess([*DEMO_ARGUMENTS, *pool, str(self.pool_tokens)], ENVIRONMENT)
@@ -99,7 +103,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoReport:
         ample = _run(_Server(1, "stock, ample", 2 * load.most_tokens), load, console)
         third = max(ample.needed_tokens // 3 // BLOCK_TOKENS, 1) * BLOCK_TOKENS
         small = options.pool_tokens or third
-        ellm = _run(_Server(2, "eLLM, small", small, ellm=True), load, console)
+        ellm = _run(_Server(2, "eLLM, small", small, True, load.most_tokens), load, console)
         stock = _run(_Server(3, "stock, small", small), load, console)
     return DemoReport(ample, stock, ellm, time.monotonic() - begin)
 
@@ -218,6 +222,7 @@ def _restoration(state: dict[str, Any], cached_ratios: Sequence[float]) -> Resto
         evicted_units=state["evicted_units_total"],
         restored_units=state["restored_units_total"],
         recomputed_tokens=state["recomputed_tokens_total"],
+        fetched_units=state["fetched_units_total"],
         lowest_cached_ratio=min(cached_ratios, default=1.0),
         integrity=state["integrity"],
     )

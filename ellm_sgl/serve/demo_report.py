@@ -16,6 +16,8 @@ class Restoration:
     restored_units: int
     recomputed_tokens: int
     """Summed over the steps: one missing token is recomputed in every step until it is back."""
+    fetched_units: int
+    """Copied back from host memory for a step, summed over the steps."""
     lowest_cached_ratio: float
     """Mean over the requests, at the tightest moment that was looked at."""
     integrity: str

@@ -95,7 +95,8 @@ def _cost(run: ServerRun) -> str:
         return "; everything fitted, so eLLM evicted nothing"
     return (
         f"; eLLM evicted {done.evicted_units:,} units of KV (at the tightest, "
-        f"{done.lowest_cached_ratio:.0%} of a request was cached on average) and recomputed "
+        f"{done.lowest_cached_ratio:.0%} of a request was cached on average), fetched units back "
+        f"from host memory {done.fetched_units:,} times, and recomputed "
         f"{done.recomputed_tokens:,} tokens beside the {run.statistics.output_tokens:,} it wrote"
     )
 

@@ -30,7 +30,7 @@ class Finding:
 def examine() -> list[Finding]:
     """Look at everything; later findings that need earlier ones are left out when those fail."""
     findings: list[Finding] = []
-    for check in (_python, _memory, _torch, _sglang, _accelerator, _seams, _demo_model):
+    for check in (_python, _memory, _torch, _sglang, _accelerator, _kernels, _seams, _demo_model):
         try:
             findings += check()
         except Exception as error:  # a broken install may raise anything on import
@@ -102,6 +102,18 @@ def _accelerator() -> Iterator[Finding]:
         )
     else:
         yield Finding("platform", True, f"x86 CPU, {psutil.cpu_count(logical=False)} cores")
+
+
+def _kernels() -> Iterator[Finding]:
+    """Not having the C++ kernels costs speed only: not a problem, but worth telling."""
+    import torch
+
+    from ellm_sgl.kernels.choose import choose
+    from ellm_sgl.kernels.cpu.library import load
+
+    _, chosen = choose(torch.device("cpu"), 128, torch.float32, torch.float32)
+    hint = "; install g++ or clang, then: ellm-sgl kernels build" if load().problem else ""
+    yield Finding("attention", True, chosen + hint)
 
 
 def _seams() -> Iterator[Finding]:

@@ -133,6 +133,17 @@ class ServerProcess:
         if answer not in (True, [True]):
             raise ValueError(f"the server refused {values}: {answer}")
 
+    def switch_policy(self, name: str, **options: Any) -> None:
+        """Ask another policy from now on.
+
+        Raises:
+            ValueError: the server refused it.
+        """
+        body = {"name": name, "options": options}
+        answer = self._http.post("/ellm/policy", json=body, timeout=60)
+        if answer.status_code != 200:
+            raise ValueError(f"the server refused policy {name}: {answer.text}")
+
     def flush_cache(self) -> None:
         """Empty the prefix cache; nothing may be running."""
         for _ in range(40):

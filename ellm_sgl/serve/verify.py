@@ -1,7 +1,8 @@
 """`ellm-sgl verify`: the same prompts with everything cached and with parts of the KV missing.
 
 The reference is stock SGLang (eLLM off). It is compared with eLLM at several uncached ratios, and
-with a pool so small that blocks are evicted under pressure, on one and the same server.
+with a pool so small that blocks are evicted under pressure, and again with a host tier, at every
+split between layers that are fetched and layers that are recomputed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -20,8 +22,13 @@ from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
 """Prompt lengths in tokens: around block boundaries, and up to many blocks."""
 RATIOS = (0.0, 0.25, 0.5, 0.9)
-DTYPES = ("float32", "bfloat16")
+QUICK_RATIOS, QUICK_SPLITS = (0.5,), ((1, 1),)
+EXACT = "float32"
+DTYPES = (EXACT, "bfloat16")
 FORCED = "forced eviction"
+HOST_RATIO = 0.75
+SPLITS = ((1, 0), (3, 1), (2, 1), (3, 2), (1, 1), (2, 2), (1, 2))
+"""(l1, l2): layers fetched from the host to layers recomputed."""
 LOGPROB_TOLERANCE = 1e-4
 """Largest |Δ log-probability| accepted in fp32."""
 POOL_TOKENS = 16_384
@@ -50,6 +57,7 @@ class Comparison:
     """Over the agreeing tokens."""
     recomputed_tokens: int
     evicted_units: int
+    fetched_units: int
     retractions: int
     integrity: str
 
@@ -74,9 +82,7 @@ class VerifyReport:
     @property
     def passed(self) -> bool:
         """Every fp32 comparison is exact, and every table is consistent."""
-        return all(
-            c.integrity == "ok" and (c.exact or c.dtype != "float32") for c in self.comparisons
-        )
+        return all(c.integrity == "ok" and (c.exact or c.dtype != EXACT) for c in self.comparisons)
 
     def to_json(self) -> dict[str, object]:
         rows = [dataclasses.asdict(c) | {"agreement": c.agreement} for c in self.comparisons]
@@ -91,9 +97,10 @@ def verify(
     output_tokens: int = 16,
     layer_group: int = 4,
     block_tokens: int = 16,
+    quick: bool = False,
     seed: int = 0,
 ) -> VerifyReport:
-    """Compare eLLM with stock SGLang on one model; about a minute per dtype on two cores.
+    """Compare eLLM with stock SGLang on one model; a minute or two per dtype on two cores.
 
     Args:
         model_path: a local model; None for the demo model.
@@ -101,7 +108,9 @@ def verify(
         dtypes: of weights and KV.
         lengths: of the prompts, in tokens.
         output_tokens: generated per prompt, greedily, whatever the model says.
-        layer_group, block_tokens: of eLLM's pool.
+        layer_group: of eLLM's pool where there is no host tier; 1 where there is one.
+        block_tokens: of eLLM's pool.
+        quick: one ratio and one split instead of all.
         seed: of the random prompts.
 
     Raises:
@@ -109,34 +118,52 @@ def verify(
     """
     path = model_path or str(DEMO_MODEL)
     prompts = make_prompts(path, lengths, seed)
+    ratios, splits = (QUICK_RATIOS, QUICK_SPLITS) if quick else (RATIOS, SPLITS)
     comparisons: list[Comparison] = []
     for dtype in dtypes:
-        arguments = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
+        common = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
         say(f"{dtype}: stock SGLang, everything cached")
-        with ServerProcess([*arguments, "--max-total-tokens", str(2 * POOL_TOKENS)]) as server:
+        with ServerProcess([*common, "--max-total-tokens", str(2 * POOL_TOKENS)]) as server:
             reference = generate(server.url, prompts, output_tokens)
-        arguments += ["--ellm-policy", "fixed-ratio"]
-        arguments += ["--ellm-device-kv-tokens", str(2 * POOL_TOKENS)]
-        arguments += ["--ellm-layer-group", str(layer_group)]
-        arguments += ["--ellm-block-tokens", str(block_tokens)]
-        with ServerProcess(arguments) as server:
-            for ratio in RATIOS:
-                say(f"{dtype}: eLLM, r = {ratio}")
-                server.flush_cache()
-                server.adjust(ellm_ratio=ratio)
-                before = server.state()
-                outputs = generate(server.url, prompts, output_tokens)
-                comparisons.append(
-                    compare(dtype, f"r = {ratio}", reference, outputs, before, server.state())
-                )
-            say(f"{dtype}: eLLM, {FORCED}")
-            server.flush_cache()
-            # Half of the longest request fits: every long prompt loses blocks while it runs.
-            server.adjust(ellm_ratio=0.0, ellm_device_kv_tokens=max(max(lengths) // 2, 64))
-            before = server.state()
-            outputs = generate(server.url, prompts, output_tokens)
-            comparisons.append(compare(dtype, FORCED, reference, outputs, before, server.state()))
+        common += ["--ellm-policy", "fixed-ratio", "--ellm-block-tokens", str(block_tokens)]
+        common += ["--ellm-device-kv-tokens", str(2 * POOL_TOKENS)]
+        # Half of the longest request fits: every long prompt loses blocks while it runs.
+        small = max(max(lengths) // 2, 64)
+        compared = _Compared(dtype, prompts, output_tokens, reference, say)
+        with ServerProcess([*common, "--ellm-layer-group", str(layer_group)]) as server:
+            comparisons += [compared.run(server, f"r = {r}", ratio=r) for r in ratios]
+            server.adjust(ellm_device_kv_tokens=small)
+            comparisons.append(compared.run(server, FORCED))
+        # Fetched and recomputed layers can be told apart only where there are several groups.
+        host = ["--ellm-layer-group", "1", "--ellm-host-kv-tokens", str(POOL_TOKENS)]
+        with ServerProcess([*common, *host]) as server:
+            comparisons += [
+                compared.run(server, f"host {l1}:{l2}", ratio=HOST_RATIO, layers=(l1, l2))
+                for l1, l2 in (splits if dtype == EXACT else splits[:1])
+            ]
+            server.adjust(ellm_device_kv_tokens=small)
+            comparisons.append(compared.run(server, f"host, {FORCED}"))
     return VerifyReport(path, len(prompts), output_tokens, tuple(comparisons))
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Runs the prompts on a server and compares the outputs with the reference."""
+
+    dtype: str
+    prompts: Sequence[Sequence[int]]
+    output_tokens: int
+    reference: Sequence[Output]
+    say: Say
+
+    def run(self, server: ServerProcess, setting: str, **policy: Any) -> Comparison:
+        """`policy`: options of fixed-ratio."""
+        self.say(f"{self.dtype}: eLLM, {setting}")
+        server.flush_cache()
+        server.switch_policy("fixed-ratio", **policy)
+        before = server.state()
+        outputs = generate(server.url, self.prompts, self.output_tokens)
+        return compare(self.dtype, setting, self.reference, outputs, before, server.state())
 
 
 def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
@@ -202,6 +229,7 @@ def compare(
         max_logprob_difference=largest,
         recomputed_tokens=gained("recomputed_tokens_total"),
         evicted_units=gained("evicted_units_total"),
+        fetched_units=gained("fetched_units_total"),
         retractions=gained("retractions_total"),
         integrity=str(after["integrity"]),
     )

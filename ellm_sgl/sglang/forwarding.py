@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.forward import MixedRows
+from ellm_sgl.control import planned_work
 from ellm_sgl.sglang import runtime
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-_rows: MixedRows | None = None
 
 
 def run_step(
@@ -23,20 +21,17 @@ def run_step(
     **kwargs: Any,
 ) -> Any:
     """Around `ModelRunner.forward`: plan the step, then run SGLang's forward under the plan."""
-    global _rows
     ours = runtime.current()
     if forward_batch.forward_mode.is_idle():
         return original(runner, forward_batch, *args, **kwargs)
-    if _rows is None:
-        _rows = MixedRows(runner.model.model, ours.table.shape)
     seq_ids = forward_batch.req_pool_indices.tolist()
     if forward_batch.forward_mode.is_decode():
         plan = ours.plan_decode(seq_ids)
+        decoding = True
     else:
+        decoding = False
         plan = ours.plan_extend(seq_ids, forward_batch.extend_seq_lens_cpu)
-    ours.plan = plan
-    try:
-        with _rows.running(plan):
-            return original(runner, forward_batch, *args, **kwargs)
-    finally:
-        ours.plan = None
+    if ours.deciding is not None:
+        ours.deciding.loop.steps.start(planned_work(plan, decoding))
+    with ours.running(runner, plan):
+        return original(runner, forward_batch, *args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.control import ElasticMemory
+from ellm_sgl.forward import Streamer
+from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.kv import KVPool, OutOfBlocksError, PageTable, PoolShape
 from ellm_sgl.sglang import runtime
-from ellm_sgl.sglang.server_args import policy_class
 from ellm_sgl.sglang.slots import extend_slots, pages_to_add
 
 logger = logging.getLogger(__name__)
+
+SLOTS = 2
+"""Layer groups whose fetched units a step holds at once: one computes, the next arrives."""
 
 _device_tokens: int | None = None
 """Tokens the device pool holds; decided before SGLang learns of the larger logical capacity."""
@@ -54,21 +59,34 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
     sizes = _["sizes"]
     assert _device_tokens is not None
     units = shape.blocks_for(_device_tokens) * shape.num_groups
-    table = PageTable(shape, sizes.max_total_num_tokens // shape.block_tokens, units)
-    pool = KVPool(
-        shape,
-        units,
-        model.get_num_kv_heads(get_parallel().attn_tp_size),
-        model.head_dim,
-        configurator.kv_cache_dtype,
-        configurator.device,
+    host_units = settings.host_kv_tokens // shape.block_tokens * shape.num_groups
+    table = PageTable(
+        shape, sizes.max_total_num_tokens // shape.block_tokens, units, host_units=host_units
     )
-    policy = policy_class(settings.policy)(ratio=settings.ratio)
+    heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
+    dtype = configurator.kv_cache_dtype
+    pool = KVPool(shape, units, heads, model.head_dim, dtype, configurator.device)
+    streamer = None
+    if host_units:
+        if shape.num_groups <= SLOTS:
+            logger.warning(
+                "--ellm-layer-group %d makes %d layer groups: fetching from the host gains memory "
+                "only with more than %d; give a smaller number",
+                shape.layer_group, shape.num_groups, SLOTS,
+            )  # fmt: skip
+        path = None if settings.host_path is None else Path(settings.host_path)
+        host = KVPool(shape, host_units, heads, model.head_dim, dtype, "cpu", path)
+        copy = choose_copy(pool.buffer.device, host.buffer.device)
+        streamer = Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy)
     ours: runtime.Runtime
     elastic = ElasticMemory(
-        table, policy, _transient_tokens(configurator), lambda tokens: ours.reclaim(tokens)
+        table,
+        _transient_tokens(configurator),
+        lambda tokens: ours.reclaim(tokens),
+        None if streamer is None else streamer.save,
+        SLOTS,
     )
-    ours = runtime.Runtime(settings, table, pool, elastic)
+    ours = runtime.Runtime(settings, table, pool, elastic, streamer)
     runtime.install(ours)
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,28 +11,58 @@ import numpy.typing as npt
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.control import ElasticMemory
-from ellm_sgl.forward import NewTokens, StepPlan, plan_step
+from ellm_sgl.forward import (
+    Missing,
+    MixedRows,
+    NewTokens,
+    Restoration,
+    StepPlan,
+    Streamer,
+    plan_restoration,
+    plan_step,
+)
 from ellm_sgl.kv import KVPool, PageTable
+from ellm_sgl.latency import HardwareProfile
+from ellm_sgl.policies import Threads
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from ellm_sgl.sglang.deciding import Deciding
 
 
 class Runtime:
     """One per scheduler process. A request's `seq_id` is its row in SGLang's `req_to_token`."""
 
     def __init__(
-        self, config: EllmConfig, table: PageTable, pool: KVPool, elastic: ElasticMemory
+        self,
+        config: EllmConfig,
+        table: PageTable,
+        pool: KVPool,
+        elastic: ElasticMemory,
+        streamer: Streamer | None,
     ) -> None:
         self.config = config
         self.table = table
         self.pool = pool
         self.elastic = elastic
+        self.streamer = streamer
+        """Fetches units from the host tier; None without one."""
         self.prefix_cache: BasePrefixCache | None = None
+        self.deciding: Deciding | None = None
+        """Set once the scheduler exists."""
+        self.hardware: HardwareProfile | None = None
+        """As calibrated at start-up."""
+        self.policy_name = config.policy
+        self.threads: Threads | None = None
+        """How the policy divides the next step."""
         self.plan: StepPlan | None = None
         """The step being computed; None between steps."""
         self._requests: dict[int, Req] = {}
+        self._rows: MixedRows | None = None
+        self._restoration: Restoration | None = None
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -79,13 +110,49 @@ class Runtime:
         return self._plan(new, restore=False)
 
     def _plan(self, new: list[NewTokens], restore: bool) -> StepPlan:
-        table = self.table
-        depths = [table.depth(table.blocks_of(n.seq_id)) for n in new]
+        table, seq_ids = self.table, [n.seq_id for n in new]
+        missing = Missing.of(table, seq_ids)
         if restore:
-            self.elastic.restore([n.seq_id for n in new])
-        plan = plan_step(table, new, depths, self.token_ids, self.pool.buffer.device)
+            self.elastic.restore(seq_ids)
+        self._restoration = plan_restoration(
+            table, missing, self._recompute_share(), self.elastic.slots, self.pool.buffer.device
+        )
+        depths = [self._restoration.depths_of(table.blocks_of(s)) for s in seq_ids]
+        plan = plan_step(
+            table, new, depths, self.token_ids, self.pool.buffer.device, self._restoration
+        )
         self.elastic.totals.recomputed_tokens += plan.span_rows
+        self.elastic.totals.fetched_units += self._restoration.fetched_units
         return plan
+
+    def _recompute_share(self) -> float:
+        """φ = l2 / (l1 + l2), as the policy answered the threads question."""
+        if self.threads is None:
+            return 0.0
+        l1, l2 = self.threads.swap_layers, self.threads.recompute_layers
+        return l2 / (l1 + l2)
+
+    @contextmanager
+    def running(self, runner: ModelRunner, plan: StepPlan) -> Iterator[None]:
+        """The forward pass inside this context follows `plan`."""
+        self.plan = plan
+        streaming = self.streamer.running(plan.transfers) if self.streamer else nullcontext()
+        try:
+            with streaming, self.mixed_rows(runner).running(plan):
+                yield
+        finally:
+            self.plan = None
+            if self._restoration is not None:
+                self.table.return_units(self._restoration.borrowed)
+                self._restoration = None
+            if self.streamer is not None:
+                self.elastic.totals.swap_stall_s += self.streamer.stall_s
+
+    def mixed_rows(self, runner: ModelRunner) -> MixedRows:
+        """The hooks on this process's model; installed when first asked for."""
+        if self._rows is None:
+            self._rows = MixedRows(runner.model.model, self.table.shape)
+        return self._rows
 
     # -- memory -----------------------------------------------------------------------------
 

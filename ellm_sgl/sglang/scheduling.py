@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.deciding import deciding, may_join
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
 _SURPLUS = "_ellm_surplus"
@@ -29,6 +30,7 @@ def map_extended(result: Any, batch: ScheduleBatch) -> Any:
 def map_decoded(out_cache_loc: Any, batch: ScheduleBatch, token_per_req: int) -> Any:
     """After `alloc_for_decode`: note the block a request begins, if it begins one."""
     table = runtime.current().table
+    deciding().token_decoded(batch.reqs)
     block_tokens = table.shape.block_tokens
     slots = out_cache_loc.cpu().numpy()
     for req, slot in zip(batch.reqs, slots, strict=True):
@@ -53,39 +55,49 @@ def check_decode_memory(
         return False
     elastic, shape = runtime.current().elastic, runtime.current().table.shape
     tokens = batch.new_tokens_required_next_decode(selected_indices)
-    if not elastic.make_room(tokens // shape.block_tokens * shape.num_groups):
-        return False
     reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
-    return elastic.fits_transient(int(req.req_pool_idx) for req in reqs)
+    seq_ids = [int(req.req_pool_idx) for req in reqs]
+    units = tokens // shape.block_tokens * shape.num_groups
+    return elastic.make_room_for_step(units, seq_ids) and elastic.fits_transient(seq_ids)
 
 
 def count_retractions(result: Any, batch: ScheduleBatch, server_args: Any) -> Any:
     """After `retract_decode`: (retracted requests, new token ratio, aborted requests)."""
     retracted, _, aborted = result
     runtime.current().elastic.totals.retractions += len(retracted) + len(aborted)
+    deciding().retracted(retracted)
     return result
 
 
 def apply_targets(batch: ScheduleBatch) -> None:
     """Before `prepare_for_decode`: bring the batch to the policy's ratios."""
-    runtime.current().elastic.apply_targets([int(req.req_pool_idx) for req in batch.reqs])
+    deciding().apply_targets(batch.reqs)
 
 
 def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> None:
     """After `PrefillAdder.__init__`: charge it for the slots that have no memory behind them."""
     reclaimable = adder.tree_cache.evictable_size()
     slots = adder.token_to_kv_pool_allocator.available_size() + reclaimable
-    now, eventually = runtime.current().elastic.admission_tokens(reclaimable)
+    ours = deciding()
+    now, eventually = runtime.current().elastic.admission_tokens(reclaimable, ours.joining_ratio)
+    ours.budget_at_refusal = eventually
     setattr(adder, _SURPLUS, (max(slots - eventually, 0), max(slots - now, 0)))
     _charge(adder, 1)
 
 
-def admit_first(
-    original: Callable[..., Any], adder: PrefillAdder, *args: Any, **kwargs: Any
+def admit(
+    original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around `add_one_req`: a request that would have the device to itself may be larger."""
+    """Around `add_one_req`: the policy says who joins; memory says how many of them now. A
+    request that would have the device to itself may be larger than the device."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    if not may_join(req):
+        return AddReqResult.OTHER
     alone = not adder.can_run_list and not adder.running_batch.reqs
-    return _unlimited(original, adder, args, kwargs) if alone else original(adder, *args, **kwargs)
+    if alone:
+        return _unlimited(original, adder, (req, *args), kwargs)
+    return original(adder, req, *args, **kwargs)
 
 
 def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, *args: Any) -> Any:

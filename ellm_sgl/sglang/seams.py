@@ -149,9 +149,9 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_ADDER}.add_one_req",
         "AROUND",
-        f"{_OURS}.scheduling:admit_first",
+        f"{_OURS}.scheduling:admit",
         When.ENABLED,
-        "a request larger than the device is admitted when it is alone",
+        "the policy says who joins; a request larger than the device joins when it is alone",
     ),
     Seam(
         f"{_ADDER}.add_chunked_req",
@@ -159,6 +159,49 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.scheduling:continue_chunked",
         When.ENABLED,
         "its later chunks are not limited by device memory either",
+    ),
+    Seam(
+        f"{_SCHEDULER}.__init__",
+        "AFTER",
+        f"{_OURS}.starting:start_loop",
+        When.ENABLED,
+        "calibrate the machine and start the closed loop, before the first request",
+    ),
+    Seam(
+        f"{_SCHEDULER}.get_new_batch_prefill",
+        "BEFORE",
+        f"{_OURS}.deciding:decide",
+        When.ENABLED,
+        "ask the policy, once per iteration",
+    ),
+    Seam(
+        f"{_SRT}.managers.schedule_policy.SchedulePolicy.calc_priority",
+        "AFTER",
+        f"{_OURS}.deciding:order_waiting",
+        When.ENABLED,
+        "requests that the policy lets join come first",
+    ),
+    Seam(
+        f"{_SCHEDULER}.update_running_batch",
+        "AROUND",
+        f"{_OURS}.deciding:step_out",
+        When.ENABLED,
+        "requests that the policy pauses sit out this step",
+    ),
+    Seam(
+        f"{_SCHEDULER}.process_input_requests",
+        "BEFORE",
+        f"{_OURS}.deciding:rejoin",
+        When.ENABLED,
+        "paused requests are back before anybody may abort or count them",
+    ),
+    Seam(
+        f"{_SRT}.managers.scheduler_components.invariant_checker"
+        ".SchedulerInvariantChecker.self_check_during_busy",
+        "BEFORE",
+        f"{_OURS}.deciding:rejoin",
+        When.ENABLED,
+        "SGLang's own memory check counts every running request",
     ),
     Seam(
         f"{_RUNNER}.forward",
@@ -180,6 +223,13 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.state:adjust",
         When.ENABLED,
         "change ratio and pool size of a running server",
+    ),
+    Seam(
+        f"{_SCHEDULER}.handle_dumper_control",
+        "AROUND",
+        f"{_OURS}.state:control",
+        When.ENABLED,
+        "switch policies, fetch step reports: the one request there that carries names and JSON",
     ),
 )
 

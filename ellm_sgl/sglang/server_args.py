@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.flags import FLAGS, Flag
+from ellm_sgl.policies.registry import create
 from ellm_sgl.sglang.platform_entry import activate
 from ellm_sgl.sglang.seams import moved_seams
 
@@ -67,17 +71,11 @@ def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ellm-policy",
         metavar="NAME",
-        help=f"Enable eLLM with this policy (fixed-ratio). '{OFF}' is stock SGLang.",
+        help=f"Enable eLLM with this policy (`ellm-sgl policies list`). '{OFF}' is stock SGLang.",
     )
-    for flag, kind, text in (
-        ("--ellm-ratio", float, "Target share r of each request's tokens left uncached, 0 <= r < 1 "
-         "(fixed-ratio policy). Default 0: all cached until memory runs out."),
-        ("--ellm-layer-group", int, "Layers per layer group (F). Default 4."),
-        ("--ellm-block-tokens", int, "Tokens per block; also SGLang's page size. Default 16."),
-        ("--ellm-device-kv-tokens", int,
-         "Tokens of KV that the device pool holds. Default: what SGLang finds room for."),
-    ):  # fmt: skip
-        group.add_argument(flag, type=_number(kind), metavar="N", help=text)
+    for flag in FLAGS:
+        text = flag.help.replace("%", "%%")
+        group.add_argument(flag.option, type=_parser(flag), metavar=flag.metavar, help=text)
 
 
 def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> ServerArgs:
@@ -94,7 +92,8 @@ def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> Ser
             raise ConfigError(f"--ellm-{flag} needs --ellm-policy, which enables eLLM")
         if given and policy != OFF:
             config = EllmConfig(**given)
-            policy_class(config.policy)
+            create(config.policy, config.options)
+            _check_host_path(config.host_path)
             config.to_env()
     except ConfigError as error:
         _refuse(str(error))
@@ -154,28 +153,27 @@ def _refuse_unsupported(args: ServerArgs) -> None:
             )
 
 
-def policy_class(name: str) -> Any:
-    """The policy registered as `name` under the entry-point group `ellm_sgl.policies`.
+def _check_host_path(path: str | None) -> None:
+    """Whether the host tier's file can be made, or be written to.
 
     Raises:
-        ConfigError: no such policy.
+        ConfigError: it cannot.
     """
-    found = {e.name: e for e in entry_points(group="ellm_sgl.policies")}
-    if name not in found:
-        raise ConfigError(
-            f"--ellm-policy {name}: no such policy; installed: {', '.join(sorted(found))}"
-        )
-    return found[name].load()
+    if path is None:
+        return
+    place = Path(path) if Path(path).exists() else Path(path).absolute().parent
+    if Path(path).is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"--ellm-host-path {path}: give a file in a folder that can be written")
 
 
-def _number(kind: type) -> Callable[[str], Any]:
+def _parser(flag: Flag) -> Callable[[str], Any]:
     """An argparse type whose error is one sentence, without SGLang's 300 lines of usage."""
 
     def parse(text: str) -> Any:
         try:
-            return kind(text)
+            return flag.parse(text)
         except ValueError:
-            _refuse(f"{text!r} is not a number ({kind.__name__}) in an --ellm-* flag")
+            _refuse(f"{flag.option} {text!r}: give {flag.kind}")
 
     return parse
 

@@ -6,9 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ellm_sgl.config import ConfigError
 from ellm_sgl.kv import IntegrityError
-from ellm_sgl.policies import FixedRatio
+from ellm_sgl.latency import PaperLatencyModel
+from ellm_sgl.policies.registry import create
 from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.http import CONTROL
+from ellm_sgl.sglang.starting import switch_policy
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import SetInternalStateReq
@@ -35,7 +39,8 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     cached = [1 - uncached / length for length, uncached in lengths]
     return {
         "enabled": True,
-        "policy": ours.config.policy,
+        "policy": _policy(),
+        "hardware": None if ours.hardware is None else dataclasses.asdict(ours.hardware),
         "layer_group": ours.table.shape.layer_group,
         "block_tokens": ours.table.shape.block_tokens,
         "device_units_total": statistics.units_total,
@@ -46,11 +51,49 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "uncached_tokens": statistics.uncached_tokens,
         "recomputed_tokens_total": totals.recomputed_tokens,
         "evicted_units_total": totals.evicted_units,
+        "host_units_total": statistics.host_units_total,
+        "host_units_free": statistics.host_units_free,
+        "saved_units_total": totals.saved_units,
+        "fetched_units_total": totals.fetched_units,
+        "swap_stall_ms_total": totals.swap_stall_s * 1e3,
         "restored_units_total": totals.restored_units,
         "retractions_total": totals.retractions,
         "integrity": _integrity(),
         "pool": dataclasses.asdict(statistics),
     }
+
+
+def _policy() -> dict[str, Any]:
+    """The policy in force, and how often its answer had to be replaced."""
+    ours = runtime.current()
+    if ours.deciding is None:
+        return {"name": ours.policy_name}
+    safe = ours.deciding.loop.safe
+    return {
+        "name": ours.policy_name,
+        "budget_ms": safe.budget_s * 1e3,
+        "decisions": safe.asked,
+        "fallbacks": dict(safe.failures),
+    }
+
+
+def _steps() -> list[dict[str, Any]]:
+    """The last measured steps: work, time, and what each latency model said of them."""
+    ours = runtime.current()
+    if ours.deciding is None or ours.hardware is None:
+        return []
+    loop = ours.deciding.loop
+    paper = PaperLatencyModel(loop.limits.model, ours.hardware)
+    return [
+        {
+            **{name: float(value) for name, value in vars(step.work).items()},
+            "seconds": step.seconds,
+            "predicted_s": step.predicted_s,
+            "paper_s": float(paper.step_seconds(step.work)),
+            "swap_stall_s": step.swap_stall_s,
+        }
+        for step in loop.steps.reports
+    ]
 
 
 def _integrity() -> str:
@@ -61,10 +104,37 @@ def _integrity() -> str:
     return "ok"
 
 
+def control(original: Callable[..., Any], scheduler: Scheduler, request: Any) -> Any:
+    """Around `Scheduler.handle_dumper_control`, the one request between SGLang's HTTP process
+    and its scheduler that carries a name and a JSON body, and brings JSON back."""
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    if not request.method.startswith(CONTROL):
+        return original(scheduler, request)
+    try:
+        response = _CONTROLS[request.method.removeprefix(CONTROL)](request.body)
+        answer = DumperControlReqOutput(success=True, response=response)
+    except ConfigError as error:
+        answer = DumperControlReqOutput(success=False, response=[], error=str(error))
+    return scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
+
+
+def _switch(body: dict[str, Any]) -> list[dict[str, Any]]:
+    policy = create(body["name"], body["options"])
+    switch_policy(body["name"], policy)
+    return []
+
+
+_CONTROLS: dict[str, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {
+    "steps": lambda _: _steps(),
+    "policy": _switch,
+}
+
+
 def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInternalStateReq) -> Any:
     """Around `Scheduler.set_internal_state`: take our keys, leave SGLang the others.
 
-    `ellm_ratio`: a new target for the fixed-ratio policy. `ellm_device_kv_tokens`: use only so
+    `ellm_ratio`: the fixed-ratio policy with this ratio. `ellm_device_kv_tokens`: use only so
     much of the device pool from now on.
     """
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
@@ -90,7 +160,8 @@ def _prepare(values: dict[str, Any]) -> Callable[[], None]:
         ValueError: one of them makes no sense; none is applied.
     """
     ours = runtime.current()
-    policy = FixedRatio(float(values[RATIO])) if RATIO in values else ours.elastic.policy
+    options = {"ratio": float(values[RATIO])} if RATIO in values else {}
+    policy = create("fixed-ratio", options) if options else None
     limit = ours.table.unit_limit
     if DEVICE_TOKENS in values:
         shape = ours.table.shape
@@ -98,7 +169,8 @@ def _prepare(values: dict[str, Any]) -> Callable[[], None]:
         ours.table.check_unit_limit(limit)
 
     def apply() -> None:
-        ours.elastic.policy = policy
+        if policy is not None:
+            switch_policy("fixed-ratio", policy)
         ours.table.limit_units(limit)
 
     return apply

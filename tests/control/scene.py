@@ -8,7 +8,6 @@ import numpy as np
 
 from ellm_sgl.control import ElasticMemory
 from ellm_sgl.kv import NONE, PageTable, PoolShape
-from ellm_sgl.policies import FixedRatio, Policy, SystemState
 
 BLOCK = 4
 """Tokens per block."""
@@ -17,29 +16,18 @@ GROUPS = 2
 SHAPE = PoolShape(num_layers=4, layer_group=2, block_tokens=BLOCK)
 
 
-class OwnRatios(Policy):
-    """Ratios per request; 0 for requests not named."""
-
-    def __init__(self, ratios: dict[int, float], joining: float = 0.0) -> None:
-        self.ratios = ratios
-        self.joining = joining
-        self.states: list[SystemState] = []
-
-    def ratio(self, state: SystemState) -> Sequence[float]:
-        self.states.append(state)
-        return [self.ratios.get(request.seq_id, 0.0) for request in state.requests]
-
-    def joining_ratio(self, state: SystemState) -> float:
-        self.states.append(state)
-        return self.joining
-
-
 class Scene:
-    """`room` blocks fit on the device; the logical space is far larger."""
+    """`room` blocks fit on the device; the logical space is far larger.
 
-    def __init__(self, room: int, policy: Policy | None = None, transient: int = 1000) -> None:
+    `ratios`: the target of every request, or of those named (0 of the others).
+    """
+
+    def __init__(
+        self, room: int, ratios: float | dict[int, float] = 0.0, transient: int = 1000
+    ) -> None:
         self.table = PageTable(SHAPE, num_blocks=100, num_units=room * GROUPS)
-        self.elastic = ElasticMemory(self.table, policy or FixedRatio(), transient, self.reclaim)
+        self.elastic = ElasticMemory(self.table, transient, self.reclaim)
+        self.ratios = ratios
         self.tree: list[int] = []
         """Blocks of cached prefixes that nobody uses."""
         self.reclaim_asked: list[int] = []
@@ -65,6 +53,11 @@ class Scene:
         blocks = [*prefix, *own.tolist()]
         self.table.map(seq_id, blocks, tokens)
         return blocks
+
+    def apply_targets(self, seq_ids: Sequence[int]) -> None:
+        own = self.ratios
+        ratios = [own.get(s, 0.0) if isinstance(own, dict) else own for s in seq_ids]
+        self.elastic.apply_targets(seq_ids, ratios)
 
     def evict(self, blocks: Sequence[int]) -> None:
         for block in blocks:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from ellm_sgl.kv import NONE
-from ellm_sgl.policies import FixedRatio
-from tests.control.scene import BLOCK, GROUPS, OwnRatios, Scene
+from tests.control.scene import BLOCK, GROUPS, Scene
 
 # -- make_room: order -----------------------------------------------------------------------
 
@@ -181,36 +180,39 @@ def test_a_step_fits_if_all_its_requests_miss_fits_the_transient_buffer(
 def test_admission_counts_free_and_reclaimable_tokens() -> None:
     scene = Scene(room=10)
     scene.request(0, tokens=4 * BLOCK)
-    assert scene.elastic.admission_tokens(reclaimable=8) == (6 * BLOCK + 8, 6 * BLOCK + 8)
+    assert scene.elastic.admission_tokens(reclaimable=8, ratio=0.0) == (
+        6 * BLOCK + 8,
+        6 * BLOCK + 8,
+    )
 
 
 @pytest.mark.parametrize(("ratio", "factor"), [(0.5, 2), (0.75, 4)])
 def test_admission_counts_on_joining_requests_to_come_to_their_targets(
     ratio: float, factor: int
 ) -> None:
-    scene = Scene(room=10, policy=FixedRatio(ratio))
+    scene = Scene(room=10)
     scene.request(0, tokens=4 * BLOCK)
     now = 6 * BLOCK
-    assert scene.elastic.admission_tokens(reclaimable=0) == (now, factor * now)
+    assert scene.elastic.admission_tokens(reclaimable=0, ratio=ratio) == (now, factor * now)
 
 
 def test_room_made_beyond_the_targets_admits_nobody() -> None:
     scene = Scene(room=10)
     scene.request(0, tokens=8 * BLOCK)
-    before = scene.elastic.admission_tokens(0)
+    before = scene.elastic.admission_tokens(0, ratio=0.0)
     scene.elastic.make_room(5 * GROUPS)
-    assert scene.elastic.admission_tokens(0) == before
+    assert scene.elastic.admission_tokens(0, ratio=0.0) == before
 
 
 def test_room_made_to_reach_the_targets_admits_others() -> None:
-    scene = Scene(room=10, policy=OwnRatios({0: 0.5}))
+    scene = Scene(room=10, ratios={0: 0.5})
     scene.request(0, tokens=8 * BLOCK)
-    scene.elastic.apply_targets([0])
-    assert scene.elastic.admission_tokens(0) == (6 * BLOCK, 6 * BLOCK)
+    scene.apply_targets([0])
+    assert scene.elastic.admission_tokens(0, ratio=0.0) == (6 * BLOCK, 6 * BLOCK)
 
 
 def test_admission_is_below_zero_while_a_lowered_limit_is_exceeded() -> None:
     scene = Scene(room=10)
     scene.request(0, tokens=8 * BLOCK)
     scene.table.limit_units(6 * GROUPS)
-    assert scene.elastic.admission_tokens(0) == (-2 * BLOCK, -2 * BLOCK)
+    assert scene.elastic.admission_tokens(0, ratio=0.0) == (-2 * BLOCK, -2 * BLOCK)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ellm_sgl.control.elastic import OWNER_AND_ONE_SEQUENCE
 from ellm_sgl.kv import NONE
-from tests.control.scene import BLOCK, GROUPS, SHAPE, OwnRatios, Scene
+from tests.control.scene import BLOCK, GROUPS, SHAPE, Scene
 
 RATIOS = st.sampled_from([0.0, 0.25, 0.5, 0.9])
 
@@ -24,8 +24,8 @@ class ElasticMachine(RuleBasedStateMachine):
 
     @initialize(room=st.integers(2, 12), transient=st.sampled_from([2 * BLOCK, 1000]))
     def start(self, room: int, transient: int) -> None:
-        self.policy = OwnRatios({})
-        self.scene = Scene(room, self.policy, transient)
+        self.ratios: dict[int, float] = {}
+        self.scene = Scene(room, self.ratios, transient)
         self.next_id = 0
 
     # -- requests ---------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class ElasticMachine(RuleBasedStateMachine):
         missing = (table.units[blocks] == NONE).any(axis=1)
         assert missing.tolist() == [True] * without + [False] * (len(blocks) - without)
         table.map(self.next_id, [*prefix, *blocks.tolist()], tokens)
-        self.policy.ratios[self.next_id] = ratio
+        self.ratios[self.next_id] = ratio
         self.next_id += 1
 
     @running
@@ -126,10 +126,10 @@ class ElasticMachine(RuleBasedStateMachine):
         Returns the targets, in tokens.
         """
         lengths = np.array([self.scene.table.length_of(s) for s in seq_ids])
-        ratios = np.array([self.policy.ratios[s] for s in seq_ids])
+        ratios = np.array([self.ratios[s] for s in seq_ids])
         targets = (lengths * ratios).astype(int) // BLOCK * BLOCK
         before = self._uncached(seq_ids)
-        self._protected(lambda: self.scene.elastic.apply_targets(seq_ids))
+        self._protected(lambda: self.scene.apply_targets(seq_ids))
         after = self._uncached(seq_ids)
         assert (after <= np.maximum(before, targets)).all()
         assert after.sum() <= max(before.sum(), self.scene.elastic.transient_tokens)

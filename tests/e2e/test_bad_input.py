@@ -78,6 +78,13 @@ STARTS = {
 REFUSED = {
     # Beside those of STARTS, without a process for each.
     "--ellm-policy nonsense": "nonsense",
+    "--ellm-host-path /no/such/folder/file --ellm-host-kv-tokens 512": "--ellm-host-path",
+    "--ellm-host-path file": "--ellm-host-kv-tokens",
+    "--ellm-host-kv-tokens -1": "--ellm-host-kv-tokens -1",
+    "--ellm-overlap maybe": "--ellm-overlap 'maybe'",
+    "--ellm-policy-options [1]": "--ellm-policy-options",
+    "--ellm-policy fcfs --ellm-ratio 0.5": "--ellm-ratio",
+    "--ellm-latency-model magic": "magic",
     "--page-size 64": "--page-size 64",
     "--enable-lora": "--enable-lora",
     "--pipeline-parallel-size 2": "--pipeline-parallel-size",

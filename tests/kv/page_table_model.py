@@ -137,6 +137,8 @@ class PageTableModel:
             blocks_total=self.num_blocks,
             blocks_free=self.num_blocks - len(self.blocks),
             none_units=self.none_units,
+            host_units_total=0,
+            host_units_free=0,
             sequences=len(self.sequences),
             mapped_tokens=mapped,
             uncached_tokens=sum(map(self.uncached_tokens, self.sequences)),

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from ellm_sgl.kernels.cpu.build import LIBRARY, BuildError, find_compiler
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +146,35 @@ def test_wheel_holds_whatever_the_checkout_holds(checkout: Path, wheel: Path) ->
                 expected.add(name if folder == "ellm_sgl" else f"ellm_sgl/{name}")
     with zipfile.ZipFile(wheel) as archive:
         assert expected <= set(archive.namelist()), expected - set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    try:
+        find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_wheel_and_editable_install_hold_the_cpp_kernels(
+    checkout: Path, wheel: Path, editable: Path, dependencies: Path, tmp_path: Path
+) -> None:
+    code = "from ellm_sgl.kernels.cpu.library import loaded; print(loaded())"
+    for name, built in {"wheel": wheel, "editable": editable}.items():
+        env = Environment(tmp_path / name, dependencies, built)
+        assert LIBRARY in run(env.python, "-c", code, cwd=tmp_path)
+
+
+def test_installs_without_a_compiler(checkout: Path, dependencies: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkout, source, symlinks=True, ignore=shutil.ignore_patterns("*.so", "build"))
+    hook = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    said = run(sys.executable, "-c", hook, tmp_path, cwd=source, CXX=str(tmp_path / "no-compiler"))
+    assert "kernels are left out" in said
+    env = Environment(tmp_path / "venv", dependencies, next(tmp_path.glob("*.whl")))
+    code = "from ellm_sgl.kernels.cpu.library import load; print(load().problem)"
+    assert "not built" in run(env.python, "-c", code, cwd=tmp_path)
 
 
 def test_sdist_holds_no_links(dist: Path) -> None:

@@ -46,6 +46,7 @@ def report() -> DemoReport:
         evicted_units=4,
         restored_units=2,
         recomputed_tokens=1234,
+        fetched_units=5678,
         lowest_cached_ratio=0.75,
         integrity="ok",
     )
@@ -184,7 +185,7 @@ def test_summary_says_so_where_ellm_is_slower(report: DemoReport) -> None:
 
 
 def test_summary_says_so_where_nothing_was_evicted(report: DemoReport) -> None:
-    idle = Restoration(0, 0, 0, 1.0, "ok")
+    idle = Restoration(0, 0, 0, 0, 1.0, "ok")
     calm = dataclasses.replace(
         report, stock=report.ample, ellm=dataclasses.replace(report.ellm, restoration=idle)
     )

@@ -1,0 +1,162 @@
+"""What the control loop remembers of each request, in columns ready for a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.policies import Requests
+
+Slots = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What is known of a request when it arrives. Lengths in tokens, times in seconds."""
+
+    tokens: int
+    """Prompt, and output so far (of a request that was retracted)."""
+    prompt_tokens: int
+    max_new_tokens: int
+    arrival_s: float
+    priority: int
+    tpot_slo_s: float
+    ttft_slo_s: float
+
+
+_COLUMNS: tuple[tuple[str, type], ...] = (
+    ("request_id", np.int64),
+    ("tokens", np.int64),
+    ("prompt_tokens", np.int64),
+    ("max_new_tokens", np.int64),
+    ("arrival_s", np.float64),
+    ("priority", np.int64),
+    ("tpot_slo_s", np.float64),
+    ("ttft_slo_s", np.float64),
+    ("waiting_since_s", np.float64),
+    ("first_token_s", np.float64),
+    ("last_token_s", np.float64),
+    ("first_length", np.int64),
+)
+
+
+class RequestBook:
+    """One row per request the server knows; a row's number is its slot.
+
+    Static columns are written once, when a request arrives: a decode iteration with 1,000
+    requests waiting gathers them with a few array operations instead of visiting each request.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(64, kind) for name, kind in _COLUMNS
+        }
+        self._free = list(range(63, -1, -1))
+        self._ids = count(1)
+
+    def add(self, arrival: Arrival, now_s: float) -> int:
+        """Take note of a request that begins to wait; returns its slot."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        column = self._columns
+        column["request_id"][slot] = next(self._ids)
+        column["tokens"][slot] = arrival.tokens
+        column["prompt_tokens"][slot] = arrival.prompt_tokens
+        column["max_new_tokens"][slot] = arrival.max_new_tokens
+        column["arrival_s"][slot] = arrival.arrival_s
+        column["priority"][slot] = arrival.priority
+        column["tpot_slo_s"][slot] = arrival.tpot_slo_s
+        column["ttft_slo_s"][slot] = arrival.ttft_slo_s
+        column["waiting_since_s"][slot] = now_s
+        column["first_token_s"][slot] = np.nan
+        column["last_token_s"][slot] = np.nan
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """A request has left the server."""
+        self._free.append(slot)
+
+    def request_ids(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Ids of these requests; they grow with arrival."""
+        ids: npt.NDArray[np.int64] = self._columns["request_id"][slots]
+        return ids
+
+    def wait_again(self, slot: int, tokens: int, now_s: float) -> None:
+        """A running request was retracted; it keeps its output and its first token's time."""
+        self._columns["tokens"][slot] = tokens
+        self._columns["waiting_since_s"][slot] = now_s
+
+    def decoded(self, slots: Slots, lengths: npt.NDArray[np.int64], now_s: float) -> None:
+        """These requests have got a token each; `lengths` counts it."""
+        column = self._columns
+        first = slots[np.isnan(column["first_token_s"][slots])]
+        column["first_token_s"][first] = now_s
+        column["last_token_s"][slots] = now_s
+        column["tokens"][slots] = lengths
+        column["first_length"][first] = column["tokens"][first]
+
+    def waiting(self, slots: Slots, now_s: float) -> Requests:
+        """Requests that wait, as a policy sees them."""
+        column = self._columns
+        zeros = np.zeros(len(slots), np.int64)
+        waited = now_s - column["waiting_since_s"][slots]
+        return self._requests(slots, column["tokens"][slots], zeros, zeros, waited)
+
+    def running(
+        self,
+        slots: Slots,
+        lengths: npt.NDArray[np.int64],
+        shared: npt.NDArray[np.int64],
+        uncached: npt.NDArray[np.int64],
+        now_s: float,
+    ) -> Requests:
+        """Requests that decode, as a policy sees them. Lengths, in tokens, are the caller's."""
+        last = self._columns["last_token_s"][slots]
+        waited = np.where(np.isnan(last), 0.0, now_s - last)
+        return self._requests(slots, lengths, shared, uncached, waited)
+
+    def _requests(
+        self,
+        slots: Slots,
+        tokens: npt.NDArray[np.int64],
+        shared: npt.NDArray[np.int64],
+        uncached: npt.NDArray[np.int64],
+        waited: npt.NDArray[np.float64],
+    ) -> Requests:
+        column = self._columns
+        decoded = column["tokens"][slots] - column["first_length"][slots]
+        spent = column["last_token_s"][slots] - column["first_token_s"][slots]
+        tpot = np.where(decoded > 0, spent / np.maximum(decoded, 1), np.nan)
+        arrays = {
+            "request_id": column["request_id"][slots],
+            "tokens": tokens,
+            "prompt_tokens": column["prompt_tokens"][slots],
+            "max_new_tokens": column["max_new_tokens"][slots],
+            "shared_tokens": shared,
+            "uncached_tokens": uncached,
+            "arrival_s": column["arrival_s"][slots],
+            "waited_s": waited,
+            "priority": column["priority"][slots],
+            "tpot_slo_s": column["tpot_slo_s"][slots],
+            "ttft_slo_s": column["ttft_slo_s"][slots],
+            "tpot_s": tpot,
+        }
+        for array in arrays.values():
+            array.flags.writeable = False
+        return Requests(**arrays)
+
+    def _grow(self) -> None:
+        size = len(self._columns["request_id"])
+        for name, column in self._columns.items():
+            self._columns[name] = np.concatenate([column, np.zeros_like(column)])
+        self._free = list(range(2 * size - 1, size - 1, -1))
+
+
+def slots_array(slots: Sequence[int]) -> Slots:
+    return np.fromiter(slots, np.int64, len(slots))

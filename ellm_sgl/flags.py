@@ -1,0 +1,67 @@
+"""The --ellm-* flags, once for `ellm-sgl serve` and once for `python -m sglang.launch_server`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ellm_sgl.config import LATENCY_MODELS
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field of `EllmConfig` as a flag."""
+
+    field: str
+    parse: Callable[[str], Any]
+    kind: str
+    """What `parse` accepts, in words."""
+    metavar: str
+    help: str
+
+    @property
+    def option(self) -> str:
+        return "--ellm-" + self.field.replace("_", "-")
+
+
+def _options(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError(text)
+    return text == "on"
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("policy_options", _options, "a JSON object", "JSON",
+         "Options of the policy, as a JSON object, for instance '{\"ratio\": 0.3}'."),
+    Flag("ratio", float, "a number", "R",
+         "Target share of each request's tokens left uncached, 0 <= R < 1; policy fixed-ratio "
+         "only. Default 0: all cached until memory runs out."),
+    Flag("policy_budget_ms", float, "a number", "MS",
+         "Time the policy has in each iteration; later answers are replaced. Default 5."),
+    Flag("tpot_slo_ms", float, "a number", "MS",
+         "Service level objective on the time per output token, for requests that bring none "
+         "of their own. Default: none."),
+    Flag("latency_model", str, "a name", "NAME",
+         f"What predicts the time of a step: {' or '.join(LATENCY_MODELS)}. Default roofline."),
+    Flag("layer_group", int, "a whole number", "F", "Layers per layer group. Default 4."),
+    Flag("block_tokens", int, "a whole number", "N",
+         "Tokens per block; also SGLang's page size. Default 16."),
+    Flag("device_kv_tokens", int, "a whole number", "N",
+         "Tokens of KV that the device pool holds. Default: what SGLang has room for."),
+    Flag("host_kv_tokens", int, "a whole number", "N",
+         "Tokens of KV that host memory holds for what left the device. Default 0: none."),
+    Flag("host_path", str, "a file", "FILE",
+         "Keep the host tier in this file, mapped into memory. Default: in memory."),
+    Flag("overlap", _switch, "on or off", "on|off",
+         "Fetch from host memory while layers compute. Default on."),
+)  # fmt: skip
+"""All but --ellm-policy, which enables eLLM."""

@@ -1,0 +1,95 @@
+"""Streams units from the host tier into the device pool while the layers before them compute.
+
+One worker copies, group by group, in the order in which the layers need them. At most `slots`
+groups are in flight: a group's copy begins when the layers that used its slot before it are done.
+
+On a CPU host the worker is a thread, whose copies release the interpreter's lock. With overlap
+off, each group is copied when its first layer asks for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from ellm_sgl.forward.restoration import GroupTransfer
+from ellm_sgl.kernels.choose import CopyUnits, torch_copy_units
+from ellm_sgl.kv.shape import IntArray
+
+
+class Streamer:
+    """Copies a step's units; one per scheduler process.
+
+    Args:
+        host: buffer of the host pool, `[units + 1, F, 2, block_tokens, kv_heads, head_dim]`.
+        device: buffer of the device pool, of the same unit shape.
+        slots: groups whose units the device holds at once.
+        overlap: copy ahead while layers compute.
+        copy: copies units between the buffers.
+    """
+
+    def __init__(
+        self,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        slots: int,
+        overlap: bool = True,
+        copy: CopyUnits = torch_copy_units,
+    ) -> None:
+        self._host, self._device = host, device
+        self._copy_units = copy
+        self._slots = slots
+        self._worker = ThreadPoolExecutor(1, "ellm-transfer") if overlap else None
+        self._groups: Sequence[GroupTransfer] = ()
+        self._arriving: dict[int, Future[None]] = {}
+        self.stall_s = 0.0
+        """Seconds that the last step waited for copies."""
+
+    def save(self, device_units: IntArray, host_units: IntArray) -> None:
+        """Copy device units to host units; returns when the copy is made."""
+        source = torch.from_numpy(device_units.astype(np.int64)).to(self._device.device)
+        target = torch.from_numpy(host_units.astype(np.int64))
+        self._copy_units(self._host, target, self._device, source)
+
+    @contextmanager
+    def running(self, groups: Sequence[GroupTransfer]) -> Iterator[None]:
+        """The step inside this context fetches `groups`."""
+        self._groups, self.stall_s = groups, 0.0
+        for group in range(self._slots):
+            self._send(group)
+        try:
+            yield
+        finally:  # a step that failed must not be written into later
+            for future in self._arriving.values():
+                future.exception()
+            self._arriving.clear()
+            self._groups = ()
+
+    def wait(self, group: int) -> None:
+        """Return once the units of `group` are on the device."""
+        if group >= len(self._groups) or len(self._groups[group].sources) == 0:
+            return
+        began = time.perf_counter()
+        if self._worker is None:
+            self._copy(self._groups[group])
+        else:
+            self._arriving.pop(group).result()
+        self.stall_s += time.perf_counter() - began
+
+    def done(self, group: int) -> None:
+        """The layers of `group` have attended; the units of its slot may be written over."""
+        self._send(group + self._slots)
+
+    def _send(self, group: int) -> None:
+        if self._worker is None or group >= len(self._groups):
+            return
+        if len(self._groups[group].sources):
+            self._arriving[group] = self._worker.submit(self._copy, self._groups[group])
+
+    def _copy(self, group: GroupTransfer) -> None:
+        self._copy_units(self._device, group.targets, self._host, group.sources)

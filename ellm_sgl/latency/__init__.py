@@ -1,0 +1,20 @@
+"""How long a step takes: models of the machine, as printed in the paper and as measured.
+
+No torch, no SGLang in here.
+"""
+
+from ellm_sgl.latency.base import LatencyModel, StepWork
+from ellm_sgl.latency.fetching import FetchingLatencyModel
+from ellm_sgl.latency.paper import PaperLatencyModel
+from ellm_sgl.latency.profile import HardwareProfile, ModelShape
+from ellm_sgl.latency.roofline import RooflineLatencyModel
+
+__all__ = [
+    "FetchingLatencyModel",
+    "HardwareProfile",
+    "LatencyModel",
+    "ModelShape",
+    "PaperLatencyModel",
+    "RooflineLatencyModel",
+    "StepWork",
+]

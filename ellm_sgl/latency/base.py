@@ -1,0 +1,65 @@
+"""The work of a step, and what every latency model answers about it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+Quantity = float | npt.NDArray[Any]
+"""A number, or an array of them where several candidate steps are compared at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepWork:
+    """All that a latency model needs of a step: sums over its requests.
+
+    Fields may be arrays of one shape (or broadcastable), one entry per candidate step.
+    For request i: s_i tokens, of which the n_i from position a_i on are restored.
+    """
+
+    decode_rows: Quantity
+    """b: requests that decode one token."""
+    decode_tokens: Quantity
+    """Σ s_i: tokens whose KV the decode rows read."""
+    span_rows: Quantity = 0
+    """Σ n_i: tokens recomputed (Σ s_i r_i in the paper)."""
+    span_squares: Quantity = 0
+    """Σ n_i² (Σ s_i² r_i² in the paper)."""
+    span_prefix: Quantity = 0
+    """Σ n_i a_i: (row, resident token) pairs of span rows with what lies before their span."""
+    prefill_rows: Quantity = 0
+    """New prompt tokens computed in this step."""
+    prefill_pairs: Quantity = 0
+    """Σ over prompt rows of the tokens each attends to."""
+    swap_tokens: Quantity = 0
+    """Tokens whose KV (their layers l1/L) is fetched from host memory."""
+    recompute_share: Quantity = 1.0
+    """φ = l2 / (l1 + l2): share of the layers that span rows run through."""
+
+    @property
+    def span_pairs(self) -> Quantity:
+        """(row, token) pairs of causal attention of the span rows: Σ n a + n (n + 1) / 2."""
+        return self.span_prefix + (self.span_squares + self.span_rows) / 2
+
+
+class LatencyModel(ABC):
+    """Predicts the time of one step; may learn from measured ones."""
+
+    @abstractmethod
+    def step_seconds(self, work: StepWork) -> FloatArray:
+        """Time of each candidate step, in seconds; the broadcast shape of `work`'s fields.
+
+        Must not fall as any field but `recompute_share` grows, and must not change the model.
+        """
+
+    @abstractmethod
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from one measured step (fields are numbers here). May be a no-op.
+
+        Called by the control loop on one rank only, never by a policy.
+        """

@@ -1,0 +1,177 @@
+"""`ellm-sgl calibrate`: what the machine sustains, and how well each latency model predicts it.
+
+A server calibrates itself as it starts; then it gets loads of many shapes, and every step it ran
+is compared with what the models said of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
+from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
+
+OUTPUT_TOKENS = 12
+LEARNING_STEPS = 200
+"""Steps that the on-line model may learn from before its error counts."""
+_POOL_TOKENS = 32_768
+_LONGEST_STEP_S = 0.5
+"""Loads whose steps would take longer by the profile are left out."""
+_WORK_FIELDS = tuple(field.name for field in dataclasses.fields(StepWork))
+
+Say = Callable[[str], None]
+Step = dict[str, float]
+"""One record of `GET /ellm/steps`."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests sent at once."""
+
+    requests: int
+    tokens: int
+    """Prompt tokens, on average; each request's own number is 0.6 to 1.4 times this."""
+    ratio: float
+    """Uncached ratio r."""
+
+    @property
+    def work(self) -> StepWork:
+        """A decoding step of it, about."""
+        span = self.tokens * self.ratio
+        return StepWork(
+            decode_rows=self.requests,
+            decode_tokens=self.requests * self.tokens,
+            span_rows=self.requests * span,
+            span_squares=self.requests * span**2,
+        )
+
+
+LOADS = tuple(
+    Load(b, s, r)
+    for b, s, r in itertools.product((1, 2, 4, 8, 16), (64, 256, 800), (0.0, 0.25, 0.5))
+)
+
+
+@dataclass(frozen=True)
+class ModelError:
+    """How far a latency model was off."""
+
+    model: str
+    steps: int
+    """Steps compared."""
+    mape: float
+    """Mean of |predicted - measured| / measured."""
+    median_ape: float
+    """Its median, which steps that some other process interrupted do not raise."""
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What `ellm-sgl calibrate` found."""
+
+    model_path: str
+    shape: ModelShape
+    hardware: HardwareProfile
+    errors: tuple[ModelError, ...]
+
+    def to_json(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+
+def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> CalibrationReport:
+    """Start a server on one rank, let it calibrate, load it, and compare. One to three minutes.
+
+    Args:
+        model_path: a local model; None for the demo model.
+        dtype: of weights and KV.
+        say: is told of progress, one line at a time.
+        seed: of the order of loads and of prompts.
+
+    Raises:
+        ServerError: the server did not start.
+    """
+    from ellm_sgl.sglang.calibration import shape_of
+    from ellm_sgl.sglang.torchvision_ops import declare
+
+    declare()
+    path = model_path or str(DEMO_MODEL)
+    shape = shape_of(path, dtype)
+    arguments = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
+    arguments += ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", str(_POOL_TOKENS)]
+    say("starting a server, which calibrates itself")
+    with ServerProcess(arguments) as server:
+        hardware = HardwareProfile(**server.state()["hardware"])
+        start_up = len(_steps(server))
+        rng = random.Random(seed)
+        loads = _affordable(shape, hardware)
+        rng.shuffle(loads)
+        for number, load in enumerate(loads, 1):
+            say(f"load {number} of {len(loads)}: b = {load.requests}, s = {load.tokens}, "
+                f"r = {load.ratio}")  # fmt: skip
+            server.adjust(ellm_ratio=load.ratio)
+            asyncio.run(_send(server.url, _prompts(load, shape.vocabulary, rng)))
+        steps = _steps(server)
+    return CalibrationReport(path, shape, hardware, compare(shape, hardware, steps, start_up))
+
+
+def compare(
+    shape: ModelShape, hardware: HardwareProfile, steps: Sequence[Step], start_up: int
+) -> tuple[ModelError, ...]:
+    """Errors of each model.
+
+    Args:
+        shape: the model served.
+        hardware: the profile that the server started with.
+        steps: records of all its steps.
+        start_up: how many of them had run when the server was ready.
+    """
+    works = [StepWork(**{name: s[name] for name in _WORK_FIELDS}) for s in steps]
+    seconds = np.array([s["seconds"] for s in steps])
+
+    def error(name: str, predicted: Sequence[float], first: int) -> ModelError:
+        ape = np.abs(np.array(predicted) / seconds - 1)[first:]
+        return ModelError(name, len(ape), float(ape.mean()), float(np.median(ape)))
+
+    model = RooflineLatencyModel(shape, hardware)
+    by_profile = [float(model.step_seconds(w)) for w in works]
+    on_line = [s["predicted_s"] for s in steps]
+    return (
+        error("calibrated profile", by_profile, start_up),
+        error(f"on line, after {LEARNING_STEPS} steps", on_line, start_up + LEARNING_STEPS),
+        error("paper, Eq. (4)", [s["paper_s"] for s in steps], start_up),
+    )
+
+
+def _affordable(shape: ModelShape, hardware: HardwareProfile) -> list[Load]:
+    model = RooflineLatencyModel(shape, hardware)
+    return [x for x in LOADS if model.step_seconds(x.work) <= _LONGEST_STEP_S]
+
+
+def _prompts(load: Load, vocabulary: int, rng: random.Random) -> list[list[int]]:
+    lengths = [max(1, int(load.tokens * rng.uniform(0.6, 1.4))) for _ in range(load.requests)]
+    return [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
+
+
+async def _send(url: str, prompts: Sequence[Sequence[int]]) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=900, trust_env=False) as client:
+        bodies = [{"input_ids": p, "sampling_params": sampling} for p in prompts]
+        answers = (client.post(f"{url}/generate", json=body) for body in bodies)
+        for answer in await asyncio.gather(*answers):
+            answer.raise_for_status()
+
+
+def _steps(server: ServerProcess) -> list[Step]:
+    answer: list[dict[str, Any]] = httpx.get(
+        f"{server.url}/ellm/steps", timeout=60, trust_env=False
+    ).json()
+    return answer

@@ -1,0 +1,90 @@
+"""`ellm-sgl kernels`: build the C++ attention kernels, and measure them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+@click.group()
+def kernels() -> None:
+    """Build and measure the C++ attention kernels."""
+
+
+@kernels.command()
+def build() -> None:
+    """Compile the kernels where the package lies: for a plain checkout, or after an update."""
+    from ellm_sgl.kernels.cpu.build import FOLDER, LIBRARY, BuildError
+    from ellm_sgl.kernels.cpu.build import build as compile_kernels
+
+    try:
+        compile_kernels(FOLDER / LIBRARY)
+    except (BuildError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(FOLDER / LIBRARY)
+
+
+@kernels.command()
+@click.option("--rounds", default=9, show_default=True, help="Odd, for a median.")
+@click.option("--threads", type=int, help="[default: PyTorch's]")
+@click.option("--largest-context", default=65536, show_default=True, help="From 32768 on, doubled.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def bench(rounds: int, threads: int | None, largest_context: int, as_json: bool) -> None:
+    """Time the kernels against PyTorch's and against the machine's limits.
+
+    `read` and `mul.`: share of the machine's read bandwidth and of its fp32 matrix-product rate.
+    """
+    import torch
+
+    from ellm_sgl.kernels import bench as benchmark
+    from ellm_sgl.kernels.cpu.attention import instruction_set_name
+    from ellm_sgl.kernels.cpu.library import load
+
+    if problem := load().problem:
+        raise click.ClickException(f"C++ kernels: {problem}")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    limits = benchmark.machine_limits(rounds)
+    results = []
+    for case in benchmark.cases(largest_context):
+        click.echo(f"{case}", err=True)
+        results.append(benchmark.measure(case, rounds))
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "instruction_set": instruction_set_name(64),
+                    "threads": torch.get_num_threads(),
+                    "machine": limits,
+                    "results": [result.to_json() for result in results],
+                }
+            )
+        )
+        return
+    Console().print(_table(results))
+    line = ", ".join(f"{name} {value:.0f}" for name, value in limits.items())
+    Console().print(f"machine (GB/s, GFLOP/s): {line}; {torch.get_num_threads()} threads")
+
+
+def _table(results: list[Any]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    for heading in ("case", "batch×context", "heads/kv/size", "ms", "read", "mul."):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("times faster than")
+    for result in results:
+        case = result.case
+        table.add_row(
+            case.name,
+            f"{case.batch}×{case.context}",
+            f"{case.heads}/{case.kv_heads}/{case.head_dim} {case.dtype[0]}{case.dtype[-2:]}",
+            f"{result.milliseconds['cpu']:.2f}",
+            f"{result.read_share:.0%}",
+            f"{result.multiply_share:.0%}",
+            "\n".join(f"{name} {ratio:.1f}" for name, ratio in result.ratio.items()),
+        )
+    return table

@@ -1,0 +1,184 @@
+"""`ellm-sgl policies`: which policies there are, whether one keeps the rules, how fast it is."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ellm_sgl.config import ConfigError
+
+if TYPE_CHECKING:
+    from ellm_sgl.policies.conformance import ConformanceReport
+    from ellm_sgl.serve.policies_bench import PolicyBench, Timing
+
+_MARKS = {"passed": "[green]passed[/green]", "failed": "[red]FAILED[/red]", "skipped": "skipped"}
+
+_json_flag = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else."
+)
+
+
+def read_options(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any]:
+    """Callback of an option whose value is a JSON object."""
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise click.BadParameter(f'{text!r} is not a JSON object; write {{"name": value}}')
+    return options
+
+
+_options_option = click.option(
+    "--options",
+    metavar="JSON",
+    default="{}",
+    callback=read_options,
+    help="Passed to the policy's constructor, as --ellm-policy-options.",
+)
+
+
+@click.group()
+def policies() -> None:
+    """List, check and time the installed policies."""
+
+
+@policies.command("list")
+@_json_flag
+def list_(as_json: bool) -> None:
+    """Every policy that an installed package registers, and the options it takes.
+
+    Exit status 1 if one of them cannot be used.
+    """
+    from ellm_sgl.policies.registry import installed
+
+    found = [_described(name) for name in installed()]
+    if as_json:
+        click.echo(json.dumps({"policies": found}))
+    else:
+        for policy in found:
+            click.echo(f"{click.style(policy['name'], bold=True)}{policy['options'] or ''}")
+            click.echo(f"    {policy['error'] or policy['summary']}")
+            click.echo(f"    from {policy['package']}, {policy['class']}")
+    sys.exit(1 if any(policy["error"] for policy in found) else 0)
+
+
+def _described(name: str) -> dict[str, str | None]:
+    from ellm_sgl.policies.registry import installed, load, provider
+
+    entry = installed()[name]
+    described = {"name": name, "package": provider(entry), "class": entry.value}
+    try:
+        cls = load(name)
+    except ConfigError as error:
+        return described | {"summary": None, "options": None, "error": str(error)}
+    summary = (inspect.getdoc(cls) or "(no docstring)").split("\n\n")[0].replace("\n", " ")
+    options = str(inspect.signature(cls).replace(return_annotation=inspect.Signature.empty))
+    return described | {"summary": summary, "options": options, "error": None}
+
+
+@policies.command()
+@click.argument("name")
+@_options_option
+@click.option("--states", default=60, show_default=True, help="Generated states per check.")
+@click.option(
+    "--budget-ms", default=5.0, show_default=True, help="As the server's --ellm-policy-budget-ms."
+)
+@_json_flag
+def check(name: str, options: dict[str, Any], states: int, budget_ms: float, as_json: bool) -> None:
+    """Run the conformance kit on a policy. Exit status 0 only if no check failed."""
+    from ellm_sgl.policies.conformance import examine
+    from ellm_sgl.policies.registry import create
+
+    try:
+        create(name, options)
+        report = examine(lambda: create(name, options), states=states, budget_ms=budget_ms)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(report.to_json() | {"policy": name, "options": options}))
+    else:
+        Console().print(_check_table(name, report))
+        verdict = "[green]passed[/green]" if report.ok else "[red]failed[/red]"
+        Console().print(f"{name}: {verdict}")
+    sys.exit(0 if report.ok else 1)
+
+
+def _check_table(name: str, report: ConformanceReport) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False, title=f"Policy {name}")
+    table.add_column("check", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    table.add_column("s", justify="right")
+    table.add_column("detail", overflow="fold")
+    for result in report.results:
+        table.add_row(result.name, _MARKS[result.outcome], f"{result.seconds:.1f}", result.detail)
+    return table
+
+
+@policies.command()
+@click.argument("name", required=False)
+@_options_option
+@_json_flag
+def bench(name: str | None, options: dict[str, Any], as_json: bool) -> None:
+    """Time decisions with 256 running and 1,024 waiting requests; of all policies without NAME."""
+    from ellm_sgl.policies.checks import InvalidAnswer
+    from ellm_sgl.policies.registry import installed
+    from ellm_sgl.serve import policies_bench
+
+    if options and not name:
+        raise click.UsageError("--options needs NAME: policies take different ones")
+    try:
+        results = [
+            policies_bench.bench(each, options) for each in ([name] if name else installed())
+        ]
+    except (ConfigError, InvalidAnswer) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps({
+            "running": policies_bench.RUNNING,
+            "waiting": policies_bench.WAITING,
+            "paper": {
+                "decision_mean_us": [ms * 1e3 for ms in policies_bench.PAPER_DECISION_MS],
+                "threads_us": policies_bench.PAPER_THREADS_MS * 1e3,
+            },
+            "policies": [asdict(result) for result in results],
+        }))  # fmt: skip
+    else:
+        Console().print(_bench_table(results))
+
+
+def _bench_table(results: list[PolicyBench]) -> Table:
+    from ellm_sgl.serve.policies_bench import (
+        PAPER_DECISION_MS,
+        PAPER_THREADS_MS,
+        RUNNING,
+        WAITING,
+    )
+
+    def ms(timing: Timing) -> tuple[str, str, str]:
+        return tuple(f"{us / 1e3:.3f}" for us in (timing.mean_us, timing.p50_us, timing.p99_us))  # type: ignore[return-value]
+
+    table = Table(
+        box=box.SIMPLE,
+        pad_edge=False,
+        title=f"Milliseconds to decide, {RUNNING} running and {WAITING:,} waiting requests",
+    )
+    table.add_column("policy", no_wrap=True)
+    for heading in ("mean", "p50", "p99", "steady", "l1, l2, δ", "first"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for r in results:
+        table.add_row(
+            r.policy, *ms(r.decision), ms(r.steady)[1], ms(r.threads)[0], f"{r.first_us / 1e3:.1f}"
+        )
+    low, high = PAPER_DECISION_MS
+    paper = ("the paper", f"{low}-{high}", "", "", "", f"{PAPER_THREADS_MS}", "")
+    table.add_row(*paper, style="dim")
+    return table

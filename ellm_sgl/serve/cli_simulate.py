@@ -1,0 +1,268 @@
+"""`ellm-sgl simulate`: a load on a machine that is not at hand, under eLLM and the baselines."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from ellm_sgl.config import LATENCY_MODELS, ConfigError
+from ellm_sgl.serve.cli_policies import read_options
+
+if TYPE_CHECKING:
+    from ellm_sgl.eval.simulator import Machine, SimReport
+    from ellm_sgl.eval.traces import Trace
+
+BASELINES = ("recompute", "swap", "hcache")
+
+
+def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name and name != "none")
+    if unknown := [name for name in names if name not in BASELINES]:
+        raise click.BadParameter(f"{', '.join(unknown)}: give some of {', '.join(BASELINES)}")
+    return names
+
+
+_file = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command()
+@click.option(
+    "--preset",
+    "preset_name",
+    metavar="NAME",
+    default="llama2-13b",
+    show_default=True,
+    help="llama2-13b (A100-80G), llama2-70b (4 x A100-80G) or llama3-8b (L4).",
+)
+@click.option("--config", type=_file, help="A Hugging Face config.json, instead of a preset.")
+@click.option(
+    "--device",
+    metavar="NAME|FILE",
+    default="a100-80g",
+    show_default=True,
+    help="With --config: a100-80g, h100-80g, l4, rtx-4090, rtx-5090, or a JSON file.",
+)
+@click.option("--ranks", default=1, show_default=True, help="With --config: tensor parallelism.")
+@click.option("--kv-tokens", type=click.IntRange(1), help="Device KV tokens.  [default: what fits]")
+@click.option("--host-tokens", type=click.IntRange(0), help="Host KV tokens.  [default: no bound]")
+@click.option("--policy", default="fcfs", show_default=True)
+@click.option(
+    "--options",
+    metavar="JSON",
+    default="{}",
+    callback=read_options,
+    help="Passed to the policy's constructor.",
+)
+@click.option(
+    "--restore",
+    type=click.Choice(["recompute", "swap", "both"]),
+    default="both",
+    show_default=True,
+    help="How eLLM brings missing KV back.",
+)
+@click.option(
+    "--baselines",
+    default=",".join(BASELINES),
+    show_default=True,
+    callback=_read_baselines,
+    help="Whole-request servers beside it; or 'none'.",
+)
+@click.option(
+    "--latency-model",
+    type=click.Choice(LATENCY_MODELS),
+    default="roofline",
+    show_default=True,
+    help="What the device does; 'paper' counts FLOPs only.",
+)
+@click.option(
+    "--lengths",
+    metavar="NAME|FILE",
+    default="sharegpt",
+    show_default=True,
+    help="sharegpt, l-eval, or a CSV file with prompt_tokens,output_tokens.",
+)
+@click.option("--trace", type=_file, help="Arrivals and lengths from an Azure-format CSV file.")
+@click.option(
+    "--requests",
+    default=300,
+    show_default=True,
+    type=click.IntRange(1),
+    help="How many; of a trace, the first.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    help="Requests per second, Gamma gaps.  [default: the paper's 45.1]",
+)
+@click.option("--scale-rate", default=1.0, show_default=True, help="Multiply the arrival rate.")
+@click.option("--scale-lengths", default=1.0, show_default=True, help="Multiply all lengths.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    help="What requests say they may generate.  [default: what they will]",
+)
+@click.option("--tpot-slo-ms", type=click.FloatRange(0, min_open=True))
+@click.option("--ttft-slo-ms", type=click.FloatRange(0, min_open=True))
+@click.option("--max-running", default=256, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--conservativeness",
+    default=1.0,
+    show_default=True,
+    help="SGLang's --schedule-conservativeness.",
+)
+@click.option(
+    "--stride",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Decode steps per decision, at most; 1 is a server's.",
+)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def simulate(
+    as_json: bool,
+    policy: str,
+    options: dict[str, Any],
+    restore: str,
+    baselines: tuple[str, ...],
+    **given: Any,
+) -> None:
+    """Run a load through the server's own policies, page table and control loop, with a latency
+    model for the device. Deterministic by --seed.
+    """
+    from ellm_sgl.eval.simulator import Load, Settings
+    from ellm_sgl.eval.simulator import simulate as run
+    from ellm_sgl.eval.traces import TraceError
+
+    try:
+        machine, trace = _machine(given), _trace(given)
+        slo, ttft_slo = _seconds(given["tpot_slo_ms"]), _seconds(given["ttft_slo_ms"])
+        load = Load.of(trace, given["max_new_tokens"], slo, ttft_slo)
+        shared = {
+            name: given[name]
+            for name in ("latency_model", "max_running", "conservativeness", "stride")
+        }
+        settings = [
+            Settings("ellm", policy, options, restore, tpot_slo_s=slo, **shared),
+            *(Settings(mode, **shared) for mode in baselines),
+        ]
+        reports = []
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            for each in settings:
+                task = bar.add_task(each.mode, total=len(load))
+                tick = _every(lambda n, task=task: bar.update(task, completed=n))
+                reports.append(run(machine, each, load, tick))
+    except (ConfigError, TraceError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        document = {
+            "machine": asdict(machine),
+            "requests": len(load),
+            "reports": [_plain(report) for report in reports],
+        }
+        click.echo(json.dumps(document))
+    else:
+        Console().print(_table(machine, reports))
+
+
+def _machine(given: dict[str, Any]) -> Machine:
+    from ellm_sgl.eval.simulator import machines
+
+    if given["config"] is None:
+        machine = machines.preset(given["preset_name"])
+    else:
+        name = given["device"]
+        device = machines.DEVICES.get(name) or machines.read_device(Path(name))
+        model = machines.read_model(given["config"])
+        machine = machines.assemble(model, device, given["ranks"], str(given["config"]))
+    return machine.limited(given["kv_tokens"], given["host_tokens"])
+
+
+def _trace(given: dict[str, Any]) -> Trace:
+    import numpy as np
+
+    from ellm_sgl.eval import workloads
+    from ellm_sgl.eval.traces import read_azure, read_lengths
+
+    if given["trace"] is not None:
+        trace = read_azure(given["trace"]).first(given["requests"])
+    elif given["lengths"] in workloads.LENGTHS:
+        trace = workloads.paper_workload(
+            given["lengths"], given["requests"], given["seed"], given["rate"]
+        )
+    else:
+        rng = np.random.default_rng(given["seed"])
+        times = workloads.gamma_arrivals(given["requests"], rng)
+        if given["rate"] is not None:
+            times = times / (workloads.PAPER_GAP_S * given["rate"])
+        trace = workloads.sampled(read_lengths(Path(given["lengths"])), times, rng)
+    return trace.scaled(given["scale_rate"], given["scale_lengths"])
+
+
+def _seconds(milliseconds: float | None) -> float:
+    return math.inf if milliseconds is None else milliseconds / 1e3
+
+
+def _every(update: Any) -> Any:
+    """Call `update` only when the number has changed."""
+    latest = -1
+
+    def tick(count: int) -> None:
+        nonlocal latest
+        if count != latest:
+            latest = count
+            update(count)
+
+    return tick
+
+
+def _plain(report: SimReport) -> dict[str, Any]:
+    """As JSON has it: no infinity, no nan."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    plain: dict[str, Any] = clean(asdict(report))
+    return plain
+
+
+def _table(machine: Machine, reports: list[SimReport]) -> Table:
+    table = Table(
+        box=box.SIMPLE,
+        pad_edge=False,
+        collapse_padding=True,
+        title=f"{machine.name}: {machine.kv_tokens:,} KV tokens, "
+        f"{reports[0].summary.requests:,} requests (simulated)",
+        caption="mean/p99; SLO: share of requests within both; r: uncached share; "
+        "retr.: lost their place; ref.: larger than the device",
+    )
+    table.add_column("mode", no_wrap=True)
+    for heading in ("tok/s", "TTFT s", "TPOT ms", "SLO", "running", "r", "retr.", "ref."):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for report in reports:
+        s = report.summary
+        table.add_row(
+            report.settings.mode,
+            f"{s.tokens_per_s:,.0f}",
+            f"{s.ttft.mean:.1f}/{s.ttft.p99:.1f}",
+            f"{s.tpot.mean * 1e3:.1f}/{s.tpot.p99 * 1e3:.1f}",
+            f"{s.slo_attainment:.0%}",
+            f"{report.running_mean:.1f}",
+            f"{report.uncached_share:.1%}",
+            str(report.retractions),
+            str(report.refused),
+        )
+    return table

@@ -1,0 +1,305 @@
+"""Measures the machine at start-up: real steps of the model served, on made-up requests.
+
+Everything that a decoding step does on the device runs here as it will run later: the model's
+layers, eLLM's attention, planning, span rows. What SGLang's scheduler adds to a step cannot run
+without requests: a figure measured once stands for it, until the on-line fit knows better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ellm_sgl.forward import MixedRows, NewTokens, StepPlan, plan_step
+from ellm_sgl.kv import KVPool, PageTable
+from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
+from ellm_sgl.latency.fit import fit_profile
+from ellm_sgl.sglang import runtime
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+_PROBE_BYTES = 64 << 20
+"""Size of the buffers that are read and copied: well beyond any cache."""
+_SCHEDULER_STEP_S, _SCHEDULER_ROW_S = 1.3e-3, 6e-5
+"""Time between two forward passes, and its part per request: SGLang 0.5.17 with the demo model
+on one core of an AMD EPYC. On a GPU it passes while the device computes."""
+_LARGEST_SHARE = 0.1
+"""A mix that would take more than this share of the whole time is left out."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A step of equal requests."""
+
+    requests: int
+    tokens: int
+    """Of each request, those computed now included."""
+    new: int = 1
+    """Tokens computed: 1 while decoding, else the end of a prompt."""
+    uncached: int = 0
+    """Tokens from the first on that are restored."""
+
+    @property
+    def work(self) -> StepWork:
+        b, new, n = self.requests, self.new, self.uncached
+        spans = {"span_rows": b * n, "span_squares": b * n**2}
+        if new == 1:
+            return StepWork(decode_rows=b, decode_tokens=b * self.tokens, **spans)
+        pairs = b * (new * (self.tokens - new) + new * (new + 1) // 2)
+        return StepWork(0, 0, prefill_rows=b * new, prefill_pairs=pairs, **spans)
+
+
+MIXES = (
+    Mix(1, 64),
+    Mix(2, 64),
+    Mix(4, 64),
+    Mix(8, 64),
+    Mix(16, 64),
+    Mix(32, 64),
+    Mix(1, 1024),
+    Mix(4, 512),
+    Mix(8, 256),
+    Mix(4, 1024),
+    Mix(16, 256),
+    Mix(1, 64, uncached=32),
+    Mix(4, 128, uncached=32),
+    Mix(8, 256, uncached=32),
+    Mix(8, 256, uncached=128),
+    Mix(1, 1024, uncached=512),
+    Mix(1, 64, new=64),
+    Mix(4, 64, new=64),
+    Mix(1, 256, new=256),
+    Mix(1, 1024, new=1024),
+    Mix(1, 1024, new=128),
+)
+"""Steps that tell the profile's fields apart. Smallest first, those that are affordable run."""
+
+
+def model_shape(model_config: ModelConfig, tp_size: int) -> ModelShape:
+    """Sizes of the model as one of `tp_size` ranks holds it; KV in the model's dtype."""
+    config = model_config.hf_text_config
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    intermediate = getattr(config, "moe_intermediate_size", None) if experts else None
+    element = torch.empty((), dtype=model_config.dtype).element_size()
+    return ModelShape(
+        layers=model_config.num_hidden_layers,
+        hidden=model_config.hidden_size,
+        heads=model_config.num_attention_heads // tp_size,
+        kv_heads=model_config.get_num_kv_heads(tp_size),
+        head_dim=model_config.head_dim,
+        intermediate=(intermediate or config.intermediate_size) // tp_size,
+        vocabulary=-(-model_config.vocab_size // tp_size),
+        experts=experts or 1,
+        experts_per_token=config.num_experts_per_tok if experts else 1,
+        weight_bytes=element,
+        kv_bytes=element,
+    )
+
+
+def shape_of(model_path: str, dtype: str) -> ModelShape:
+    """`model_shape` of a model that is served on one rank, e.g. in dtype "float32"."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return model_shape(ModelConfig(model_path, dtype=dtype), 1)
+
+
+def calibrate(
+    runner: ModelRunner, rows: MixedRows, shape: ModelShape, seconds: float = 3.0
+) -> HardwareProfile:
+    """Measure what this rank's device sustains with the model loaded. Nothing may be running.
+
+    The page table is not touched; of the pool, only contents that nobody reads.
+
+    Args:
+        runner: has its model, pool and attention backend.
+        rows: the hooks on the model's decoder, as used for serving.
+        shape: of the model.
+        seconds: about how long to measure.
+    """
+    from sglang.srt.distributed import get_tp_group
+
+    # All ranks must run the same steps, since each waits for the others' part: rank 0 decides.
+    decided = get_tp_group().broadcast_object
+    guess: HardwareProfile = decided(measure_device(runner.device))
+    deadline = time.perf_counter() + seconds
+    steps = SyntheticSteps(runner, rows)
+    mixes = _affordable(shape, guess, steps, seconds)
+    samples: dict[Mix, list[float]] = {mix: [] for mix in mixes}
+    for mix in itertools.cycle(mixes):
+        if not samples[mix]:
+            steps.run(mix)  # the first time is slower: memory is touched, kernels are chosen
+        samples[mix].append(steps.run(mix))
+        if decided(time.perf_counter() > deadline):
+            break
+    measured = [(mix.work, median(times)) for mix, times in samples.items() if times]
+    profile: HardwareProfile = decided(fit_profile(shape, guess, measured))
+    return profile if profile.name == "cuda" else _with_scheduler(profile)
+
+
+def _with_scheduler(profile: HardwareProfile) -> HardwareProfile:
+    return dataclasses.replace(
+        profile,
+        step_overhead_s=profile.step_overhead_s + _SCHEDULER_STEP_S,
+        row_overhead_s=profile.row_overhead_s + _SCHEDULER_ROW_S,
+    )
+
+
+def measure_device(device: str | torch.device) -> HardwareProfile:
+    """Large matrix products, reads and copies: a first guess, and what the link does."""
+    device = torch.device(device)
+    a = torch.randn(512, 1024, device=device)
+    b = torch.randn(1024, 1024, device=device)
+    flops = 2 * 512 * 1024**2 / _best(lambda: a @ b, device)
+    buffer = torch.ones(_PROBE_BYTES // 4, device=device)
+    read = _PROBE_BYTES / _best(buffer.sum, device)
+    host = torch.ones(_PROBE_BYTES // 4, pin_memory=device.type == "cuda")
+    copy = _best(lambda: buffer.copy_(host, non_blocking=True), device)
+    small = _best(lambda: buffer[:1024].copy_(host[:1024], non_blocking=True), device)
+    return HardwareProfile(
+        name=device.type,
+        flops=flops,
+        device_bytes_per_s=read,
+        link_bytes_per_s=_PROBE_BYTES / copy,
+        link_latency_s=small,
+        step_overhead_s=1e-3,
+        row_overhead_s=1e-5,
+        attention_flops=flops / 2,
+        packing=0.0 if device.type == "cuda" else 0.5,
+        overlap=1.0 if device.type == "cuda" else 0.0,
+    )
+
+
+class SyntheticSteps:
+    """Runs steps of requests that do not exist.
+
+    Their page table is a private one over the first units of the real pool.
+    """
+
+    def __init__(self, runner: ModelRunner, rows: MixedRows) -> None:
+        self._runner = runner
+        self._rows = rows
+        self._pool: KVPool = runtime.current().pool
+        self._context: int = runner.model_config.context_len
+        self._cleared = 0
+
+    def fits(self, mix: Mix) -> bool:
+        """Whether pool and context are large enough for `mix`."""
+        return self._units_of(mix) <= self._pool.num_units and mix.tokens <= self._context
+
+    def run(self, mix: Mix) -> float:
+        """Seconds of one step."""
+        self._clear(self._units_of(mix))
+        table, requests = self._requests(mix)
+        batch = self._batch(mix)
+        device = self._pool.buffer.device
+        _synchronize(device)
+        start = time.perf_counter()
+        depths = [table.depth(table.blocks_of(r.seq_id)) for r in requests]
+        plan = plan_step(table, requests, depths, _token_ids, device)
+        self._forward(plan, batch)
+        _synchronize(device)
+        return time.perf_counter() - start
+
+    def _clear(self, units: int) -> None:
+        """Values that arithmetic is neither slow on (denormal numbers) nor lost on (NaN)."""
+        if units > self._cleared:
+            self._pool.buffer[self._cleared : units + 1].zero_()
+            self._cleared = units
+
+    def _forward(self, plan: StepPlan, batch: ForwardBatch) -> None:
+        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+        ours = runtime.current()
+        ours.plan = plan
+        try:
+            with (
+                torch.no_grad(),
+                forward_context(ForwardContext(attn_backend=self._runner.attn_backend)),
+                self._rows.running(plan),
+            ):
+                self._runner.model.forward(batch.input_ids, batch.positions, batch)
+        finally:
+            ours.plan = None
+
+    def _requests(self, mix: Mix) -> tuple[PageTable, list[NewTokens]]:
+        shape = self._pool.shape
+        blocks = shape.blocks_for(mix.tokens)
+        table = PageTable(shape, mix.requests * blocks, self._units_of(mix))
+        for i in range(mix.requests):
+            own = table.allocate(blocks)
+            table.map(i, own, mix.tokens)
+            table.place(own[mix.uncached // shape.block_tokens :])
+        first = mix.tokens - mix.new
+        return table, [NewTokens(i, first, mix.tokens) for i in range(mix.requests)]
+
+    def _batch(self, mix: Mix) -> ForwardBatch:
+        from sglang.srt.model_executor.forward_batch_info import (
+            CaptureHiddenMode,
+            ForwardBatch,
+            ForwardMode,
+        )
+
+        device = self._pool.buffer.device
+        first = mix.tokens - mix.new
+        positions = torch.arange(first, mix.tokens, device=device).repeat(mix.requests)
+        lengths = torch.full((mix.requests,), mix.tokens, device=device)
+        new = torch.full((mix.requests,), mix.new, dtype=torch.int32, device=device)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE if mix.new == 1 else ForwardMode.EXTEND,
+            batch_size=mix.requests,
+            input_ids=torch.zeros_like(positions),
+            req_pool_indices=torch.arange(mix.requests, device=device),
+            seq_lens=lengths,
+            out_cache_loc=torch.zeros_like(positions),
+            seq_lens_sum=mix.requests * mix.tokens,
+            positions=positions,
+            extend_seq_lens=new,
+            extend_seq_lens_cpu=new.tolist(),
+            extend_prefix_lens_cpu=[first] * mix.requests,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+
+    def _units_of(self, mix: Mix) -> int:
+        shape = self._pool.shape
+        return mix.requests * shape.blocks_for(mix.tokens) * shape.num_groups
+
+
+def _affordable(
+    shape: ModelShape, guess: HardwareProfile, steps: SyntheticSteps, seconds: float
+) -> Sequence[Mix]:
+    """The mixes that fit and would not take too much of the time; at least the first."""
+    model = RooflineLatencyModel(shape, guess)
+    fitting = [m for m in MIXES if steps.fits(m)]
+    cheap = [m for m in fitting if model.step_seconds(m.work) <= _LARGEST_SHARE * seconds]
+    return cheap or fitting[:1]
+
+
+def _best(action: Callable[[], Any], device: torch.device, repeats: int = 4) -> float:
+    """Shortest time of `action`, in seconds, after one run that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        action()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    torch.get_device_module(device).synchronize()
+
+
+def _token_ids(seq_id: int, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.zeros(end - start, np.int64)

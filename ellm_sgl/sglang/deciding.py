@@ -1,0 +1,280 @@
+"""Hooks through which the policy's decision reaches SGLang's scheduler.
+
+One decision per iteration, made before SGLang considers new requests, and applied where SGLang
+acts: the order and number of waiting requests that join, the running requests that sit out, the
+ratios (`scheduling.apply_targets`).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ellm_sgl.control import Arrival, ControlLoop, Decision
+from ellm_sgl.control.book import RequestBook, slots_array
+from ellm_sgl.policies import MemoryState, SystemState
+from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.slo import slo_seconds
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+_SLOT = "_ellm_slot"
+"""Attribute of a `Req`: its slot in the request book."""
+
+
+@dataclass
+class Deciding:
+    """The decision in force, and the requests it speaks of. One per scheduler process."""
+
+    loop: ControlLoop
+    scheduler: Scheduler
+    book: RequestBook = field(default_factory=RequestBook)
+    ratios: dict[int, float] = field(default_factory=dict)
+    """Target ratio by `seq_id` of the running requests."""
+    joining_ratio: float = 0.0
+    join: dict[Req, int] = field(default_factory=dict)
+    """Waiting requests that may join, with their rank."""
+    reorders: bool = False
+    pause: frozenset[Req] = frozenset()
+    paused: ScheduleBatch | None = None
+    """Requests that sit out the step under way."""
+    in_step: tuple[Any, Any] | None = None
+    """Slots and lengths of the requests in the step under way."""
+    budget_at_refusal: int | None = None
+    """Tokens that could be admitted when SGLang last found no room."""
+
+    def apply_targets(self, reqs: list[Req], sitting_out: bool = False) -> None:
+        """Bring these requests to the policy's ratios."""
+        seq_ids = [int(req.req_pool_idx) for req in reqs]
+        ratios = [self.ratios.get(s, 0.0) for s in seq_ids]
+        runtime.current().elastic.apply_targets(seq_ids, ratios, sitting_out)
+
+    # -- observe ----------------------------------------------------------------------------
+
+    def slots(self, reqs: list[Req]) -> Any:
+        """Slots of these requests in the book, those of new ones first entered."""
+        try:
+            return slots_array([r._ellm_slot for r in reqs])
+        except AttributeError:
+            for req in reqs:
+                if not hasattr(req, _SLOT):
+                    self._enter(req)
+            return slots_array([r._ellm_slot for r in reqs])
+
+    def _enter(self, req: Req) -> None:
+        now = time.monotonic()
+        tpot, ttft = slo_seconds(req.sampling_params.custom_params)
+        slot = self.book.add(
+            Arrival(
+                tokens=len(req.origin_input_ids) + len(req.output_ids),
+                prompt_tokens=len(req.origin_input_ids),
+                max_new_tokens=req.sampling_params.max_new_tokens,
+                arrival_s=now,
+                priority=self._urgency(req),
+                tpot_slo_s=tpot,
+                ttft_slo_s=ttft,
+            ),
+            now,
+        )
+        setattr(req, _SLOT, slot)
+        weakref.finalize(req, self.book.remove, slot).atexit = False
+
+    def _urgency(self, req: Req) -> int:
+        """SGLang's priority, turned so that larger is more urgent."""
+        if req.priority is None or abs(req.priority) >= 2**62:  # SGLang's "none given"
+            return 0
+        lower_first = self.scheduler.schedule_low_priority_values_first
+        return -req.priority if lower_first else int(req.priority)
+
+    def observe(self, running: list[Req], waiting: list[Req]) -> SystemState:
+        now = time.monotonic()
+        elastic = runtime.current().elastic
+        seq_ids = [int(r.req_pool_idx) for r in running]
+        lengths = np.fromiter(map(elastic.table.length_of, seq_ids), np.int64, len(seq_ids))
+        return self.loop.state(
+            now,
+            self.book.running(
+                self.slots(running),
+                lengths,
+                elastic.shared_tokens(seq_ids),
+                elastic.uncached_tokens(seq_ids),
+                now,
+            ),
+            self.book.waiting(self.slots(waiting), now),
+            self._memory(seq_ids),
+        )
+
+    def _memory(self, seq_ids: list[int]) -> MemoryState:
+        elastic = runtime.current().elastic
+        others = set(elastic.table.sequence_ids).difference(seq_ids)
+        prefilling = sum(map(elastic.table.length_of, others))
+        return MemoryState(
+            block_tokens=elastic.table.shape.block_tokens,
+            device_tokens=max(elastic.device_tokens() - prefilling, 0),
+            device_free_tokens=elastic.free_tokens() + self._reclaimable(),
+            host_tokens=elastic.host_tokens(),
+            host_free_tokens=elastic.host_tokens(free=True),
+            transient_tokens=elastic.transient_tokens,
+            overhead_tokens=elastic.overhead_tokens(),
+        )
+
+    def _reclaimable(self) -> int:
+        return int(self.scheduler.tree_cache.evictable_size())
+
+    def token_decoded(self, reqs: list[Req]) -> None:
+        """These requests get a token each in the step that is being prepared."""
+        table = runtime.current().table
+        lengths = [table.length_of(int(r.req_pool_idx)) for r in reqs]
+        self.in_step = self.slots(reqs), np.array(lengths, np.int64)
+
+    def _note_tokens(self) -> None:
+        """The step before has ended: its requests have their tokens."""
+        if self.in_step is not None:
+            self.book.decoded(*self.in_step, time.monotonic())
+            self.in_step = None
+
+    def retracted(self, reqs: list[Req]) -> None:
+        """SGLang has sent these requests back to the queue."""
+        for req, slot in zip(reqs, self.slots(reqs), strict=True):
+            tokens = len(req.origin_input_ids) + len(req.output_ids)
+            self.book.wait_again(slot, tokens, time.monotonic())
+
+    # -- decide -----------------------------------------------------------------------------
+
+    def decide(self, batch: ScheduleBatch) -> None:
+        """Ask the policy about this iteration, on rank 0, and share its decision."""
+        self._note_tokens()
+        running = [r for r in batch.reqs if not r.finished()]
+        order = np.argsort(self.book.request_ids(self.slots(running)), kind="stable")
+        running = [running[i] for i in order]
+        waiting = self.scheduler.waiting_queue
+        self.ratios, self.join, self.pause = {}, {}, frozenset()
+        if not running and not waiting:
+            if self.scheduler.chunked_req is None:
+                self.loop.steps.idle()
+            return
+        decision = self._agreed(running, waiting)
+        self.ratios = {
+            int(r.req_pool_idx): ratio for r, ratio in zip(running, decision.ratios, strict=True)
+        }
+        self.joining_ratio = decision.joining_ratio
+        self.join = {waiting[w]: rank for rank, w in enumerate(decision.join)}
+        self.reorders = decision.reorders
+        self.pause = frozenset(running[p] for p in decision.pause)
+        runtime.current().threads = decision.threads
+        self._open_or_close(batch)
+
+    def _agreed(self, running: list[Req], waiting: list[Req]) -> Decision:
+        """Rank 0's decision: clocks differ between ranks, decisions must not."""
+        ranks = self.scheduler.ps
+        if ranks.tp_size == 1:
+            return self.loop.decide(self.observe(running, waiting))
+        from sglang.srt.utils import broadcast_pyobj
+
+        group = self.scheduler.tp_group
+        mine = [self.loop.decide(self.observe(running, waiting))] if ranks.tp_rank == 0 else []
+        (decision,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
+        return decision
+
+    def _open_or_close(self, batch: ScheduleBatch) -> None:
+        """SGLang stops looking at its queue once a batch is full. Close it when nobody is to
+        join, and open it again when more could be admitted than when it found no room."""
+        if not self.join:
+            batch.batch_is_full = bool(self.scheduler.waiting_queue)
+            self.budget_at_refusal = None
+        elif batch.batch_is_full and (
+            self.budget_at_refusal is None or self.budget() > self.budget_at_refusal
+        ):
+            batch.batch_is_full = False
+
+    def budget(self) -> int:
+        """Tokens of requests that could be admitted, once they are at their ratios."""
+        elastic = runtime.current().elastic
+        return elastic.admission_tokens(self._reclaimable(), self.joining_ratio)[1]
+
+
+def deciding() -> Deciding:
+    """This process's decision in force; hooks call it only once the scheduler exists."""
+    found = runtime.current().deciding
+    assert found is not None, "eLLM is enabled, but SGLang's scheduler was not built"
+    return found
+
+
+# -- hooks ----------------------------------------------------------------------------------
+
+
+def decide(scheduler: Scheduler, running_batch: ScheduleBatch) -> None:
+    """Before `Scheduler.get_new_batch_prefill`: what is to happen in this iteration."""
+    deciding().decide(running_batch)
+
+
+def order_waiting(_: Any, policy: Any, waiting_queue: list[Req], *args: Any, **kw: Any) -> Any:
+    """After `SchedulePolicy.calc_priority`: those who may join first, in the policy's order, or
+    in SGLang's where the policy has none of its own."""
+    ours = deciding()
+    last = len(ours.join)
+    if ours.reorders:
+        waiting_queue.sort(key=lambda req: ours.join.get(req, last))
+    else:
+        waiting_queue.sort(key=lambda req: req not in ours.join)
+    return _
+
+
+def may_join(req: Req) -> bool:
+    """Whether the policy lets this waiting request join now."""
+    return req in deciding().join
+
+
+def step_out(
+    original: Callable[..., ScheduleBatch], scheduler: Scheduler, batch: ScheduleBatch
+) -> ScheduleBatch:
+    """Around `Scheduler.update_running_batch`: take the paused requests out for one step."""
+    ours = deciding()
+    running = batch
+    paused = _split(batch, ours.pause)
+    if paused is not None:
+        ours.apply_targets(paused.reqs, sitting_out=True)
+    result = original(scheduler, running)
+    if paused is not None and result.is_empty():
+        return original(scheduler, paused)
+    ours.paused = paused
+    return result
+
+
+def rejoin(scheduler_or_checker: Any, *_: Any, **__: Any) -> None:
+    """Before `Scheduler.process_input_requests` (and SGLang's check of a busy server): those who
+    sat out are running requests like any other, for instance to be aborted."""
+    ours = deciding()
+    paused, ours.paused = ours.paused, None
+    if paused is not None:
+        ours.scheduler.running_batch.merge_batch(paused)
+
+
+def _split(batch: ScheduleBatch, pause: frozenset[Req]) -> ScheduleBatch | None:
+    """Take the requests to pause out of `batch` and return them as a batch of their own.
+
+    Nobody is paused while some request has penalties: SGLang's penalizers count tokens per
+    batch and cannot be taken apart and put together again.
+    """
+    if not pause or batch.sampling_info.penalizer_orchestrator.is_required:
+        return None
+    out = [i for i, r in enumerate(batch.reqs) if r in pause]
+    stay = [i for i, r in enumerate(batch.reqs) if r not in pause]
+    if not out or not stay:
+        return None
+    paused = copy.copy(batch)
+    paused.sampling_info = copy.copy(batch.sampling_info)
+    paused.sampling_info.penalizer_orchestrator = copy.copy(
+        batch.sampling_info.penalizer_orchestrator
+    )
+    paused.filter_batch(keep_indices=out)
+    batch.filter_batch(keep_indices=stay)
+    return paused

@@ -1,0 +1,86 @@
+"""Starts the closed loop once SGLang's scheduler stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ellm_sgl.control import Arrival, ControlLoop, RequestBook, ServerLimits, StepLog
+from ellm_sgl.control.book import slots_array
+from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
+from ellm_sgl.policies import MemoryState, Policy
+from ellm_sgl.policies.registry import create
+from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.calibration import calibrate, model_shape
+from ellm_sgl.sglang.deciding import Deciding
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_MODELS: dict[str, type[PaperLatencyModel] | type[RooflineLatencyModel]] = {
+    "roofline": RooflineLatencyModel,
+    "paper": PaperLatencyModel,
+}
+
+
+def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    """After `Scheduler.__init__`: measure the machine, build the policy, ask it once."""
+    ours = runtime.current()
+    settings = ours.config
+    shape = model_shape(scheduler.model_config, scheduler.ps.tp_size)
+    runner = scheduler.tp_worker.model_runner
+    ours.hardware = calibrate(runner, ours.mixed_rows(runner), shape)
+    model: LatencyModel = _MODELS[settings.latency_model](shape, ours.hardware)
+    limits = ServerLimits(
+        model=shape,
+        hardware=ours.hardware,
+        max_running=scheduler.max_running_requests,
+        tpot_slo_s=math.inf if settings.tpot_slo_ms is None else settings.tpot_slo_ms / 1e3,
+        transient_tokens=ours.elastic.transient_tokens,
+    )
+    loop = ControlLoop(
+        create(settings.policy, settings.options),
+        settings.policy_budget_ms / 1e3,
+        StepLog(model),
+        limits,
+    )
+    warm_up(loop)
+    ours.deciding = Deciding(loop, scheduler)
+    logger.info("eLLM policy %s; %s", settings.policy, ours.hardware)
+
+
+def switch_policy(name: str, policy: Policy) -> None:
+    """Ask `policy` from the next iteration on."""
+    ours = runtime.current()
+    assert ours.deciding is not None
+    ours.deciding.loop.switch(policy)
+    warm_up(ours.deciding.loop)
+    ours.policy_name = name
+
+
+def warm_up(loop: ControlLoop) -> None:
+    """Ask about some made-up requests under pressure, so that the imports and compilations of a
+    policy are not the first step's."""
+    table = runtime.current().table
+    tokens = table.unit_limit // table.shape.num_groups * table.shape.block_tokens
+    memory = MemoryState(
+        block_tokens=table.shape.block_tokens,
+        device_tokens=tokens,
+        device_free_tokens=tokens,
+        host_tokens=runtime.current().elastic.host_tokens(),
+        host_free_tokens=runtime.current().elastic.host_tokens(free=True),
+        transient_tokens=loop.limits.transient_tokens,
+        overhead_tokens=runtime.current().elastic.overhead_tokens(),
+    )
+    book = RequestBook()
+    arrival = Arrival(tokens // 2, tokens // 2, 64, 0.0, 0, math.inf, math.inf)
+    slots = slots_array([book.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)])
+    lengths, none = np.full(4, tokens // 2), np.zeros(4, np.int64)
+    running = book.running(slots[:4], lengths, none, none, 0.0)
+    loop.safe.warm_up(loop.state(0.0, running, book.waiting(slots[4:], 0.0), memory))

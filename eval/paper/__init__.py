@@ -1,0 +1,1 @@
+"""The eLLM paper's evaluation, redone in the simulator; see `ellm-sgl paper`."""

@@ -1,0 +1,70 @@
+"""What bounds a gain on a machine, by the latency model alone: no simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ellm_sgl.eval.paper.claims import FUSED_RATIO
+from ellm_sgl.eval.simulator import Machine, Settings
+from ellm_sgl.eval.simulator.settings import device_model
+from ellm_sgl.latency import StepWork
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of requests of one length that fill device memory. Times in seconds."""
+
+    machine: str
+    requests: int
+    """b that fills memory."""
+    step_s: float
+    """Their decode step, all cached."""
+    fixed_s: float
+    """The part of it that does not depend on them: overhead, reading the weights."""
+    free_swap: float
+    """Tokens that can be fetched while that step runs, as a share of device memory."""
+    free_recompute: float
+    """Tokens that can be recomputed before they lengthen that step by 1 %, likewise."""
+    throughput_ceiling: float
+    """Tokens per second with any number of further requests whose KV is restored at no cost, over
+    those of a full memory: 1 + fixed / (step - fixed). No policy can do better."""
+    fused_tpot: float
+    """Step with r = 0.4 recomputed in one pass with the decode rows, over two passes."""
+
+
+def bounds(machine: Machine, tokens: int, settings: Settings) -> Bounds:
+    """Bounds for requests of `tokens` tokens each."""
+    fused = device_model(machine, replace(settings, restore="recompute"))
+    apart = device_model(machine, replace(settings, restore="recompute", fused=False))
+    requests = max(machine.kv_tokens // tokens, 1)
+
+    def work(share: float, count: int = requests) -> StepWork:
+        n = share * tokens
+        return StepWork(count, float(count * tokens), count * n, count * n * n)
+
+    step_s = float(fused.step_seconds(work(0.0)))
+    fixed_s = max(float(fused.step_seconds(StepWork(1, 1.0))), 1e-12)
+    free = _share_within(lambda share: float(fused.step_seconds(work(share))), 1.01 * step_s)
+    token_s = machine.shape.kv_bytes_per_token / machine.profile.link_bytes_per_s
+    growing = max(step_s - fixed_s, 1e-12)
+    mixed = work(FUSED_RATIO)
+    return Bounds(
+        machine=machine.name,
+        requests=requests,
+        step_s=step_s,
+        fixed_s=fixed_s,
+        free_swap=step_s / token_s / machine.kv_tokens,
+        free_recompute=free,
+        throughput_ceiling=1 + fixed_s / growing,
+        fused_tpot=float(fused.step_seconds(mixed)) / float(apart.step_seconds(mixed)),
+    )
+
+
+def _share_within(seconds: Callable[[float], float], limit_s: float) -> float:
+    """The largest share in [0, 1] whose step takes no longer than `limit_s`."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(middle) <= limit_s else (low, middle)
+    return low

@@ -1,0 +1,102 @@
+"""Simulations as jobs: small, picklable, run on a pool of processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+
+from ellm_sgl.eval.goodput import goodput
+from ellm_sgl.eval.simulator import Load, Settings, SimReport, preset, simulate
+from ellm_sgl.eval.workloads import LENGTHS, paper_workload
+
+MAX_NEW_TOKENS = {"sharegpt": 4096, "l-eval": 16_384}
+"""What requests say they may generate: servers do not know output lengths."""
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """A load to draw: the paper's arrivals and a data set's lengths."""
+
+    data_set: str
+    requests: int
+    per_second: float | None = None
+    """None: the paper's rate."""
+    tpot_slo_s: float = float("inf")
+    ttft_slo_s: float = float("inf")
+    seed: int = 0
+
+    def draw(self) -> Load:
+        trace = paper_workload(self.data_set, self.requests, self.seed, self.per_second)
+        return Load.of(trace, MAX_NEW_TOKENS[self.data_set], self.tpot_slo_s, self.ttft_slo_s)
+
+    @property
+    def output_mean(self) -> float:
+        """Mean output tokens of the data set."""
+        return LENGTHS[self.data_set].output.mean
+
+
+@dataclass(frozen=True)
+class Job:
+    """One simulation, or a search for the goodput with many."""
+
+    figure: str
+    variant: str
+    machine: str
+    """A preset."""
+    load: LoadSpec
+    settings: Settings
+    x: float = 0.0
+    """Where it stands on the figure's axis."""
+    search: tuple[float, float] | None = None
+    """Rates between which to search the goodput."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A job and its result."""
+
+    job: Job
+    report: SimReport | None
+    goodput: float = 0.0
+    """Requests per second, of a search."""
+
+    @property
+    def sim(self) -> SimReport:
+        assert self.report is not None, "a goodput search has no report"
+        return self.report
+
+
+def run_job(job: Job) -> Done:
+    machine = preset(job.machine)
+    if job.search is None:
+        return Done(job, simulate(machine, job.settings, job.load.draw()))
+
+    def attainment(rate: float) -> float:
+        load = replace(job.load, per_second=rate).draw()
+        return simulate(machine, job.settings, load).summary.slo_attainment
+
+    return Done(job, None, goodput(attainment, *job.search))
+
+
+def run_all(jobs: Sequence[Job], workers: int, tick: Callable[[Done], None]) -> list[Done]:
+    """Run all jobs; results in their order. `tick` is called as each is done."""
+    if workers == 1:
+        results = []
+        for job in jobs:
+            results.append(run_job(job))
+            tick(results[-1])
+        return results
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context)
+    try:
+        futures = [pool.submit(run_job, job) for job in jobs]
+        pending: set[Future[Done]] = set(futures)
+        while pending:
+            finished, pending = wait(pending, return_when=FIRST_COMPLETED)
+            for future in finished:
+                tick(future.result())
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

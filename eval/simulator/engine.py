@@ -1,0 +1,332 @@
+"""The discrete-event loop: one iteration of SGLang's scheduler after the other, on numbers.
+
+An iteration is what the server does: take arrivals in, ask the policy, admit within SGLang's
+budgets, then run either a prefill step (chunked; decoding waits, as SGLang has it without mixed
+chunks) or a decode step. Time is the latency model's. The same seed gives the same result.
+
+For speed, up to `Settings.stride` decode steps follow one decision where nothing else can happen:
+no request ends within them, no arrival is due, none sits out. Their times are summed exactly, each
+with its own lengths; memory for their tokens is taken at once, and what that evicts is spread over
+them. A stride of 1 is the server's own granularity.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ellm_sgl.control.steps import StepLog
+from ellm_sgl.eval.simulator.admission import (
+    Candidate,
+    Chunk,
+    NewTokenRatio,
+    PrefillLimits,
+    UnderWay,
+    admit,
+    reserved_tokens,
+)
+from ellm_sgl.eval.simulator.clock import VirtualClock
+from ellm_sgl.eval.simulator.elastic import Elastic
+from ellm_sgl.eval.simulator.load import Load, Progress
+from ellm_sgl.eval.simulator.machines import Machine
+from ellm_sgl.eval.simulator.modes import Grown, Mode
+from ellm_sgl.eval.simulator.record import Record
+from ellm_sgl.eval.simulator.settings import Settings, build_mode, device_model
+from ellm_sgl.eval.traces import FloatArray, IntArray
+from ellm_sgl.latency import StepWork
+
+Tick = Callable[[int], None]
+"""Called with the number of requests that have ended."""
+
+
+class Simulation:
+    """One server serving one load. Run it once.
+
+    Args:
+        machine: model and device.
+        settings: of the server.
+        load: what it is asked.
+
+    Raises:
+        ConfigError: the policy or its options make no sense.
+    """
+
+    def __init__(self, machine: Machine, settings: Settings, load: Load) -> None:
+        self.machine = machine
+        self.settings = settings
+        self.load = load
+        self.progress = Progress(load)
+        self.clock = VirtualClock()
+        self.mode: Mode = build_mode(machine, settings, load, self.progress, self.clock)
+        self.record = Record(len(load))
+        self._device = device_model(machine, settings)
+        self._ratio = NewTokenRatio.of(settings.conservativeness)
+        self._limits = PrefillLimits(settings.block_tokens, settings.chunk_tokens)
+        self._running: list[int] = []
+        self._waiting: IntArray = np.zeros(0, np.int64)
+        self._arrived = 0
+        self._under_way: UnderWay | None = None
+        self._full = False
+        """SGLang's `batch_is_full`: nobody is considered until somebody has left."""
+        self._refused_at: int | None = None
+        """Room when memory last ran out for those who wait."""
+        self._step_s = 0.0
+        """Time of the latest decode step."""
+
+    def run(self, tick: Tick | None = None) -> Record:
+        """Serve everything; returns what happened."""
+        began = time.perf_counter()
+        while self.record.ended < len(self.load):
+            self._iterate()
+            if tick is not None:
+                tick(self.record.ended)
+        self.record.wall_s = time.perf_counter() - began
+        return self.record
+
+    # -- one iteration ----------------------------------------------------------------------
+
+    def _iterate(self) -> None:
+        self._take_arrivals()
+        if not self._running and not len(self._waiting) and self._under_way is None:
+            self._rest()
+            return
+        turn = self.mode.turn(self.clock.now_s, self._running, self._waiting)
+        chunks = self._admit(turn.join)
+        if chunks:
+            self._prefill(chunks)
+        elif self._running:
+            self._decode([i for i in self._running if i not in turn.pause] or self._running,
+                         steady=not turn.pause)  # fmt: skip
+        elif self._arrived < len(self.load):
+            self._rest()
+        else:
+            raise RuntimeError(
+                f"the policy {self.settings.policy} lets none of {len(self._waiting)} waiting "
+                "requests join an idle server"
+            )
+
+    def _take_arrivals(self) -> None:
+        due = int(np.searchsorted(self.load.at_s, self.clock.now_s, side="right"))
+        taken = []
+        for request in range(self._arrived, due):
+            if self._impossible(request):
+                self.progress.refused[request] = True
+                self.record.ended += 1
+                continue
+            self.mode.arrived(request, self.clock.now_s)
+            taken.append(request)
+        self._arrived = due
+        if taken:
+            self._waiting = np.concatenate((self._waiting, np.array(taken, np.int64)))
+
+    def _impossible(self, request: int) -> bool:
+        """Whether all of it together would be more than the device holds, where that matters."""
+        if isinstance(self.mode, Elastic):
+            return False
+        tokens = self.load.prompt_tokens[request] + self.load.output_tokens[request]
+        return bool(tokens + self.settings.block_tokens > self.machine.kv_tokens)
+
+    def _rest(self) -> None:
+        """Nothing to do until the next arrival."""
+        if isinstance(self.mode, Elastic):
+            self.mode.loop.steps.idle()
+        if self._arrived < len(self.load):
+            self.clock.now_s = max(self.clock.now_s, float(self.load.at_s[self._arrived]))
+
+    # -- admission --------------------------------------------------------------------------
+
+    def _admit(self, join: Sequence[int]) -> tuple[Chunk, ...]:
+        self._open_or_close(join)
+        if self._full:
+            join = []
+        if not join and self._under_way is None:
+            return ()
+        budget = self.mode.budget()
+        under_way, running = self._under_way, np.array(self._running, np.int64)
+        busy = len(running) + (under_way is not None)
+        remaining = self.load.max_new_tokens[running] - self.progress.generated[running]
+        admitted = admit(
+            budget,
+            self._limits,
+            reserved_tokens(remaining, self._ratio.current),
+            self.settings.max_running - busy + (under_way is not None),
+            not busy,
+            under_way,
+            map(self._candidate, join),
+        )
+        if admitted.full:
+            self._full = True
+            self._refused_at = budget.eventually
+        return self._started(admitted.chunks)
+
+    def _open_or_close(self, join: Sequence[int]) -> None:
+        """As `Deciding._open_or_close`: the policy may open a full batch again."""
+        if not isinstance(self.mode, Elastic):
+            return
+        if not join:
+            self._full = len(self._waiting) > 0
+            self._refused_at = None
+        elif self._full and (
+            self._refused_at is None or self.mode.budget().eventually > self._refused_at
+        ):
+            self._full = False
+
+    def _candidate(self, request: int) -> Candidate:
+        return Candidate(
+            request=request,
+            tokens=self.mode.prefill_tokens(request),
+            max_new_tokens=self._max_new_tokens(request),
+            generated=int(self.progress.generated[request]),
+            fetched=bool(self.progress.on_host[request]),
+        )
+
+    def _max_new_tokens(self, request: int) -> int:
+        """What it says; SGLang cuts it to what the pool could hold."""
+        room = self.machine.kv_tokens - int(self.load.prompt_tokens[request])
+        said = int(self.load.max_new_tokens[request])
+        if isinstance(self.mode, Elastic):
+            return said
+        return min(said, max(room - 2 * self.settings.block_tokens, 0))
+
+    def _started(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+        """Take those who join out of the queue, and note what is left of the last one's prompt."""
+        joined = [c.request for c in chunks if c.begin == 0]
+        if joined:
+            self._waiting = self._waiting[~np.isin(self._waiting, joined)]
+        self._under_way = None
+        if chunks and not chunks[-1].last:
+            request, end = chunks[-1].request, chunks[-1].end
+            tokens, bound = self.mode.prefill_tokens(request), self._max_new_tokens(request)
+            self._under_way = UnderWay(request, end, tokens, bound)
+        return chunks
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _prefill(self, chunks: tuple[Chunk, ...]) -> None:
+        rows = pairs = spans = squares = fetch_s = 0.0
+        for chunk in chunks:
+            span = self.mode.enter(chunk)
+            if chunk.fetched:
+                fetch_s += self.mode.fetch_seconds(chunk.end)
+            else:
+                count = chunk.end - chunk.begin
+                rows += count
+                pairs += count * chunk.begin + count * (count + 1) / 2
+            spans += span.rows
+            squares += span.squares
+        work = StepWork(0, 0, spans, squares, prefill_rows=rows, prefill_pairs=pairs)
+        seconds = fetch_s
+        if rows:
+            self._log(work)
+            seconds += float(self._device.step_seconds(work))
+        self.clock.now_s += seconds
+        self.record.prefill(self.clock.now_s, int(rows), seconds)
+        for chunk in chunks:
+            if chunk.last:
+                self._prefilled(chunk)
+
+    def _prefilled(self, chunk: Chunk) -> None:
+        request = chunk.request
+        self.progress.kv_tokens[request] = chunk.end
+        self._running.append(request)
+        if chunk.fetched:
+            self.progress.on_host[request] = False
+        else:
+            self._tokens_came(np.array([request]), np.array([self.clock.now_s]))
+            self._end_finished()
+
+    def _decode(self, decoding: list[int], steady: bool) -> None:
+        steps = self._stride(decoding) if steady else 1
+        while (fitting := self.mode.steps_that_fit(np.array(decoding), steps)) == 0:
+            victim = self.mode.victim(decoding)
+            decoding = [i for i in decoding if i != victim]
+            self._retract(victim)
+            if not decoding:
+                return
+        ids = np.array(decoding)
+        work = self._decode_work(ids, fitting, self.mode.grow(ids, fitting))
+        self._log(work)
+        seconds = np.broadcast_to(self._device.step_seconds(work), fitting)
+        ends = self.clock.now_s + np.cumsum(seconds)
+        self.progress.kv_tokens[ids] += fitting
+        self.record.blocks(self.progress.kv_tokens[ids], self.settings.block_tokens)
+        self._step_s = float(seconds[-1])
+        self.clock.now_s = float(ends[-1])
+        self._tokens_came(ids, ends)
+        self.mode.decoded(ids, self.clock.now_s)
+        self.record.decode(ends, float(seconds.sum()), len(ids), len(self._waiting), work)
+        self._ratio.decay(fitting)
+        self._end_finished()
+
+    def _stride(self, decoding: list[int]) -> int:
+        """Steps until something else happens."""
+        ids = np.array(decoding)
+        left = int((self.load.output_tokens[ids] - self.progress.generated[ids]).min())
+        steps = min(self.settings.stride, left)
+        if self._arrived < len(self.load) and self._step_s > 0:
+            until = (float(self.load.at_s[self._arrived]) - self.clock.now_s) / self._step_s
+            steps = min(steps, max(math.ceil(until), 1))
+        return max(steps, 1)
+
+    def _decode_work(self, ids: IntArray, steps: int, grown: Grown) -> StepWork:
+        """The work of each of these steps, in arrays."""
+        after = np.arange(1, steps + 1)
+        share = after / steps if steps > 1 else np.ones(1)
+        first, last = grown.first, grown.last
+        tokens = float(self.progress.kv_tokens[ids].sum())
+        if steps == 1:
+            last = first
+        return StepWork(
+            decode_rows=len(ids),
+            decode_tokens=tokens + len(ids) * after,
+            span_rows=first.rows + share * (last.rows - first.rows),
+            span_squares=first.squares + share * (last.squares - first.squares),
+        )
+
+    def _log(self, work: StepWork) -> None:
+        """Tell the control loop; several steps count as their first."""
+        if isinstance(self.mode, Elastic):
+            steps: StepLog = self.mode.loop.steps
+            first = {name: float(np.ravel(value)[0]) for name, value in vars(work).items()}
+            steps.start(StepWork(**first))
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def _tokens_came(self, ids: IntArray, ends: FloatArray) -> None:
+        """Each of these requests got a token at each of these times."""
+        progress = self.progress
+        fresh = np.isnan(progress.first_s[ids])
+        self.record.gaps(ends, progress.last_s[ids][~fresh], int(fresh.sum()))
+        progress.first_s[ids[fresh]] = ends[0]
+        progress.last_s[ids] = ends[-1]
+        progress.generated[ids] += len(ends)
+
+    def _end_finished(self) -> None:
+        progress = self.progress
+        running = np.array(self._running)
+        done = progress.generated[running] >= self.load.output_tokens[running]
+        for request in running[done].tolist():
+            self._running.remove(request)
+            self.mode.leave(request)
+            self.mode.ended(request)
+            self.record.ended += 1
+            self._full = False
+
+    def _retract(self, request: int) -> None:
+        self._running.remove(request)
+        self.mode.leave(request)
+        self.progress.kv_tokens[request] = 0
+        self.mode.retracted(request, self.clock.now_s)
+        self.record.retractions += 1
+        place = 0 if self.mode.resumes_first else len(self._waiting)
+        self._waiting = np.insert(self._waiting, place, request)
+        running = np.array(self._running, np.int64)
+        self._ratio.retracted(
+            int(self.progress.generated[running].sum()),
+            int(self.load.max_new_tokens[running].sum()),
+            len(running),
+        )
+        self._full = False

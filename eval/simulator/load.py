@@ -1,0 +1,71 @@
+"""What a simulation is asked to serve, and what it remembers of each request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ellm_sgl.eval.traces import FloatArray, IntArray, Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Requests in columns, in the order of their arrival."""
+
+    at_s: FloatArray
+    prompt_tokens: IntArray
+    output_tokens: IntArray
+    """Tokens that each will generate; at least 1."""
+    max_new_tokens: IntArray
+    """Tokens that each says it may generate: what a server may plan with."""
+    priority: IntArray
+    tpot_slo_s: FloatArray
+    ttft_slo_s: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.at_s)
+
+    @staticmethod
+    def of(
+        trace: Trace,
+        max_new_tokens: int | None = None,
+        tpot_slo_s: float = math.inf,
+        ttft_slo_s: float = math.inf,
+    ) -> Load:
+        """A trace's requests.
+
+        Args:
+            max_new_tokens: what every request says (more, if it will generate more): the server
+                does not know output lengths. None: it knows them exactly.
+            tpot_slo_s: of every request; inf: none.
+            ttft_slo_s: likewise.
+        """
+        output = trace.output_tokens
+        said = output if max_new_tokens is None else np.maximum(output, max_new_tokens)
+        count = len(trace)
+        return Load(
+            trace.at_s, trace.prompt_tokens, output, said, np.zeros(count, np.int64),
+            np.full(count, tpot_slo_s), np.full(count, ttft_slo_s),
+        )  # fmt: skip
+
+
+class Progress:
+    """How far each request has come. Columns have one entry per request of the load."""
+
+    def __init__(self, load: Load) -> None:
+        count = len(load)
+        self.kv_tokens = np.zeros(count, np.int64)
+        """Tokens whose KV the request has, somewhere; 0 before prefill and after retraction."""
+        self.generated = np.zeros(count, np.int64)
+        self.first_s = np.full(count, np.nan)
+        """When its first token came."""
+        self.last_s = np.full(count, np.nan)
+        """When its latest token came."""
+        self.slot = np.full(count, -1, np.int64)
+        """In the control loop's request book."""
+        self.refused = np.zeros(count, bool)
+        """Larger than a server without partial caching can take."""
+        self.on_host = np.zeros(count, bool)
+        """Its whole KV is in host memory (the whole-request baselines)."""

@@ -1,0 +1,141 @@
+"""What a server does about memory: the interface, and what all modes share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ellm_sgl.eval.simulator.admission import Budget, Chunk
+from ellm_sgl.eval.simulator.load import Load, Progress
+from ellm_sgl.eval.traces import IntArray
+from ellm_sgl.kv import PageTable
+from ellm_sgl.kv.page_table import Blocks
+from ellm_sgl.kv.shape import NONE
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one iteration may do. Requests are named by their number in the load."""
+
+    join: Sequence[int]
+    """Waiting requests that may join, in this order."""
+    pause: frozenset[int] = frozenset()
+    """Running requests that sit out this step."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a step restores, as `StepWork` counts it."""
+
+    rows: float = 0.0
+    squares: float = 0.0
+
+    @staticmethod
+    def of(tokens: IntArray) -> Span:
+        n = tokens.astype(np.float64)
+        return Span(float(n.sum()), float(n @ n))
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What decode steps that run at once restore: the first, and the last; between them it grows
+    or falls evenly."""
+
+    first: Span
+    last: Span
+
+
+class Mode(ABC):
+    """Memory of one simulated server. Sequence numbers of the page table are request numbers."""
+
+    resumes_first: bool = False
+    """Requests that lost their place go to the front of the queue, not to its end."""
+
+    def __init__(self, table: PageTable, load: Load, progress: Progress) -> None:
+        self.table = table
+        self.load = load
+        self.progress = progress
+
+    def arrived(self, request: int, now_s: float) -> None:  # noqa: B027
+        """A request has come. Not every mode keeps a book."""
+
+    def decoded(self, ids: IntArray, now_s: float) -> None:  # noqa: B027
+        """These requests have just got a token each."""
+
+    def retracted(self, request: int, now_s: float) -> None:  # noqa: B027
+        """A running request waits again; `leave` comes before."""
+
+    def ended(self, request: int) -> None:  # noqa: B027
+        """A request has all its tokens; `leave` comes before."""
+
+    @abstractmethod
+    def turn(self, now_s: float, running: Sequence[int], waiting: IntArray) -> Turn:
+        """Asked once per iteration."""
+
+    @abstractmethod
+    def budget(self) -> Budget:
+        """Room for those who join."""
+
+    @abstractmethod
+    def steps_that_fit(self, ids: IntArray, most: int) -> int:
+        """Decode steps, at most so many, whose new tokens find room; 0: somebody has to go."""
+
+    @abstractmethod
+    def enter(self, chunk: Chunk) -> Span:
+        """Memory for a chunk of a prompt. Returns what its step restores."""
+
+    @abstractmethod
+    def grow(self, ids: IntArray, steps: int) -> Grown:
+        """Memory for the next tokens of each of these requests."""
+
+    def victim(self, running: Sequence[int]) -> int:
+        """Who goes when memory is short. As SGLang: who has generated least, of these the one
+        with the longest prompt, of these the latest."""
+        generated, prompt = self.progress.generated, self.load.prompt_tokens
+        return min(running, key=lambda i: (generated[i], -prompt[i], -i))
+
+    def leave(self, request: int) -> None:
+        """A request has ended, or was retracted: its memory is free again."""
+        blocks = self.table.blocks_of(request).copy()
+        self.forget(request)
+        self.table.release(blocks)
+
+    def forget(self, request: int) -> None:
+        self.table.unmap(request)
+
+    def prefill_tokens(self, request: int) -> int:
+        """What has to be computed (or fetched) before a waiting request can decode."""
+        return int(self.load.prompt_tokens[request] + self.progress.generated[request])
+
+    def fetch_seconds(self, tokens: int) -> float:
+        """Time to bring back the whole KV of a request from host memory."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no whole requests on the host")
+
+    def new_blocks(self, ids: IntArray, steps: int) -> IntArray:
+        """Blocks that each of these requests begins within so many steps."""
+        block = self.table.shape.block_tokens
+        tokens = self.progress.kv_tokens[ids]
+        return -(-(tokens + steps) // block) + -tokens // block
+
+    def extend(self, ids: IntArray, steps: int, blocks: Blocks, counts: IntArray) -> None:
+        """Map new blocks, so many for each request."""
+        table, end = self.table, 0
+        lengths = (self.progress.kv_tokens[ids] + steps).tolist()
+        for request, length, count in zip(ids.tolist(), lengths, counts.tolist(), strict=True):
+            table.extend(request, length, blocks[end : end + count])
+            end += count
+
+
+def missing_tokens(table: PageTable, ids: IntArray) -> IntArray:
+    """Tokens of each request in blocks that lack a unit; as `PageTable.uncached_tokens`, for many
+    requests at once (a tail block counts as full)."""
+    if table.none_units == 0 or len(ids) == 0:
+        return np.zeros(len(ids), np.int64)
+    blocks = [table.blocks_of(i) for i in ids.tolist()]
+    lacking = (table.units[np.concatenate(blocks)] == NONE).any(axis=1)
+    starts = np.cumsum([0, *map(len, blocks[:-1])])
+    counts = np.add.reduceat(lacking.astype(np.int64), starts)
+    return np.asarray(counts * table.shape.block_tokens, np.int64)

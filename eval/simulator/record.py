@@ -1,0 +1,89 @@
+"""What happens in a simulation, while it happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ellm_sgl.eval.traces import FloatArray, IntArray
+from ellm_sgl.latency import StepWork
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One iteration, for time series."""
+
+    at_s: float
+    running: int
+    waiting: int
+    uncached_share: float
+    """Restored tokens over all tokens that decoding read."""
+
+
+@dataclass
+class Record:
+    """Counters and series of one simulation. Times are in seconds of its clock."""
+
+    requests: int
+    ended: int = 0
+    retractions: int = 0
+    decode_steps: int = 0
+    decode_s: float = 0.0
+    prefill_steps: int = 0
+    prefill_rows: int = 0
+    """Prompt tokens computed, those computed again after a retraction included."""
+    prefill_s: float = 0.0
+    restored_tokens: float = 0.0
+    """Tokens restored, summed over decode steps."""
+    decoded_tokens: float = 0.0
+    """Σ s_i over decode steps: what `restored_tokens` is a share of."""
+    rows_s: float = 0.0
+    """Running requests times seconds, over decode steps."""
+    held_tokens: float = 0.0
+    """Tokens whose KV decoding requests have, summed over iterations."""
+    held_places: float = 0.0
+    """Token places of their blocks, likewise."""
+    wall_s: float = 0.0
+    """Time that simulating took."""
+    samples: list[Sample] = field(default_factory=list)
+    _gaps: list[FloatArray] = field(default_factory=list)
+
+    def prefill(self, now_s: float, rows: int, seconds: float) -> None:
+        self.prefill_steps += 1
+        self.prefill_rows += rows
+        self.prefill_s += seconds
+
+    def decode(
+        self, ends: FloatArray, seconds: float, rows: int, waiting: int, work: StepWork
+    ) -> None:
+        """Decode steps that ended at these times, and took so long together."""
+        steps = len(ends)
+        self.decode_s += seconds
+        self.rows_s += rows * seconds
+        restored, read = float(np.sum(work.span_rows)), float(np.sum(work.decode_tokens))
+        self.decode_steps += steps
+        self.restored_tokens += restored
+        self.decoded_tokens += read
+        self.samples.append(Sample(float(ends[-1]), rows, waiting, restored / read))
+
+    def blocks(self, tokens: IntArray, block_tokens: int) -> None:
+        """What decoding requests hold, in tokens of each."""
+        self.held_tokens += float(tokens.sum())
+        self.held_places += float((-(-tokens // block_tokens)).sum() * block_tokens)
+
+    def gaps(self, ends: FloatArray, last_s: FloatArray, fresh: int) -> None:
+        """Requests got a token at each of these times.
+
+        Args:
+            last_s: when each had got its latest one before.
+            fresh: further requests, which had none yet.
+        """
+        self._gaps.append(ends[0] - last_s)
+        if len(ends) > 1:
+            self._gaps.append(np.repeat(np.diff(ends), len(last_s) + fresh))
+
+    @property
+    def gaps_s(self) -> FloatArray:
+        """Times between tokens of one request, over all tokens."""
+        return np.concatenate(self._gaps) if self._gaps else np.zeros(0)

@@ -1,0 +1,120 @@
+"""What a step costs that restores KV by recomputation, by swapping, or by both at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
+from ellm_sgl.latency.base import FloatArray, Quantity
+from ellm_sgl.policies.threads import CONFIGURATIONS
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """How the missing KV of a step comes back."""
+
+    shares: tuple[float, ...]
+    """Values of φ, the share of the layers that are recomputed, to choose from; the rest is
+    fetched from host memory. A step takes the one that makes it shortest."""
+    fused: bool = True
+    """Span rows share one pass through the weights with the decode rows."""
+    overlapped: bool = True
+    """Transfers run beside the computing."""
+
+
+BOTH = tuple(sorted({l2 / (l1 + l2) for l1, l2 in CONFIGURATIONS}))
+"""The six configurations of the eLLM paper, and either way alone."""
+
+RESTORATIONS = {
+    "recompute": Restoration((1.0,)),
+    "swap": Restoration((0.0,)),
+    "both": Restoration(BOTH),
+}
+
+
+class RestoringModel(LatencyModel):
+    """Steps as another model predicts them, their spans restored in a given way.
+
+    It is the device of a simulation, and what policies are shown: a policy that plans span rows
+    sees what restoring them costs here. Fixed: it never learns.
+
+    Args:
+        inner: predicts steps in which span rows are recomputed in all layers.
+        shape: gives the KV's size.
+        profile: gives the link, for the transfers' time (Eq. 6).
+        restoration: how spans come back.
+        host_tokens: span tokens that host memory can hold; the rest has to be recomputed. None:
+            all of them.
+    """
+
+    def __init__(
+        self,
+        inner: LatencyModel,
+        shape: ModelShape,
+        profile: HardwareProfile,
+        restoration: Restoration,
+        host_tokens: int | None = None,
+    ) -> None:
+        self._inner = inner
+        self._shares = np.array(restoration.shares)
+        self._restoration = restoration
+        self._token_s = shape.kv_bytes_per_token / profile.link_bytes_per_s
+        self._latency_s = profile.link_latency_s
+        self._host_tokens = math.inf if host_tokens is None else float(host_tokens)
+
+    def step_seconds(self, work: StepWork) -> FloatArray:
+        if not np.any(work.span_rows):
+            return self._inner.step_seconds(work)
+        return np.asarray(self._candidates(work).min(axis=0), np.float64)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Nothing."""
+
+    def _candidates(self, work: StepWork) -> FloatArray:
+        """Seconds for each share (first axis) and each step."""
+        rows = np.asarray(work.span_rows, np.float64)
+        shares = self._shares.reshape((-1,) + (1,) * rows.ndim)
+        shares = np.maximum(shares, 1 - self._host_tokens / np.maximum(rows, 1))
+        swapped = (1 - shares) * rows
+        link = self._token_s * swapped + self._latency_s * (swapped > 0)
+        compute = self._compute_seconds(work, shares)
+        if self._restoration.overlapped:
+            return np.asarray(np.maximum(compute, link))
+        return np.asarray(compute + link)
+
+    def _compute_seconds(self, work: StepWork, shares: Quantity) -> FloatArray:
+        span = {
+            "span_rows": shares * work.span_rows,
+            "span_squares": shares * work.span_squares,
+            "span_prefix": shares * work.span_prefix,
+        }
+        if self._restoration.fused:
+            return self._inner.step_seconds(dataclasses.replace(work, **span))
+        nothing = {name: 0.0 for name in span}
+        apart = self._inner.step_seconds(StepWork(0, 0, **span))
+        decode = self._inner.step_seconds(dataclasses.replace(work, **nothing))
+        return np.where(span["span_rows"] > 0, apart, 0.0) + decode
+
+
+def fetch_seconds(shape: ModelShape, profile: HardwareProfile, tokens: float) -> float:
+    """A whole request's KV fetched from host memory (the `swap` baseline); Eq. (6), l1 = L."""
+    return tokens * shape.kv_bytes_per_token / profile.link_bytes_per_s + profile.link_latency_s
+
+
+def hcache_seconds(shape: ModelShape, profile: HardwareProfile, tokens: float) -> float:
+    """A whole request restored as in HCache (EuroSys'25): of the L layers so many from hidden
+    states, whose K and V are projected again while the next layers' states arrive, and the others
+    from KV, that the link and the projections take as nearly as possible the same time.
+    """
+    element = shape.kv_bytes
+    hidden_s = tokens * shape.hidden * element / profile.link_bytes_per_s
+    kv_s = tokens * shape.kv_bytes_per_token / shape.layers / profile.link_bytes_per_s
+    width = 2 * shape.kv_heads * shape.head_dim
+    project_s = 2.0 * tokens * shape.hidden * width / profile.flops
+    by_hidden = np.arange(shape.layers + 1)
+    link = by_hidden * hidden_s + (shape.layers - by_hidden) * kv_s
+    return float(np.maximum(link, by_hidden * project_s).min()) + profile.link_latency_s

@@ -1,0 +1,155 @@
+"""Settings of a simulated server, and the parts that they lead to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ellm_sgl.config import LATENCY_MODELS, ConfigError
+from ellm_sgl.control import ControlLoop, ServerLimits, StepLog
+from ellm_sgl.eval.simulator.clock import VirtualClock
+from ellm_sgl.eval.simulator.elastic import Elastic
+from ellm_sgl.eval.simulator.load import Load, Progress
+from ellm_sgl.eval.simulator.machines import Machine
+from ellm_sgl.eval.simulator.modes import Mode
+from ellm_sgl.eval.simulator.restoring import (
+    RESTORATIONS,
+    RestoringModel,
+    fetch_seconds,
+    hcache_seconds,
+)
+from ellm_sgl.eval.simulator.whole import WholeRequests
+from ellm_sgl.kv import PageTable, PoolShape
+from ellm_sgl.latency import (
+    HardwareProfile,
+    LatencyModel,
+    PaperLatencyModel,
+    RooflineLatencyModel,
+)
+from ellm_sgl.policies.registry import create
+
+MODES = ("ellm", "recompute", "swap", "hcache")
+LEAST_TRANSIENT = 16_384
+"""SGLang's --max-prefill-tokens: a step may always recompute so many tokens."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One simulated server."""
+
+    mode: str = "ellm"
+    """One of `MODES`."""
+    policy: str = "fcfs"
+    """Asked in mode ellm."""
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
+    restore: str = "both"
+    """How mode ellm brings missing KV back: a key of `RESTORATIONS`."""
+    fused: bool = True
+    """Restored rows share one pass through the model with those that decode."""
+    overlapped: bool = True
+    """Transfers run beside the computing."""
+    latency_model: str = "roofline"
+    """What the device does: "roofline", or "paper", the paper's Eqs. (2)-(4)."""
+    model_error: float = 0.0
+    """Relative error of the latency model that the policy sees: it expects a step to take
+    (1 + error) times what it takes in this respect: 0.2 of compute and memory bandwidth."""
+    tpot_slo_s: float = math.inf
+    """The server's."""
+    block_tokens: int = 16
+    layer_group: int = 4
+    """F, of mode ellm. The baselines keep all layers of a block together."""
+    max_running: int = 256
+    chunk_tokens: int = 8192
+    conservativeness: float = 1.0
+    """SGLang's --schedule-conservativeness."""
+    stride: int = 8
+    """Decode steps that one decision is good for, at most. 1 is what a server does; more is
+    faster, and less exact: see `engine`."""
+
+    def __post_init__(self) -> None:
+        choices = {"mode": MODES, "restore": tuple(RESTORATIONS), "latency_model": LATENCY_MODELS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} {getattr(self, name)!r}: give one of {', '.join(known)}")
+        for name in ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: give a number from 1 up")
+        if self.chunk_tokens < self.block_tokens:
+            raise ConfigError(f"chunk_tokens {self.chunk_tokens}: less than one block")
+        if not self.model_error > -1:
+            raise ConfigError(f"model_error {self.model_error}: must be above -1")
+
+
+def device_model(machine: Machine, settings: Settings, error: float = 0.0) -> LatencyModel:
+    """What a step takes on the machine.
+
+    Args:
+        error: make it wrong by this share: every rate is divided by 1 + error.
+    """
+    profile = _slower(machine.profile, 1 + error)
+    inner: LatencyModel
+    if settings.latency_model == "paper":
+        inner = PaperLatencyModel(machine.shape, profile)
+    else:
+        inner = RooflineLatencyModel(machine.shape, profile)
+    restoration = dataclasses.replace(
+        RESTORATIONS[settings.restore], fused=settings.fused, overlapped=settings.overlapped
+    )
+    return RestoringModel(inner, machine.shape, machine.profile, restoration, machine.host_tokens)
+
+
+def build_mode(
+    machine: Machine, settings: Settings, load: Load, progress: Progress, clock: VirtualClock
+) -> Mode:
+    """Page table, memory and control loop of a server.
+
+    Raises:
+        ConfigError: as `registry.create`.
+    """
+    shape, block = machine.shape, settings.block_tokens
+    elastic = settings.mode == "ellm"
+    group = min(settings.layer_group, shape.layers) if elastic else shape.layers
+    pool = PoolShape(shape.layers, group, block)
+    device_blocks = machine.kv_tokens // block
+    if device_blocks < 1:
+        raise ConfigError(f"{machine.kv_tokens} KV tokens are less than one block of {block}")
+    units = device_blocks * pool.num_groups
+    if not elastic:
+        fetch = {
+            "recompute": None,
+            "swap": partial(fetch_seconds, shape, machine.profile),
+            "hcache": partial(hcache_seconds, shape, machine.profile),
+        }[settings.mode]
+        table = PageTable(pool, device_blocks, units)
+        return WholeRequests(table, load, progress, fetch)
+    longest = int((load.prompt_tokens + load.output_tokens).max(initial=1))
+    transient = max(longest, LEAST_TRANSIENT)
+    logical = max(
+        machine.kv_tokens + transient + settings.max_running * block,
+        4 * machine.kv_tokens + 2 * longest,
+    )
+    host = 0 if settings.restore == "recompute" else machine.host_tokens
+    host_blocks = -(-logical // block) if host is None else host // block
+    table = PageTable(pool, -(-logical // block), units, host_blocks * pool.num_groups)
+    loop = ControlLoop(
+        create(settings.policy, settings.policy_options),
+        math.inf,
+        StepLog(device_model(machine, settings, settings.model_error), clock),
+        ServerLimits(shape, machine.profile, settings.max_running, settings.tpot_slo_s, transient),
+    )
+    return Elastic(table, load, progress, loop, transient)
+
+
+def _slower(profile: HardwareProfile, factor: float) -> HardwareProfile:
+    return dataclasses.replace(
+        profile,
+        flops=profile.flops / factor,
+        device_bytes_per_s=profile.device_bytes_per_s / factor,
+        attention_flops=profile.attention_flops / factor,
+        step_overhead_s=profile.step_overhead_s * factor,
+        row_overhead_s=profile.row_overhead_s * factor,
+    )

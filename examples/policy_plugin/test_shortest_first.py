@@ -1,0 +1,29 @@
+"""What this policy promises, and the rules that every policy keeps."""
+
+from __future__ import annotations
+
+import pytest
+from shortest_first import ShortestFirst
+
+from ellm_sgl.policies.conformance import check_policy
+from ellm_sgl.policies.generate import make_state, requests
+
+
+def test_it_keeps_the_rules() -> None:
+    check_policy(ShortestFirst, budget_ms=None)  # timing is for a quiet machine
+
+
+def test_the_shortest_joins_first() -> None:
+    state = make_state(requests([]), requests([300, 100, 200]), device_tokens=4096)
+    assert ShortestFirst().batch(state).join == (1, 2, 0)
+
+
+def test_waiting_makes_a_request_shorter() -> None:
+    waiting = requests([300, 100], waited_s=[11.0, 0.0])
+    state = make_state(requests([]), waiting, device_tokens=4096)
+    assert ShortestFirst(tokens_per_second=20.0).batch(state).join == (0, 1)
+
+
+def test_long_requests_must_not_wait_for_ever() -> None:
+    with pytest.raises(ValueError, match="tokens_per_second is 0"):
+        ShortestFirst(tokens_per_second=0)

@@ -1,0 +1,71 @@
+// The C interface that library.py loads through ctypes, which releases the GIL during a call.
+#include <cstdint>
+
+#include "attention.h"
+#include "plan.h"
+#include "run.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace ellm {
+namespace {
+
+constexpr int kNone = -1;
+
+const Kernels* const kTable[] = {
+    &kPortable,
+#ifdef ELLM_X86
+    &kAvx2,
+    &kAvx512,
+#endif
+};
+
+bool runs_here(int isa) {
+#ifdef ELLM_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  if (isa == 1) return avx2;
+  if (isa == 2) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }
+#endif
+  return isa == 0;
+}
+
+}  // namespace
+}  // namespace ellm
+
+using namespace ellm;
+
+// What the sources were when this was built: library.py compares it with what they are.
+EXPORT const char* ellm_sources() { return ELLM_SOURCES; }
+
+// Name of the best instruction set for this head size among the first `most` + 1 (all if -1), and
+// its index in *isa; null where there is none.
+EXPORT const char* ellm_instruction_set(int most, int head_dim, int32_t* isa) {
+  const int last = static_cast<int>(sizeof kTable / sizeof *kTable) - 1;
+  for (int i = most < 0 || most > last ? last : most; i >= 0; --i) {
+    if (runs_here(i) && head_dim % kTable[i]->width == 0) {
+      *isa = i;
+      return kTable[i]->name;
+    }
+  }
+  *isa = kNone;
+  return nullptr;
+}
+
+EXPORT Plan* ellm_make_plan(const PlanArguments* arguments) { return make_plan(*arguments); }
+
+EXPORT void ellm_free_plan(Plan* plan) { delete plan; }
+
+EXPORT void ellm_attend(const Plan* plan, const Call* call, int64_t rows) {
+  attend(*plan, *call, rows, *kTable[call->isa]);
+}
+
+EXPORT void ellm_copy_units(char* to, const int64_t* to_units, const char* from,
+                            const int64_t* from_units, int64_t count, int64_t unit_bytes,
+                            int threads) {
+  copy_units(to, to_units, from, from_units, count, unit_bytes, threads);
+}

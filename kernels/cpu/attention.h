@@ -1,0 +1,70 @@
+// What the dispatching code (plain C++) and the vector code (compiled once per instruction set) share.
+// Plain structs only: an inline function or template here would be compiled with AVX-512 in one
+// translation unit and then be used by all of them.
+#pragma once
+
+#include <cstdint>
+
+namespace ellm {
+
+enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// Tokens whose KV is handled together. Boundaries are multiples of these positions, whatever the
+// number of threads and wherever the KV comes from: sums keep their order, results their bits.
+constexpr int kKeys = 64;          // keys between two updates of the running maximum, K1 ...
+constexpr int kDecodeStep = 32;    // ... and K2
+constexpr int kDecodeKeys = 512;   // keys of one work item of a decode row
+constexpr int kColumns = 64;       // query rows × query heads of one work item of a row range
+
+// One attention call. Strides are in elements of the tensor they belong to.
+struct Call {
+  const void* q;       // [rows, heads, head_dim]
+  const void* k;       // [rows, kv_heads, head_dim]; once converted: of the pool's type
+  const void* v;
+  void* keys;          // [units, block_tokens, kv_heads, head_dim]
+  void* values;
+  void* out;           // [out_rows, heads, head_dim], contiguous
+  int64_t q_stride, k_stride, v_stride;  // from row to row
+  int64_t unit_stride, token_stride;     // of keys and of values
+  int64_t out_rows;
+  int32_t heads, kv_heads, head_dim, block_tokens;
+  int32_t row_type;    // of q, k, v and out
+  int32_t pool_type;   // of keys and values
+  int32_t threads;
+  int32_t isa;         // index into the table of instruction sets (api.cpp)
+  float scale;
+  float delta;         // share of the threads that begin with row ranges
+};
+
+// Where the KV of one request's tokens is.
+struct Source {
+  const int64_t* blocks;  // per token block: its unit, or ~r: its first token would be row r
+  int64_t boundary;       // tokens from here on are rows of the step ...
+  int64_t boundary_row;   // ... beginning with this one
+};
+
+// One instruction set's kernels. `scratch` is 64-byte aligned, `scratch_floats` long.
+struct Kernels {
+  const char* name;
+  int width;  // head_dim must be a multiple of it
+
+  int64_t (*scratch_floats)(const Call&);
+
+  // All heads of row `row` over tokens [begin, end): unnormalised sums o [heads, head_dim],
+  // maxima m [heads] and sums of weights l [heads].
+  void (*decode)(const Call&, const Source&, int64_t row, int64_t begin, int64_t end,
+                 float* scratch, float* o, float* m, float* l);
+
+  // Columns [first, first + columns) of rows row, row + 1, ... at positions position, ...;
+  // column c is row c / group, head c % group of the heads that share `kv_head`. Writes `out`.
+  void (*tile)(const Call&, const Source&, int64_t row, int64_t position, int kv_head,
+               int64_t first, int columns, float* scratch);
+};
+
+extern const Kernels kPortable;
+#ifdef ELLM_X86
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace ellm

@@ -1,0 +1,192 @@
+"""Attention over the paged pool by the compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import weakref
+
+import numpy as np
+import torch
+
+from ellm_sgl.kernels.cpu.library import (
+    ISA_VARIABLE,
+    Call,
+    PlanArguments,
+    instruction_set,
+    load,
+    loaded,
+)
+from ellm_sgl.kernels.layout import GroupLayout
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Types of rows and of the pool, as attention.h numbers them."""
+
+
+def supports(head_dim: int, row_type: torch.dtype, pool_type: torch.dtype) -> bool:
+    """Whether the compiled kernels are there, and can do this."""
+    if load().library is None or not {row_type, pool_type} <= TYPES.keys():
+        return False
+    return instruction_set(head_dim, os.environ.get(ISA_VARIABLE)) is not None
+
+
+def instruction_set_name(head_dim: int) -> str:
+    """Of the kernels that run for heads of this size.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _instruction_set(head_dim, os.environ.get(ISA_VARIABLE))[1]
+
+
+def mixed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layout: GroupLayout,
+    scale: float,
+    out_rows: int | None = None,
+    delta: float = 0.5,
+) -> torch.Tensor:
+    """See `reference.mixed_attention`: same arguments, same result, in one call for all rows.
+
+    Single rows (decoding) and longer ranges of rows (prompts and spans) are work items of two
+    queues; a thread that finds its queue empty takes from the other. For given tensors, a row's
+    result is the same to the bit whatever the number of threads and wherever KV comes from.
+
+    Args:
+        delta: share of the threads, 0..1, that begin with the ranges of rows.
+
+    Raises:
+        ValueError: `supports` says no, or a tensor is not laid out as the reference says.
+    """
+    plan = _prepare(layout, keys.shape[1])
+    rows = layout.rows if out_rows is None else out_rows
+    heads, head_dim = q.shape[1:]
+    out = q.new_empty((rows, heads, head_dim))
+    isa, _ = _instruction_set(head_dim, os.environ.get(ISA_VARIABLE))
+    q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
+    if k.shape[0] < layout.rows or q.shape[0] < rows or len(keys) <= plan.largest_unit:
+        raise ValueError(f"fewer rows or units than the layout speaks of: {q.shape}, {keys.shape}")
+    if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
+        raise ValueError(f"strides of keys and values: {keys.stride()}, {values.stride()}")
+    try:
+        row_type, pool_type = TYPES[q.dtype], TYPES[keys.dtype]
+    except KeyError as error:
+        raise ValueError(f"no kernel for {error}") from None
+    call = Call(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        out.data_ptr(), q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
+        rows, heads, k.shape[1], head_dim, keys.shape[1], row_type, pool_type,
+        torch.get_num_threads(), isa, scale, delta,
+    )  # fmt: skip
+    loaded().ellm_attend(plan.handle, ctypes.byref(call), layout.rows)
+    return out
+
+
+def copy_units(
+    target: torch.Tensor,
+    target_units: torch.Tensor,
+    source: torch.Tensor,
+    source_units: torch.Tensor,
+    threads: int = 1,
+) -> None:
+    """Copy unit `source_units[i]` of `source` to unit `target_units[i]` of `target`, for all i.
+
+    The interpreter is free meanwhile: meant for a thread that moves KV between pool and host.
+
+    Args:
+        target, source: [units, ...], contiguous, same dtype and unit size.
+        target_units, source_units: int64 [n]; no unit appears twice in `target_units`.
+
+    Raises:
+        ValueError: other shapes or types, or a unit out of range.
+    """
+    if not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError("copy_units needs contiguous buffers")
+    if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
+        raise ValueError(f"units differ: {target.shape}, {source.shape}")
+    if len(target_units) != len(source_units):
+        raise ValueError(f"{len(source_units)} units to {len(target_units)} places")
+    if len(target_units) == 0:
+        return
+    lists = []
+    for units, buffer in ((target_units, target), (source_units, source)):
+        units = units.to(torch.int64).contiguous()
+        if int(units.min()) < 0 or int(units.max()) >= len(buffer):
+            raise ValueError(f"a unit is outside 0..{len(buffer) - 1}")
+        lists.append(units)
+    loaded().ellm_copy_units(
+        target.data_ptr(), lists[0].data_ptr(), source.data_ptr(), lists[1].data_ptr(),
+        len(lists[0]), source[0].numel() * source.element_size(), threads,
+    )  # fmt: skip
+
+
+class _Plan:
+    """A layout in the form the kernels read, shared by all layers of its group."""
+
+    def __init__(self, layout: GroupLayout, block_tokens: int) -> None:
+        requests = np.array(
+            [
+                (r.new.row, r.new.position, r.new.count, r.blocks.start, r.blocks.stop)
+                for r in layout.requests
+            ],
+            np.int64,
+        )
+        spans = np.array(
+            [
+                (i, span.row, span.position, span.count)
+                for i, request in enumerate(layout.requests)
+                for span in request.spans
+            ],
+            np.int64,
+        )
+        units, write_units = _array(layout.units), _array(layout.write_units)
+        write_offsets = _array(layout.write_offsets)
+        rows, first_row = None, 0
+        if isinstance(layout.write_rows, slice):
+            first_row = layout.write_rows.start
+        else:
+            rows = _array(layout.write_rows)
+        self.largest_unit = max(int(a.max(initial=0)) for a in (units, write_units))
+        arguments = PlanArguments(
+            requests.ctypes.data, spans.ctypes.data, units.ctypes.data,
+            None if rows is None else rows.ctypes.data, write_units.ctypes.data,
+            write_offsets.ctypes.data, len(requests), len(spans), len(units), len(write_units),
+            first_row, block_tokens,
+        )  # fmt: skip
+        library = loaded()
+        self.handle = library.ellm_make_plan(ctypes.byref(arguments))
+        weakref.finalize(self, library.ellm_free_plan, self.handle)
+
+
+_last: tuple[GroupLayout, int, _Plan] | None = None
+
+
+def _prepare(layout: GroupLayout, block_tokens: int) -> _Plan:
+    """The plan of a layout. Layers of a group follow one another, so the last one is kept."""
+    global _last
+    if (last := _last) is not None and last[0] is layout and last[1] == block_tokens:
+        return last[2]
+    plan = _Plan(layout, block_tokens)
+    _last = layout, block_tokens, plan
+    return plan
+
+
+@functools.cache
+def _instruction_set(head_dim: int, most: str | None) -> tuple[int, str]:
+    if (found := instruction_set(head_dim, most)) is None:
+        raise ValueError(f"no kernel for heads of {head_dim}")
+    return found
+
+
+def _packed_heads(x: torch.Tensor) -> torch.Tensor:
+    """Rows may lie apart (they are cut from one QKV tensor); a row's heads may not."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.ascontiguousarray(tensor.numpy())

@@ -1,0 +1,40 @@
+// The vector kernels, compiled once per instruction set; ELLM_KERNELS names the table.
+#include "decode.h"
+#include "tile.h"
+
+namespace {
+
+int64_t scratch_floats(const Call& call) {
+  const int64_t decode = row_floats(call), tile = tile_floats(call.head_dim);
+  return decode > tile ? decode : tile;
+}
+
+void decode(const Call& call, const Source& source, int64_t row, int64_t begin, int64_t end,
+            float* scratch, float* o, float* m, float* l) {
+  switch (call.pool_type) {
+    case ellm::kFloat32:
+      return decode_as<Float32>(call, source, row, begin, end, scratch, o, m, l);
+    case ellm::kBFloat16:
+      return decode_as<BFloat16>(call, source, row, begin, end, scratch, o, m, l);
+    default:
+      return decode_as<Float16>(call, source, row, begin, end, scratch, o, m, l);
+  }
+}
+
+void tile(const Call& call, const Source& source, int64_t row, int64_t position, int kv_head,
+          int64_t first, int columns, float* scratch) {
+  switch (call.pool_type) {
+    case ellm::kFloat32:
+      return tile_as<Float32>(call, source, row, position, kv_head, first, columns, scratch);
+    case ellm::kBFloat16:
+      return tile_as<BFloat16>(call, source, row, position, kv_head, first, columns, scratch);
+    default:
+      return tile_as<Float16>(call, source, row, position, kv_head, first, columns, scratch);
+  }
+}
+
+}  // namespace
+
+namespace ellm {
+extern const Kernels ELLM_KERNELS = {ELLM_NAME, W, scratch_floats, decode, tile};
+}

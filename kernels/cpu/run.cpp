@@ -1,0 +1,266 @@
+// One attention call: KV of the step's rows to the pool, then all work items on all threads.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "convert.h"
+#include "plan.h"
+#include "run.h"
+#include "threads.h"
+
+namespace ellm {
+namespace {
+
+// Work for which it is worth waking another thread, in microseconds of one thread.
+constexpr double kWorthWaking = 30;
+// Rough speeds of one thread: only to compare work items and to choose a number of threads.
+constexpr double kBytesPerMicrosecond = 10e3, kFlopsPerMicrosecond = 40e3;
+
+enum class Use { kScratch, kPartials };
+
+// Memory that stays with its thread from call to call.
+template <Use use>
+float* thread_memory(int64_t floats) {
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<float, Free> memory;
+  thread_local int64_t size = 0;
+  if (floats > size) {
+    size = (floats + 15) / 16 * 16;
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, size * sizeof(float))));
+  }
+  return memory.get();
+}
+
+int useful_threads(const Call& call, double microseconds) {
+  return std::max(1, std::min<int>(call.threads, 1 + static_cast<int>(microseconds / kWorthWaking)));
+}
+
+// Applies `each(begin, end)` to parts of [0, count), on several threads if that is worth it.
+template <class F>
+void split(const Call& call, int64_t count, double microseconds, const F& each) {
+  constexpr int64_t kPart = 64;
+  std::atomic<int64_t> next{0};
+  run_on_threads(useful_threads(call, microseconds), [&](int) {
+    for (int64_t begin; (begin = next.fetch_add(kPart)) < count;) {
+      each(begin, std::min(begin + kPart, count));
+    }
+  });
+}
+
+// Converts `rows` rows of k and v to the pool's type; afterwards `call` describes the copies.
+void convert_rows(Call& call, int64_t rows, std::vector<char>& copies) {
+  const int64_t width = int64_t{call.kv_heads} * call.head_dim, bytes = size_of(call.pool_type);
+  copies.resize(2 * rows * width * bytes);
+  const void* from[2] = {call.k, call.v};
+  const int64_t strides[2] = {call.k_stride, call.v_stride};
+  split(call, rows, 2.0 * rows * width / 1e3, [&](int64_t begin, int64_t end) {
+    for (int which = 0; which < 2; ++which) {
+      for (int64_t row = begin; row < end; ++row) {
+        for (int64_t i = 0; i < width; ++i) {
+          store_float(copies.data(), (which * rows + row) * width + i, call.pool_type,
+                      load_as_float(from[which], row * strides[which] + i, call.row_type));
+        }
+      }
+    }
+  });
+  call.k = copies.data();
+  call.v = copies.data() + rows * width * bytes;
+  call.k_stride = call.v_stride = width;
+}
+
+void write_rows(const Call& call, const Plan& plan) {
+  const int64_t bytes = size_of(call.pool_type);
+  const int64_t width = int64_t{call.kv_heads} * call.head_dim * bytes;
+  const int64_t writes = static_cast<int64_t>(plan.write_rows.size());
+  split(call, writes, 4.0 * writes * width / kBytesPerMicrosecond, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = plan.write_rows[i];
+      const int64_t to = (plan.write_units[i] * call.unit_stride +
+                          plan.write_offsets[i] * call.token_stride) * bytes;
+      std::memcpy(static_cast<char*>(call.keys) + to,
+                  static_cast<const char*>(call.k) + row * call.k_stride * bytes, width);
+      std::memcpy(static_cast<char*>(call.values) + to,
+                  static_cast<const char*>(call.v) + row * call.v_stride * bytes, width);
+    }
+  });
+}
+
+struct TileItem {  // K1
+  const Range* range;
+  int kv_head;
+  int64_t first;
+  int columns;
+  int64_t keys;
+};
+
+struct DecodeItem {  // K2
+  int row;           // index into `Work::rows`
+  int64_t begin, end;
+};
+
+struct DecodeRow {
+  const Range* range;
+  int parts;            // work items this row's keys are split into
+  int64_t first_part;   // of the partial results, where there are several
+};
+
+// Everything one call has to do, and what has been done.
+class Work {
+ public:
+  Work(const Call& call, const Plan& plan, const Kernels& kernels)
+      : call_(call), plan_(plan), kernels_(kernels) {
+    for (const Range& range : plan.ranges) {
+      if (range.row >= call.out_rows) continue;
+      if (range.count == 1) {
+        add_row(range);
+      } else {
+        add_tiles(range);
+      }
+    }
+    // Longest first: what is left at the end is short.
+    std::sort(tiles_.begin(), tiles_.end(),
+              [](const TileItem& a, const TileItem& b) { return a.keys > b.keys; });
+    partials_ = thread_memory<Use::kPartials>(parts_ * part_floats());
+    unfinished_.reset(new std::atomic<int>[rows_.size()]);
+    for (size_t i = 0; i < rows_.size(); ++i) unfinished_[i] = rows_[i].parts;
+  }
+
+  void run() {
+    const int threads = useful_threads(call_, microseconds_);
+    const int on_tiles = static_cast<int>(std::lround(call_.delta * threads));
+    run_on_threads(threads, [&](int thread) {
+      const int64_t decode_floats = part_floats() + 16;
+      float* result = thread_memory<Use::kScratch>(decode_floats + kernels_.scratch_floats(call_) + 16);
+      float* scratch = result + (decode_floats + 15) / 16 * 16;
+      if (thread < on_tiles) {
+        run_tiles(scratch);
+        run_decodes(scratch, result);
+      } else {
+        run_decodes(scratch, result);
+        run_tiles(scratch);
+      }
+    });
+  }
+
+ private:
+  // A partial result: sums of all heads, their maxima, their totals.
+  int64_t part_floats() const { return int64_t{call_.heads} * (call_.head_dim + 2); }
+
+  void add_row(const Range& range) {
+    const int64_t keys = range.position + 1;
+    const int parts = static_cast<int>((keys + kDecodeKeys - 1) / kDecodeKeys);
+    const int row = static_cast<int>(rows_.size());
+    rows_.push_back({&range, parts, parts_});
+    if (parts > 1) parts_ += parts;
+    for (int64_t begin = 0; begin < keys; begin += kDecodeKeys) {
+      decodes_.push_back({row, begin, std::min(begin + kDecodeKeys, keys)});
+    }
+    microseconds_ += 2.0 * keys * call_.kv_heads * call_.head_dim * size_of(call_.pool_type) /
+                     kBytesPerMicrosecond;
+  }
+
+  void add_tiles(const Range& range) {
+    const int64_t group = call_.heads / call_.kv_heads, all = range.count * group;
+    for (int64_t first = 0; first < all; first += kColumns) {
+      const int columns = static_cast<int>(std::min<int64_t>(kColumns, all - first));
+      const int64_t keys = range.position + (first + columns - 1) / group + 1;
+      for (int kv_head = 0; kv_head < call_.kv_heads; ++kv_head) {
+        tiles_.push_back({&range, kv_head, first, columns, keys});
+      }
+      microseconds_ += 4.0 * columns * keys * call_.heads / group * call_.head_dim /
+                       kFlopsPerMicrosecond;
+    }
+  }
+
+  void run_tiles(float* scratch) {
+    for (size_t i; (i = next_tile_.fetch_add(1)) < tiles_.size();) {
+      const TileItem& item = tiles_[i];
+      kernels_.tile(call_, plan_.sources[item.range->request], item.range->row,
+                    item.range->position, item.kv_head, item.first, item.columns, scratch);
+    }
+  }
+
+  void run_decodes(float* scratch, float* result) {
+    for (size_t i; (i = next_decode_.fetch_add(1)) < decodes_.size();) {
+      const DecodeItem& item = decodes_[i];
+      const DecodeRow& row = rows_[item.row];
+      const Range& range = *row.range;
+      float* part = result;
+      if (row.parts > 1) {
+        part = partials_ + (row.first_part + item.begin / kDecodeKeys) * part_floats();
+      }
+      float* maxima = part + int64_t{call_.heads} * call_.head_dim;
+      kernels_.decode(call_, plan_.sources[range.request], range.row, item.begin, item.end,
+                      scratch, part, maxima, maxima + call_.heads);
+      if (row.parts == 1) {
+        finish(range.row, part, 1, result);
+      } else if (unfinished_[item.row].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        finish(range.row, partials_ + row.first_part * part_floats(), row.parts, result);
+      }
+    }
+  }
+
+  // Merges a row's partial results, in order (log-sum-exp), and writes the row.
+  // `sum` has room for a head; it may be `parts` itself.
+  void finish(int64_t row, const float* parts, int count, float* sum) {
+    const int64_t heads = call_.heads, head_dim = call_.head_dim;
+    for (int64_t h = 0; h < heads; ++h) {
+      const float* maxima = parts + heads * head_dim + h;
+      float maximum = maxima[0];
+      for (int i = 1; i < count; ++i) maximum = std::max(maximum, maxima[i * part_floats()]);
+      float total = 0;
+      float* o = count == 1 ? sum + h * head_dim : sum;
+      for (int i = 0; i < count; ++i) {
+        const float* part = parts + i * part_floats() + h * head_dim;
+        const float weight = std::exp(maxima[i * part_floats()] - maximum);
+        total += weight * maxima[i * part_floats() + heads];
+        if (count == 1) break;  // `o` is the part
+        for (int64_t d = 0; d < head_dim; ++d) o[d] = (i > 0 ? o[d] : 0) + weight * part[d];
+      }
+      const float factor = 1 / total;
+      for (int64_t d = 0; d < head_dim; ++d) {
+        store_float(call_.out, (row * heads + h) * head_dim + d, call_.row_type, o[d] * factor);
+      }
+    }
+  }
+
+  const Call& call_;
+  const Plan& plan_;
+  const Kernels& kernels_;
+  std::vector<TileItem> tiles_;
+  std::vector<DecodeItem> decodes_;
+  std::vector<DecodeRow> rows_;
+  int64_t parts_ = 0;
+  double microseconds_ = 0;
+  float* partials_ = nullptr;
+  std::unique_ptr<std::atomic<int>[]> unfinished_;
+  std::atomic<size_t> next_tile_{0}, next_decode_{0};
+};
+
+}  // namespace
+
+void attend(const Plan& plan, Call call, int64_t rows, const Kernels& kernels) {
+  thread_local std::vector<char> copies;
+  if (call.row_type != call.pool_type) convert_rows(call, rows, copies);
+  write_rows(call, plan);
+  Work(call, plan, kernels).run();
+}
+
+void copy_units(char* to, const int64_t* to_units, const char* from, const int64_t* from_units,
+                int64_t count, int64_t unit_bytes, int threads) {
+  std::atomic<int64_t> next{0};
+  run_on_threads(threads, [&](int) {
+    for (int64_t i; (i = next.fetch_add(1)) < count;) {
+      std::memcpy(to + to_units[i] * unit_bytes, from + from_units[i] * unit_bytes, unit_bytes);
+    }
+  });
+}
+
+}  // namespace ellm

@@ -1,0 +1,107 @@
+#include "threads.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ellm {
+namespace {
+
+// How long the caller looks for the end of the others' last work items before it sleeps: some
+// microseconds, less than falling asleep and being woken costs.
+constexpr int kLooks = 200;
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+class Workers {
+ public:
+  bool try_run(int threads, void (*work)(void*, int), void* context) {
+    std::unique_lock<std::mutex> caller(caller_, std::try_to_lock);
+    if (!caller) return false;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      for (; workers_ < threads - 1; ++workers_) std::thread(&Workers::serve, this).detach();
+      work_ = work;
+      context_ = context;
+      next_ = 1;
+      end_ = threads;
+    }
+    if (threads - 1 == workers_) {
+      wake_.notify_all();
+    } else {
+      for (int i = 1; i < threads; ++i) wake_.notify_one();
+    }
+    work(context, 0);
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      end_ = next_;  // whoever has not begun need not
+    }
+    for (int i = 0; i < kLooks && active_.load(std::memory_order_acquire) > 0; ++i) pause_briefly();
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.wait(lock, [this] { return active_.load(std::memory_order_acquire) == 0; });
+    return true;
+  }
+
+ private:
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return next_ < end_; });
+      const int thread = next_++;
+      active_.fetch_add(1, std::memory_order_relaxed);
+      const auto work = work_;
+      void* const context = context_;
+      lock.unlock();
+      work(context, thread);
+      lock.lock();
+      if (active_.fetch_sub(1, std::memory_order_release) == 1) idle_.notify_one();
+    }
+  }
+
+  std::mutex caller_;  // held by the thread whose work the workers do
+  std::mutex mutex_;   // guards all below; `active_` may be read without it
+  std::condition_variable wake_, idle_;
+  void (*work_)(void*, int) = nullptr;
+  void* context_ = nullptr;
+  int next_ = 0, end_ = 0;  // thread numbers still to be given out
+  int workers_ = 0;
+  std::atomic<int> active_{0};
+};
+
+std::atomic<Workers*> workers{nullptr};
+
+// The child of a fork has none of the threads, and locks may be held by one of them: it begins
+// with new workers and leaves the old ones' memory alone.
+void forget_workers() { workers.store(nullptr); }
+
+Workers& the_workers() {
+  static const int registered = pthread_atfork(nullptr, nullptr, forget_workers);
+  (void)registered;
+  Workers* current = workers.load();
+  if (current == nullptr) {
+    // Never deleted: the threads use it until the process ends.
+    Workers* created = new Workers;
+    if (workers.compare_exchange_strong(current, created)) return *created;
+    delete created;
+  }
+  return *current;
+}
+
+}  // namespace
+
+void run_on_threads(int threads, void (*work)(void*, int), void* context) {
+  if (threads <= 1 || !the_workers().try_run(threads, work, context)) work(context, 0);
+}
+
+}  // namespace ellm

@@ -1,0 +1,157 @@
+"""Checks of a policy's answers, made before any of them is applied.
+
+Tens of microseconds at 256 running and 1,024 waiting requests. What they let through, the server
+can apply; whether it is wise is the policy's affair (see `ellm_sgl.policies.conformance`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ellm_sgl.policies.base import Batch, Ratios, SystemState, Threads
+from ellm_sgl.policies.threads import ALL_THREADS, WARP
+
+MAX_SWAP_LAYERS = 3
+MAX_RECOMPUTE_LAYERS = 2
+
+
+class InvalidAnswer(ValueError):  # noqa: N818 (what it is, not what it does)
+    """An answer that cannot be applied; the message names the value and the remedy.
+
+    Args:
+        kind: what is wrong, in one word: "type", "shape", "nan", "range", "duplicate" or "stall".
+            The server counts by it.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def check_batch(state: SystemState, batch: Batch) -> None:
+    """Check the answer to the batch question.
+
+    Raises:
+        InvalidAnswer: not a `Batch` of tuples of positions; a position out of range, or given
+            twice; every running request paused, or none joining an idle server, so that nothing
+            would ever move.
+    """
+    if not isinstance(batch, Batch):
+        raise _wrong_type("batch()", "a Batch", batch)
+    _check_positions("join", batch.join, "waiting", len(state.waiting))
+    _check_positions("pause", batch.pause, "running", len(state.running))
+    if batch.pause and len(batch.pause) == len(state.running):
+        raise InvalidAnswer(
+            "stall",
+            f"batch().pause names all {len(batch.pause)} running requests; let at least one run",
+        )
+    if len(state.running) == 0 and len(state.waiting) and not batch.join:
+        raise InvalidAnswer(
+            "stall", "batch().join is empty while nothing runs; let at least one request join"
+        )
+
+
+def check_ratios(state: SystemState, batch: Batch, ratios: Ratios) -> None:
+    """Check the answer to the ratio question; `batch` is one that passed its check.
+
+    Raises:
+        InvalidAnswer: not a `Ratios` of float arrays, one entry per running and per joining
+            request; an entry that is nan or outside of [0, 1).
+    """
+    if not isinstance(ratios, Ratios):
+        raise _wrong_type("ratio()", "a Ratios", ratios)
+    _check_array("running", ratios.running, len(state.running), "one entry per running request")
+    _check_array("joining", ratios.joining, len(batch.join), "one entry per entry of batch.join")
+
+
+def check_threads(threads: Threads) -> None:
+    """Check the answer to the threads question.
+
+    Raises:
+        InvalidAnswer: not a `Threads` of integers; l1 outside of 0 to 3, l2 of 0 to 2, both 0; δ
+            not a multiple of 32 from 32 to 992.
+    """
+    if not isinstance(threads, Threads):
+        raise _wrong_type("threads()", "a Threads", threads)
+    swap, recompute, delta = threads.swap_layers, threads.recompute_layers, threads.delta
+    for name, value in (("swap_layers", swap), ("recompute_layers", recompute), ("delta", delta)):
+        if not _is_integer(type(value)):
+            raise _wrong_type(f"threads().{name}", "an integer", value)
+    if not 0 <= swap <= MAX_SWAP_LAYERS:
+        raise InvalidAnswer(
+            "range", f"threads().swap_layers is {swap}; give l1 from 0 to {MAX_SWAP_LAYERS}"
+        )
+    if not 0 <= recompute <= MAX_RECOMPUTE_LAYERS:
+        raise InvalidAnswer(
+            "range",
+            f"threads().recompute_layers is {recompute}; give l2 from 0 to {MAX_RECOMPUTE_LAYERS}",
+        )
+    if swap + recompute == 0:
+        raise InvalidAnswer(
+            "range", "threads() swaps 0 layers and recomputes 0 layers; give at least one of them"
+        )
+    if delta % WARP or not WARP <= delta <= ALL_THREADS - WARP:
+        raise InvalidAnswer(
+            "range",
+            f"threads().delta is {delta}; give a multiple of {WARP} from {WARP} "
+            f"to {ALL_THREADS - WARP}",
+        )
+
+
+def _check_positions(field: str, positions: Any, of: str, count: int) -> None:
+    if not isinstance(positions, tuple):
+        raise _wrong_type(f"batch().{field}", "a tuple of integers", positions)
+    if not positions:
+        return
+    if not all(map(_is_integer, set(map(type, positions)))):
+        value = next(p for p in positions if not _is_integer(type(p)))
+        raise _wrong_type(f"an entry of batch().{field}", "an integer", value)
+    for position in (min(positions), max(positions)):
+        if not 0 <= position < count:
+            raise InvalidAnswer(
+                "range",
+                f"batch().{field} has {position}; give positions in state.{of}, which has {count} "
+                "entries (not request ids)",
+            )
+    if len(set(positions)) < len(positions):
+        seen: set[int] = set()
+        twice = next(p for p in positions if p in seen or seen.add(p))  # type: ignore[func-returns-value]
+        raise InvalidAnswer(
+            "duplicate", f"batch().{field} has {twice} more than once; name each request once"
+        )
+
+
+def _check_array(field: str, array: Any, length: int, remedy: str) -> None:
+    name = f"ratio().{field}"
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+        raise _wrong_type(name, "a float array", array)
+    if array.shape != (length,):
+        raise InvalidAnswer("shape", f"{name} has shape {array.shape}; give ({length},), {remedy}")
+    if length == 0 or (array.min() >= 0.0 and array.max() < 1.0):  # false for nan
+        return
+    nan = np.isnan(array)
+    if nan.any():
+        raise InvalidAnswer(
+            "nan",
+            f"{name}[{nan.argmax()}] is nan; note that tpot_s is nan before the second token, and "
+            "that inf - inf is",
+        )
+    worst = ((array < 0.0) | (array >= 1.0)).argmax()
+    raise InvalidAnswer(
+        "range", f"{name}[{worst}] is {array[worst]:g}; give ratios of at least 0 and below 1"
+    )
+
+
+def _is_integer(kind: type) -> bool:
+    return issubclass(kind, (int, np.integer)) and kind is not bool
+
+
+def _wrong_type(name: str, wanted: str, value: object) -> InvalidAnswer:
+    found = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else repr(value)
+    if len(found) > 80:
+        found = f"{found[:80]}…"
+    return InvalidAnswer(
+        "type", f"{name} is {found} ({type(value).__name__}); return {wanted} instead"
+    )

@@ -1,0 +1,223 @@
+"""First come, first served: the batch size and the ratio that decode most tokens per second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, Threads
+from ellm_sgl.policies.batch_size import BatchProblem
+from ellm_sgl.policies.feasible import (
+    Lineup,
+    least_span_tokens,
+    line_up,
+    share_for,
+    spans,
+    step_limit_s,
+    unowned_tokens,
+    work_of,
+)
+from ellm_sgl.policies.relaxation import Relaxation
+from ellm_sgl.policies.sitting_out import given_up, participants
+from ellm_sgl.policies.threads import plan_threads
+
+HOLD = 1 / 32
+"""A share stays while what it gives up is enough, and at most this part more than enough."""
+
+SOLVE_EVERY = 16
+"""Iterations after which the batch question is solved anew though nothing else has changed."""
+
+NOBODY = np.zeros(0)
+
+
+class Fcfs(Policy):
+    """The eLLM paper's Eqs. (1) to (5): max b / T(b, r) within SLO and memory.
+
+    Who runs: the running requests and a prefix of the waiting ones.
+
+    - All join that fit, within the SLO, without restoring anything: refusing them would only
+      put them off. b / T decides whether more join than that, at the price of restoration.
+    - A request must fit not only now but after `lookahead` further steps, in which all grow: the
+      paper takes current lengths, and so admits requests that soon push each other out.
+    - Where memory no longer holds those that run, the last of them sit out, their KV given up, if
+      more tokens per second are decoded so than by restoring part of everyone in every step.
+      Otherwise running requests stay, also where memory or SLO admit no answer; then nobody
+      joins. A request that would be alone joins whatever it needs.
+
+    How much of each stays cached: all give up the same share ρ of what they may give up (their
+    blocks but shared ones and the last), the least share that fits; r_i = ρ e_i / s_i in whole
+    blocks, hence ρ = r but for the last block where nothing is shared. The share rises only when
+    it must, and falls when `HOLD` less would do, so that a steady load gives a steady ratio.
+    There is no slack on top: every block given up is computed again in every step.
+
+    Args:
+        lookahead: steps; 0 is the paper's problem.
+        sit_out: whether running requests may sit out; False is the paper's problem.
+        solver: "scan" looks at every batch size, which is exact. "slsqp" is the paper's way: a
+            local optimum of the continuous relaxation, from the last one on, then the best of
+            the whole batch sizes near it.
+    """
+
+    def __init__(self, lookahead: int = 128, sit_out: bool = True, solver: str = "scan") -> None:
+        if lookahead < 0:
+            raise ValueError(f"lookahead must not be negative, got {lookahead}")
+        if solver not in ("scan", "slsqp"):
+            raise ValueError(f'solver must be "scan" or "slsqp", got {solver!r}')
+        self._lookahead = lookahead
+        self._sit_out = sit_out
+        self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
+        self._share = 0.0
+        self._refused: _Refusal | None = None
+        self._first_out: int | None = None
+        """Id of the first running request that sits out."""
+        self._counted: _Counted | None = None
+        self._out_span: IntArray | None = None
+        """n_i of the running requests while some sit out; computed with `_counted`."""
+
+    def batch(self, state: SystemState) -> Batch:
+        count = len(state.running)
+        if count and self._sit_out:
+            active = self._active(state)
+            if self._counted is None or not self._counted.still_holds(state):
+                active = participants(state, active)
+                self._counted = _Counted(state.running.request_id, state.memory.device_tokens)
+                self._out_span = None
+            if active < count:
+                self._first_out = int(state.running.request_id[active])
+                return Batch(join=(), pause=tuple(range(active, count)))
+        self._first_out = None
+        most = min(len(state.waiting), state.max_running - len(state.running))
+        if most <= 0:
+            return Batch(join=())
+        if self._refused is not None and self._refused.still_holds(state):
+            return Batch(join=())
+        size = self._solve(BatchProblem.of(state, most, self._lookahead))
+        joining = size - len(state.running)
+        self._refused = _Refusal.of(state) if joining == 0 else None
+        return Batch(join=tuple(range(joining)))
+
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        if batch.pause:
+            if self._out_span is None:
+                active = len(state.running) - len(batch.pause)
+                self._out_span = _spans_while_some_sit_out(state, active)
+            given = self._out_span
+            ratios = np.where(given > 0, (given + 0.5) / state.running.tokens, 0.0)
+            return Ratios(running=ratios, joining=NOBODY)
+        lineup = line_up(state, batch.join)
+        count = len(state.running)
+        span = self._spans(state, lineup, batch)
+        if span is None:
+            return Ratios(running=np.zeros(count), joining=np.zeros(len(batch.join)))
+        # In the middle of a token, so that rounding down to whole blocks gives n_i.
+        ratios = np.where(span > 0, (span + 0.5) / lineup.tokens, 0.0)
+        return Ratios(running=ratios[:count], joining=ratios[count:])
+
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        return plan_threads(state, plan)
+
+    def _active(self, state: SystemState) -> int:
+        """How many took part in the step before, of those that still run; all of them count as
+        taking part if nobody sat out."""
+        if self._first_out is None:
+            return len(state.running)
+        return max(1, int(np.searchsorted(state.running.request_id, self._first_out)))
+
+    def _spans(self, state: SystemState, lineup: Lineup, batch: Batch) -> IntArray | None:
+        """n_i of each request; None if all is cached. Keeps or renews the share."""
+        memory, block = state.memory, state.memory.block_tokens
+        short = int(lineup.charged.sum()) + unowned_tokens(state) - memory.device_tokens
+        if short <= 0:
+            self._share = 0.0
+            return None
+        most = min(int(lineup.evictable.sum()), memory.transient_tokens) // block * block
+        least = min(float(least_span_tokens(memory, np.float64(short))), most)
+        enough = min(least * HOLD, most - least)
+        span = spans(lineup, self._share, block)
+        spare = span.sum() - least
+        if 0 <= spare <= block or (0 <= spare <= enough and _in_time(state, batch, lineup, span)):
+            return span
+        self._share = share_for(lineup, least, block)
+        return spans(lineup, self._share, block)
+
+
+def _spans_while_some_sit_out(state: SystemState, active: int) -> IntArray:
+    """n_i: the last ones give up what the others need; if that is not enough, all of those that
+    run give up the same share."""
+    lineup = line_up(state, [])
+    block = state.memory.block_tokens
+    span = given_up(state, active)
+    short = lineup.charged.sum() + unowned_tokens(state) - state.memory.device_tokens
+    missing = float(least_span_tokens(state.memory, np.float64(short - span.sum())))
+    if missing > 0.0:
+        first = lineup.first(active)
+        span[:active] = spans(first, share_for(first, missing, block), block)
+    return span
+
+
+def _in_time(state: SystemState, batch: Batch, lineup: Lineup, span: IntArray) -> bool:
+    """Whether the step keeps the SLO by the latency model's estimate."""
+    limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.join)])[-1]
+    return limit_s == np.inf or bool(state.latency.step_seconds(work_of(lineup, span)) <= limit_s)
+
+
+@dataclass(eq=False)
+class _Counted:
+    """When it was decided who takes part; holds for `SOLVE_EVERY` iterations of the same running
+    requests on the same memory."""
+
+    running: IntArray
+    device_tokens: int
+    iterations: int = 0
+
+    def still_holds(self, state: SystemState) -> bool:
+        self.iterations += 1
+        return (
+            self.iterations < SOLVE_EVERY
+            and self.device_tokens == state.memory.device_tokens
+            and len(self.running) == len(state.running)
+            and bool((self.running == state.running.request_id).all())
+        )
+
+
+@dataclass(eq=False)
+class _Refusal:
+    """That nobody could join, and when this has to be asked again: when the running requests or
+    the first waiting one are others, when places or memory are, when a step may take clearly
+    longer, or after `SOLVE_EVERY` iterations. Till then running requests only grow, which makes
+    it no easier."""
+
+    running: IntArray
+    bounds: tuple[int, ...]
+    limit_s: float
+    iterations: int = 0
+
+    @classmethod
+    def of(cls, state: SystemState) -> _Refusal:
+        return cls(state.running.request_id, cls._bounds(state), cls._limit_s(state))
+
+    def still_holds(self, state: SystemState) -> bool:
+        self.iterations += 1
+        return (
+            self.iterations < SOLVE_EVERY
+            and self.bounds == self._bounds(state)
+            and len(self.running) == len(state.running)
+            and bool((self.running == state.running.request_id).all())
+            and self._limit_s(state) <= self.limit_s + HOLD * abs(self.limit_s)
+        )
+
+    @staticmethod
+    def _bounds(state: SystemState) -> tuple[int, ...]:
+        memory = state.memory
+        return (
+            int(state.waiting.request_id[0]),
+            state.max_running,
+            memory.device_tokens,
+            memory.transient_tokens,
+        )
+
+    @staticmethod
+    def _limit_s(state: SystemState) -> float:
+        return float(step_limit_s(state, NOBODY)[0])

@@ -1,0 +1,80 @@
+"""Policies for tests of the server, found by it as those of an installed package."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, Threads
+
+_ENTRY_POINTS = """[ellm_sgl.policies]
+faulty = scripted_policies:Faulty
+turns = scripted_policies:Turns
+"""
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Put this module into `folder` as an installed package; the environment that finds it."""
+    info = folder / "scripted_policies-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: scripted-policies\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(_ENTRY_POINTS)
+    (folder / "scripted_policies.py").write_text(Path(__file__).read_text())
+    return {"PYTHONPATH": str(folder)}
+
+
+class Faulty(Policy):
+    """Fails in the way that `how` names, at every second question, and keeps half otherwise."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.calls = 0
+
+    def batch(self, state: SystemState) -> Batch:
+        self.calls += 1
+        fails = self.calls % 2 == 0
+        everybody = tuple(range(len(state.waiting)))
+        if fails and self.how == "raise":
+            raise RuntimeError("out of ideas")
+        if fails and self.how == "sleep":
+            time.sleep(1.0)
+        if fails and self.how == "b = -1":
+            return Batch(join=(-1,))
+        if self.how == "nobody joins":
+            return Batch(join=())
+        if fails and self.how == "all pause":
+            return Batch(join=(), pause=tuple(range(len(state.running))))
+        return Batch(join=everybody)
+
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        r = 0.5
+        if self.calls % 2 == 0:
+            r = {"nan": np.nan, "r = 2": 2.0}.get(self.how, r)
+        return Ratios(np.full(len(state.running), r), np.full(len(batch.join), r))
+
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        return Threads(swap_layers=0, recompute_layers=1, delta=512)
+
+
+class Turns(Policy):
+    """Requests sit out steps in turn: of `of` steps each runs in `of` - 1."""
+
+    def __init__(self, of: int = 3, ratio: float = 0.0) -> None:
+        self.of, self.r, self.calls = of, ratio, 0
+
+    def batch(self, state: SystemState) -> Batch:
+        self.calls += 1
+        turn = (state.running.request_id + self.calls) % self.of == 0
+        pause = tuple(np.flatnonzero(turn).tolist())
+        if len(pause) == len(state.running):
+            pause = ()
+        return Batch(join=tuple(range(len(state.waiting))), pause=pause)
+
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        return Ratios(np.full(len(state.running), self.r), np.full(len(batch.join), self.r))
+
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        return Threads(swap_layers=0, recompute_layers=1, delta=512)

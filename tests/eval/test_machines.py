@@ -1,0 +1,70 @@
+"""Presets, Hugging Face configurations and custom devices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ellm_sgl.config import ConfigError
+from ellm_sgl.eval.simulator.machines import (
+    DEVICES,
+    MODELS,
+    PRESETS,
+    assemble,
+    preset,
+    read_device,
+    read_model,
+    weight_bytes,
+)
+from ellm_sgl.serve.process import DEMO_MODEL
+
+PARAMETERS = {"llama2-13b": 13.0e9, "llama2-70b": 69.0e9, "llama3-8b": 8.03e9}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_models_have_their_number_of_parameters(name):
+    assert weight_bytes(MODELS[name]) / 2 == pytest.approx(PARAMETERS[name], rel=0.01)
+
+
+def test_presets_leave_the_room_that_the_design_counts_with():
+    """DESIGN §5: 45 GB for KV of 13B on an A100, 5 GB for 8B on an L4."""
+    for name, gigabytes in (("llama2-13b", 45), ("llama3-8b", 5)):
+        machine = preset(name)
+        kv_bytes = machine.kv_tokens * machine.shape.kv_bytes_per_token
+        assert kv_bytes == pytest.approx(gigabytes * 1e9, rel=0.15)
+    assert preset("llama2-70b").shape.kv_heads == 2
+    assert set(PRESETS) == {"llama2-13b", "llama2-70b", "llama3-8b"}
+    with pytest.raises(ConfigError, match="no preset 'gpt'"):
+        preset("gpt")
+
+
+def test_a_hugging_face_configuration_is_read(tmp_path):
+    shape = read_model(DEMO_MODEL / "config.json")
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    assert shape.layers == config["num_hidden_layers"]
+    assert shape.kv_heads == config["num_key_value_heads"]
+    assert shape.weight_bytes == 4
+    (tmp_path / "config.json").write_text('{"hidden_size": 1}')
+    with pytest.raises(ConfigError, match="no 'num_attention_heads'"):
+        read_model(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_model(tmp_path / "none.json")
+
+
+def test_a_device_is_read(tmp_path):
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps({"name": "mine", "memory_bytes": 48e9, "flops": 1e14,
+                                "bytes_per_s": 1e12, "link_bytes_per_s": 2e10}))  # fmt: skip
+    machine = assemble(MODELS["llama3-8b"], read_device(path), 1, "mine")
+    assert machine.profile.device_bytes_per_s == pytest.approx(0.85e12)
+    path.write_text('{"name": "mine", "colour": "red"}')
+    with pytest.raises(ConfigError, match="colour"):
+        read_device(path)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="leave no room"):
+        assemble(MODELS["llama2-70b"], DEVICES["l4"], 1, "70b on l4")
+    with pytest.raises(ConfigError, match="cannot be divided"):
+        assemble(MODELS["llama2-70b"], DEVICES["l4"], 7, "70b on 7")

@@ -1,0 +1,87 @@
+"""What restoration costs in the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ellm_sgl.eval.simulator import preset
+from ellm_sgl.eval.simulator.restoring import (
+    BOTH,
+    RESTORATIONS,
+    RestoringModel,
+    fetch_seconds,
+    hcache_seconds,
+)
+from ellm_sgl.latency import PaperLatencyModel, RooflineLatencyModel, StepWork
+
+L4 = preset("llama3-8b")
+
+
+def model(restore: str, host: int | None = None, paper: bool = False, **how: Any):
+    inner = (PaperLatencyModel if paper else RooflineLatencyModel)(L4.shape, L4.profile)
+    restoration = dataclasses.replace(RESTORATIONS[restore], **how)
+    return RestoringModel(inner, L4.shape, L4.profile, restoration, host)
+
+
+def work(span: float, requests: int = 20, tokens: int = 900) -> StepWork:
+    n = span * tokens
+    return StepWork(requests, float(requests * tokens), requests * n, requests * n * n)
+
+
+def test_the_papers_six_configurations_and_either_way_alone():
+    assert BOTH == (0, 1 / 4, 1 / 3, 2 / 5, 1 / 2, 2 / 3, 1)
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_recomputing_alone_is_the_inner_model(paper):
+    inner = (PaperLatencyModel if paper else RooflineLatencyModel)(L4.shape, L4.profile)
+    for span in (0.0, 0.1, 0.7):
+        seconds = model("recompute", paper=paper).step_seconds(work(span))
+        assert seconds == pytest.approx(inner.step_seconds(work(span)))
+
+
+def test_both_are_never_worse_than_either():
+    for span in (0.01, 0.1, 0.3, 0.6, 0.95):
+        either = [model(way).step_seconds(work(span)) for way in ("recompute", "swap")]
+        assert model("both").step_seconds(work(span)) <= min(either)
+
+
+def test_a_transfer_beside_the_step_is_free_until_it_is_longer():
+    free = model("swap").step_seconds(work(0.0))
+    assert model("swap").step_seconds(work(0.1)) == pytest.approx(free)
+    link_s = 20 * 0.9 * 900 * L4.shape.kv_bytes_per_token / L4.profile.link_bytes_per_s
+    long = model("swap").step_seconds(work(0.9))
+    assert long == pytest.approx(link_s, rel=1e-3) and long > free
+    assert model("swap", overlapped=False).step_seconds(work(0.9)) == pytest.approx(free + long)
+
+
+def test_a_full_host_leaves_the_rest_to_recomputation():
+    bounded = model("swap", host=0).step_seconds(work(0.3))
+    assert bounded == pytest.approx(model("recompute").step_seconds(work(0.3)))
+
+
+def test_separate_passes_read_the_weights_twice():
+    apart = model("recompute", fused=False)
+    assert apart.step_seconds(work(0.1)) > model("recompute").step_seconds(work(0.1))
+    assert apart.step_seconds(work(0.0)) == model("recompute").step_seconds(work(0.0))
+
+
+@pytest.mark.parametrize("restore", sorted(RESTORATIONS))
+def test_many_candidates_at_once_are_each_alone_and_never_fall(restore):
+    spans = np.linspace(0, 0.95, 20)
+    n = spans * 900
+    together = model(restore, host=9000).step_seconds(StepWork(20, 18_000.0, 20 * n, 20 * n * n))
+    alone = [float(model(restore, host=9000).step_seconds(work(s))) for s in spans]
+    np.testing.assert_allclose(together, alone)
+    assert (np.diff(together) >= -1e-12).all()
+
+
+def test_hcache_restores_faster_than_fetching_all_kv():
+    machine = preset("llama2-13b")  # hidden states are half as large as KV there
+    whole = fetch_seconds(machine.shape, machine.profile, 2000)
+    half = hcache_seconds(machine.shape, machine.profile, 2000)
+    assert 0.5 * whole <= half < 0.75 * whole

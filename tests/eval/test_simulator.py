@@ -1,0 +1,144 @@
+"""The simulator: same seed, same result; every request gets what it asked for; nothing leaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from ellm_sgl.config import ConfigError
+from ellm_sgl.eval.simulator import MODES, Load, Settings, Simulation, preset, simulate
+from ellm_sgl.eval.simulator.report import sum_up
+from ellm_sgl.eval.traces import Trace
+from ellm_sgl.eval.workloads import paper_workload
+
+L4 = preset("llama3-8b").limited(3000, None)
+"""Little memory, and a link that restores a third of it per step."""
+SERVERS = [
+    *(Settings(mode) for mode in MODES),
+    Settings("ellm", restore="recompute"),
+    Settings("ellm", "slo-priority", conservativeness=0.1),
+    Settings("ellm", "stock", conservativeness=0.1),
+    Settings("ellm", "fixed-ratio", {"ratio": 0.4}, "swap", layer_group=8),
+    Settings("recompute", conservativeness=0.02),
+    Settings("swap", conservativeness=0.02),
+    Settings("hcache", conservativeness=0.02, chunk_tokens=128),
+    Settings("ellm", stride=1, max_running=7, tpot_slo_s=0.1, chunk_tokens=64),
+]
+
+
+def small_load(count: int = 40, seed: int = 0, max_new: int | None = 500) -> Load:
+    trace = paper_workload("sharegpt", count, seed, per_second=4.0).scaled(lengths=0.15)
+    return Load.of(trace, max_new, tpot_slo_s=0.1, ttft_slo_s=20.0)
+
+
+def served(settings: Settings, load: Load) -> Simulation:
+    simulation = Simulation(L4, settings, load)
+    simulation.run()
+    return simulation
+
+
+@pytest.mark.parametrize("settings", SERVERS, ids=lambda s: f"{s.mode}-{s.policy}-{s.restore}")
+def test_every_request_gets_its_tokens_and_all_memory_comes_back(settings):
+    load = small_load()
+    simulation = served(settings, load)
+    progress, table = simulation.progress, simulation.mode.table
+    assert not progress.refused.any()
+    assert progress.generated.tolist() == load.output_tokens.tolist()
+    assert (progress.first_s > load.at_s).all() and (progress.last_s >= progress.first_s).all()
+    table.check_integrity()
+    assert table.used_units == 0 and table.free_blocks == table.num_blocks
+    assert simulation.record.gaps_s.size == (load.output_tokens - 1).sum()
+    assert (simulation.record.gaps_s > 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_seed_gives_the_same_result(mode):
+    def run():
+        report = simulate(L4, Settings(mode), small_load())
+        return dataclasses.replace(report, wall_s=0.0)
+
+    assert run() == run()
+    assert simulate(L4, Settings(mode), small_load(seed=1)).summary != run().summary
+
+
+def test_pressure_evicts_in_elastic_mode_and_retracts_in_the_others():
+    load, small = small_load(), L4.limited(2000, None)
+    elastic = simulate(small, Settings("ellm", "stock", conservativeness=0.02), load)
+    assert elastic.retractions == 0 and elastic.uncached_share > 0
+    for mode in ("recompute", "swap", "hcache"):
+        whole = simulate(small, Settings(mode, conservativeness=0.02), load)
+        assert whole.retractions > 0 and whole.uncached_share == 0
+        assert (whole.recomputed_prompt_share > 0) == (mode == "recompute")
+
+
+def test_ample_memory_makes_all_modes_alike():
+    load, ample = small_load(), preset("llama3-8b")
+    load = dataclasses.replace(load, tpot_slo_s=np.full(len(load), math.inf))
+    summaries = [simulate(ample, Settings(mode, stride=1), load).summary for mode in MODES]
+    assert all(s == summaries[0] for s in summaries)
+
+
+def test_a_request_larger_than_the_device_completes_only_in_elastic_mode():
+    load = Load.of(Trace(np.zeros(2), np.array([5000, 100]), np.array([20, 20])))
+    for settings in (Settings("ellm"), Settings("ellm", restore="recompute", chunk_tokens=512)):
+        simulation = served(settings, load)
+        assert simulation.progress.generated.tolist() == [20, 20]
+        simulation.mode.table.check_integrity()
+    refusing = sum_up(Simulation(L4, Settings("recompute"), load))
+    assert refusing.refused == 1 and refusing.summary.failed == 1
+    assert refusing.summary.output_tokens == 20
+
+
+def test_steps_at_once_are_the_same_steps():
+    """Where nothing is evicted, only the times at which requests join may differ."""
+    load = Load.of(Trace(np.zeros(6), np.full(6, 40), np.array([30, 30, 64, 64, 64, 64])))
+    one = simulate(L4, Settings(stride=1), load)
+    many = simulate(L4, Settings(stride=16), load)
+    assert many.decode_steps == one.decode_steps
+    assert many.summary.tokens_per_s == pytest.approx(one.summary.tokens_per_s, rel=1e-9)
+    assert many.summary.tpot.mean == pytest.approx(one.summary.tpot.mean, rel=1e-9)
+
+
+def test_a_wrong_model_changes_decisions_only():
+    load = small_load()
+    exact = Settings("ellm", tpot_slo_s=0.09, conservativeness=0.1)
+    wrong = dataclasses.replace(exact, model_error=0.5)
+    assert simulate(L4, wrong, load).running_mean < simulate(L4, exact, load).running_mean
+
+
+def test_times_are_the_latency_models():
+    load = Load.of(Trace(np.zeros(1), np.array([64]), np.array([3])))
+    roofline, paper = (simulate(L4, Settings(latency_model=m), load) for m in ("roofline", "paper"))
+    # One request: two decode steps, each of which reads 15 GB of weights at 255 GB/s.
+    assert roofline.decode_step_s == pytest.approx(0.06, rel=0.1)
+    assert paper.decode_step_s < 0.1 * roofline.decode_step_s
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "none"}, "mode 'none'"),
+        ({"restore": "pray"}, "restore 'pray'"),
+        ({"stride": 0}, "stride 0"),
+        ({"model_error": -1.0}, "above -1"),
+        ({"chunk_tokens": 8}, "less than one block"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        Settings(**given)
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ConfigError, match="no policy 'none'"):
+        simulate(L4, Settings(policy="none"), small_load(2))
+
+
+def test_slos_are_judged_per_request():
+    trace = Trace(np.zeros(1), np.array([64]), np.array([3]))
+    for slo, met in ((10.0, 1.0), (1e-6, 0.0), (math.inf, 1.0)):
+        load = Load.of(trace, tpot_slo_s=slo)
+        assert simulate(L4, Settings(), load).summary.slo_attainment == met

@@ -1,0 +1,86 @@
+"""Generated workloads have the means that are asked for, and repeat by seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ellm_sgl.eval.goodput import goodput
+from ellm_sgl.eval.workloads import (
+    LENGTHS,
+    PAPER_GAP_S,
+    PAPER_GAP_SD_S,
+    LogNormal,
+    gamma_arrivals,
+    paper_workload,
+    poisson_arrivals,
+    sampled,
+    to_requests,
+)
+
+
+@pytest.mark.parametrize("data_set", sorted(LENGTHS))
+def test_drawn_lengths_have_the_papers_means(data_set):
+    for lengths in (LENGTHS[data_set].prompt, LENGTHS[data_set].output):
+        drawn = lengths.draw(200_000, np.random.default_rng(0))
+        assert drawn.mean() == pytest.approx(lengths.mean, rel=0.02)
+        assert drawn.min() >= 1 and drawn.max() <= lengths.longest
+
+
+def test_no_spread_gives_one_length():
+    assert set(LogNormal(100, 0, 4096).draw(9, np.random.default_rng(0)).tolist()) == {100}
+
+
+def test_gamma_gaps_have_the_papers_mean_and_deviation():
+    gaps = np.diff(gamma_arrivals(200_000, np.random.default_rng(0)))
+    assert gaps.mean() == pytest.approx(PAPER_GAP_S, rel=0.02)
+    assert gaps.std() == pytest.approx(PAPER_GAP_SD_S, rel=0.02)
+
+
+def test_poisson_gaps_have_the_rate():
+    times = poisson_arrivals(100_000, 20.0, np.random.default_rng(0))
+    assert times[0] == 0 and times[-1] == pytest.approx(5000, rel=0.02)
+
+
+def test_a_workload_repeats_by_seed_and_scales_by_rate():
+    one, two = paper_workload("sharegpt", 50, 3), paper_workload("sharegpt", 50, 3)
+    assert one.at_s.tolist() == two.at_s.tolist()
+    assert one.prompt_tokens.tolist() == two.prompt_tokens.tolist()
+    assert paper_workload("sharegpt", 50, 4).at_s.tolist() != one.at_s.tolist()
+    slow = paper_workload("sharegpt", 50, 3, per_second=1 / PAPER_GAP_S / 10)
+    np.testing.assert_allclose(slow.at_s, 10 * one.at_s)
+
+
+def test_pairs_of_a_file_stay_together():
+    rng = np.random.default_rng(0)
+    trace = sampled((np.array([1, 2]), np.array([10, 20])), np.arange(100.0), rng)
+    assert (trace.output_tokens == 10 * trace.prompt_tokens).all()
+
+
+def test_requests_have_the_traces_lengths_and_shared_beginnings():
+    trace = paper_workload("sharegpt", 40, 0).scaled(lengths=0.2)
+    requests = to_requests(trace, 1, shared_prefix=16, prefixes=2, tpot_slo_ms=50)
+    assert [len(r.prompt) for r in requests] == trace.prompt_tokens.tolist()
+    assert [r.output_tokens for r in requests] == trace.output_tokens.tolist()
+    starts = {tuple(r.prompt[:16]) for r in requests if len(r.prompt) > 16}
+    assert len(starts) == 2
+    assert requests == to_requests(trace, 1, shared_prefix=16, prefixes=2, tpot_slo_ms=50)
+
+
+def test_requests_of_unknown_length_ask_for_a_bound():
+    (request,) = to_requests(paper_workload("sharegpt", 1, 0), 1, text=True, max_new_tokens=999)
+    assert not request.exact and request.output_tokens == 999
+    assert isinstance(request.prompt, str)
+    assert request.body()["text"] == request.prompt
+    assert "ignore_eos" not in request.openai_body("m")
+
+
+def test_goodput_is_where_attainment_falls_below_what_is_wanted():
+    def attainment(rate: float) -> float:
+        return 1.0 if rate <= 3.3 else 0.0
+
+    assert 3.3 / 1.05 <= goodput(attainment, 0.1, 10) <= 3.3
+    assert goodput(attainment, 4, 10) == 0
+    assert goodput(attainment, 1, 2) == 2
+    with pytest.raises(ValueError, match="low"):
+        goodput(attainment, 2, 1)

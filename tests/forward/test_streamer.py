@@ -1,0 +1,99 @@
+"""The streamer brings each group's units in time, and never early into a slot still in use."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ellm_sgl.forward.restoration import GroupTransfer
+from ellm_sgl.forward.streamer import Streamer
+from ellm_sgl.kernels.choose import CopyUnits, choose_copy, torch_copy_units
+
+UNIT = (2, 2, 4, 1, 8)
+CPU = torch.device("cpu")
+
+
+def pools(units: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Host units filled with their own number; device units with -1."""
+    host = torch.arange(units, dtype=torch.float32).view(-1, 1, 1, 1, 1, 1).repeat(1, *UNIT)
+    return host, torch.full((units, *UNIT), -1.0)
+
+
+def transfer(sources: list[int], targets: list[int]) -> GroupTransfer:
+    return GroupTransfer(torch.tensor(sources), torch.tensor(targets))
+
+
+def held(device: torch.Tensor, unit: int) -> float:
+    (value,) = set(device[unit].flatten().tolist())
+    return float(value)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("copy", [torch_copy_units, choose_copy(CPU, CPU)])
+def test_every_group_finds_its_units_when_it_attends(
+    overlap: bool, slots: int, copy: CopyUnits
+) -> None:
+    host, device = pools(20)
+    streamer = Streamer(host, device, slots, overlap, copy)
+    ring = [list(range(1 + 2 * s, 3 + 2 * s)) for s in range(slots)]
+    groups = [transfer([10 + g, 5 + g], ring[g % slots]) for g in range(5)]
+    for _ in range(3):
+        with streamer.running(groups):
+            for g in range(5):
+                streamer.wait(g)
+                assert [held(device, u) for u in ring[g % slots]] == [10 + g, 5 + g]
+                streamer.done(g)
+        device.fill_(-1.0)
+    assert streamer.stall_s >= 0.0
+
+
+def test_a_slot_is_not_written_before_its_layers_are_done() -> None:
+    host, device = pools(20)
+    streamer = Streamer(host, device, slots=2)
+    groups = [transfer([10 + g], [1 + g % 2]) for g in range(4)]
+    with streamer.running(groups):
+        streamer.wait(0)
+        streamer.wait(1)
+        assert (held(device, 1), held(device, 2)) == (10, 11)  # not yet 12 and 13
+        streamer.done(0)
+        streamer.wait(2)
+        assert (held(device, 1), held(device, 2)) == (12, 11)
+
+
+def test_groups_that_need_nothing_are_passed_over() -> None:
+    host, device = pools(20)
+    streamer = Streamer(host, device, slots=2)
+    groups = [transfer([], []), transfer([7], [1]), transfer([], []), transfer([8], [2])]
+    with streamer.running(groups):
+        for g in range(4):
+            streamer.wait(g)
+            streamer.done(g)
+    assert (held(device, 1), held(device, 2)) == (7, 8)
+
+
+def test_steps_without_transfers_wait_for_nothing() -> None:
+    streamer = Streamer(*pools(4), slots=2)
+    with streamer.running(()):
+        streamer.wait(0)
+        streamer.done(0)
+    assert streamer.stall_s == 0.0
+
+
+def test_a_step_that_fails_leaves_nothing_under_way() -> None:
+    host, device = pools(20)
+    streamer = Streamer(host, device, slots=2)
+    with pytest.raises(RuntimeError, match="layer"), streamer.running([transfer([7], [1])] * 4):
+        raise RuntimeError("a layer failed")
+    device.fill_(-1.0)
+    with streamer.running([transfer([9], [3])]):
+        streamer.wait(0)
+    assert held(device, 3) == 9 and held(device, 1) == -1
+
+
+def test_saving_copies_to_the_host() -> None:
+    host, device = pools(6)
+    device[4] = 42.0
+    Streamer(host, device, slots=2).save(np.array([4, 2], np.int32), np.array([1, 3], np.int32))
+    assert (held(host, 1), held(host, 3), held(host, 2)) == (42, -1, 2)

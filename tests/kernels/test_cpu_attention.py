@@ -1,0 +1,158 @@
+"""The C++ attention agrees with the reference on every instruction set, to the bit with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ellm_sgl.kernels import reference
+from ellm_sgl.kernels.cpu.attention import mixed_attention, supports
+from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, ISA_VARIABLE, instruction_set, load
+from ellm_sgl.kv import NONE
+from tests.kernels.attention_inputs import AttentionInputs, attention_inputs, make_inputs
+from tests.kernels.cpu_steps import BF16, F32, TYPES, Inputs, Sizes, make, sizes
+
+pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
+
+# The environment says which instruction set runs; it stays the same for all examples of a test.
+random_steps = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = str(request.param)
+    found = instruction_set(64, name)
+    if found is None or found[1] != name:
+        pytest.skip(f"this processor has no {name}")
+    monkeypatch.setenv(ISA_VARIABLE, name)
+    return name
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check(inputs: Any, tolerance: float, **options: Any) -> None:
+    expected, *expected_pool = inputs.run(reference.mixed_attention)
+    out, *pool = inputs.run(mixed_attention, **options)
+    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
+
+
+def longest(inputs: Inputs) -> int:
+    return max(request.new.end_position for request in inputs.layout.requests)
+
+
+@random_steps
+@given(inputs=attention_inputs(TYPES))
+def test_agrees_with_the_reference_on_random_steps(isa: str, inputs: AttentionInputs) -> None:
+    tokens = Inputs(
+        inputs.q, inputs.k, inputs.v, inputs.keys, inputs.values, inputs.layout, inputs.scale
+    )
+    check(inputs, tokens.tolerance(longest(tokens)))
+
+
+@random_steps
+@given(sizes=sizes(), count=st.integers(1, 4), delta=st.sampled_from((0.0, 0.3, 0.5, 1.0)))
+def test_agrees_with_the_reference_on_any_sizes(
+    isa: str, sizes: Sizes, count: int, delta: float
+) -> None:
+    inputs = make(sizes)
+    with threads(count):
+        check(inputs, inputs.tolerance(longest(inputs)), delta=delta)
+
+
+def test_many_rows_and_much_missing(isa: str) -> None:
+    inputs = make(Sizes(((700, 1), (90, 70), (0, 130), (333, 1)), 16, 2, 3, 64, F32, F32, 0.4))
+    with threads(3):
+        check(inputs, inputs.tolerance(longest(inputs)))
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
+def test_the_same_to_the_bit_however_the_work_is_divided(isa: str, shared: float) -> None:
+    inputs = make(Sizes(((2000, 1), (900, 70), (5, 1), (0, 90)), 16, 2, 2, 64, F32, F32, 0.1))
+    with threads(1):
+        alone, _, _ = inputs.run(mixed_attention)
+    with threads(4):
+        for _ in range(5):
+            together, _, _ = inputs.run(mixed_attention, delta=shared)
+            assert torch.equal(alone, together)
+
+
+@random_steps
+@given(inputs=attention_inputs(TYPES))
+def test_new_rows_come_out_the_same_to_the_bit_as_with_nothing_missing(
+    isa: str, inputs: AttentionInputs
+) -> None:
+    step, table = inputs.step, inputs.step.table
+    everything = np.flatnonzero(table.references(range(table.num_blocks + 1)))
+    table.place(everything.tolist())
+    assert not (table.units[everything] == NONE).any()
+    complete = replace(
+        step, resident=table.units.copy(), depths=tuple(np.zeros_like(d) for d in step.depths)
+    )
+    cached = make_inputs(complete, inputs.group, inputs.heads, inputs.q.dtype, inputs.keys.dtype)
+    out, _, _ = inputs.run(mixed_attention)
+    expected, _, _ = cached.run(mixed_attention)
+    assert torch.equal(out[: cached.layout.rows], expected)
+
+
+def test_rows_cut_from_one_qkv_tensor(isa: str) -> None:
+    inputs = make(Sizes(((300, 1), (40, 20)), 16, 2, 2, 32, BF16, BF16, 0.0))
+    packed = torch.cat([x.flatten(1) for x in (inputs.q, inputs.k, inputs.v)], dim=1)
+    q, k, v = packed.split([4 * 32, 2 * 32, 2 * 32], dim=1)
+    cut = replace(inputs, q=q.view(-1, 4, 32), k=k.view(-1, 2, 32), v=v.view(-1, 2, 32))
+    assert not cut.k.is_contiguous()
+    assert torch.equal(cut.run(mixed_attention)[0], inputs.run(mixed_attention)[0])
+
+
+def test_the_pool_of_one_layer_among_several() -> None:
+    inputs = make(Sizes(((100, 3),), 16, 2, 2, 32, F32, F32, 0.0))
+    pool = torch.full((len(inputs.keys), 3, 2, *inputs.keys.shape[1:]), torch.nan)
+    pool[:, 1, 0], pool[:, 1, 1] = inputs.keys, inputs.values
+    out = mixed_attention(
+        inputs.q, inputs.k, inputs.v, pool[:, 1, 0], pool[:, 1, 1], inputs.layout, inputs.scale
+    )
+    expected, keys, values = inputs.run(mixed_attention)
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(pool[:, 1, 0], keys, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(pool[:, 1, 1], values, rtol=0, atol=0, equal_nan=True)
+    assert pool[:, [0, 2]].isnan().all()
+
+
+def test_large_scores_neither_overflow_nor_vanish(isa: str) -> None:
+    inputs = make(Sizes(((600, 1), (10, 20)), 16, 1, 2, 64, F32, F32, 0.0))
+    inputs = replace(inputs, q=inputs.q * 100)
+    # Scores of some hundreds: their own rounding, about 1e-5 of them, moves the weights.
+    check(inputs, 2e-3)
+
+
+def test_refuses_what_it_cannot_do() -> None:
+    inputs = make(Sizes(((20, 1),), 4, 1, 1, 32, F32, F32, 0.0))
+    assert not supports(32, torch.float64, torch.float64)
+    assert not supports(30, F32, F32)
+    assert supports(36, F32, F32)
+    double = {name: getattr(inputs, name).double() for name in ("q", "k", "v", "keys", "values")}
+    with pytest.raises(ValueError, match="float64"):
+        replace(inputs, **double).run(mixed_attention)
+    odd = {name: getattr(inputs, name)[..., :30] for name in ("q", "k", "v", "keys", "values")}
+    with pytest.raises(ValueError, match="heads of 30"):
+        replace(inputs, **odd).run(mixed_attention)
+    with pytest.raises(ValueError, match="fewer rows or units"):
+        replace(inputs, keys=inputs.keys[:2], values=inputs.values[:2]).run(mixed_attention)

@@ -1,0 +1,48 @@
+"""The benchmark compares like with like: all kernels of a case compute the same attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ellm_sgl.kernels import bench, reference
+from ellm_sgl.kernels.cpu import attention as cpu
+from ellm_sgl.kernels.cpu.library import load
+
+pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
+
+DECODE = bench.Case("decode", 3, 90, 1, 4, 2, 32, "float32")
+
+
+def test_every_case_has_its_peers_and_positive_figures() -> None:
+    for case in (
+        DECODE,
+        replace(DECODE, name="prefill", batch=1, new=90),
+        replace(DECODE, name="mixed", missing=0.4),
+    ):
+        result = bench.measure(case, rounds=1)
+        assert result.milliseconds.keys() >= {"cpu", "torch_paged", "read", "multiply"}
+        assert min(*result.milliseconds.values(), *result.ratio.values()) > 0
+        assert result.to_json()["case"]["name"] == case.name
+
+
+def test_two_passes_compute_what_the_mixed_pass_does() -> None:
+    setting = bench._Setting(replace(DECODE, name="mixed", missing=0.4))
+    args = setting.q, setting.k, setting.v, setting.keys, setting.values
+    mixed = cpu.mixed_attention(*args, setting.layout, setting.scale)
+    expected = reference.mixed_attention(*args, setting.layout, setting.scale)
+    torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-5)
+    setting.runs()["cpu, two passes"]()  # leaves the recomputed KV in the pool
+    complete = bench._layout(DECODE, setting.units)
+    new = complete.rows
+    rows = (setting.q[:new], setting.k[:new], setting.v[:new])
+    decoded = cpu.mixed_attention(*rows, setting.keys, setting.values, complete, setting.scale)
+    torch.testing.assert_close(decoded, mixed[:new], rtol=0, atol=1e-5)
+
+
+def test_limits_of_the_machine() -> None:
+    limits = bench.machine_limits(rounds=1)
+    assert set(limits) == {"read", "copy", "multiply float32", "multiply bfloat16"}
+    assert min(limits.values()) > 0

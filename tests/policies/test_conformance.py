@@ -1,0 +1,222 @@
+"""The kit finds what it is there to find: one bad policy per rule, and fails no good one."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies import (
+    Batch,
+    FixedRatio,
+    Policy,
+    Ratios,
+    Stock,
+    SystemState,
+    Threads,
+    generate,
+)
+from ellm_sgl.policies.conformance import ConformanceReport, check_policy, examine
+from ellm_sgl.policies.conformance_checks import CHECKS
+from ellm_sgl.policies.plan import evictable_tokens
+
+STATES = 25
+
+
+class Uniform(Stock):
+    """All running requests give up the same share of their blocks, just enough for what lacks."""
+
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        running, memory = state.running, state.memory
+        most = evictable_tokens(running, memory.block_tokens)
+        lacking = running.uncached_tokens.sum() - memory.device_free_tokens
+        share = lacking / (1.0 - memory.overhead_tokens) / max(1, most.sum())
+        tokens = np.clip(share, 0.0, 1.0) * most
+        blocks = np.ceil(tokens / memory.block_tokens)
+        ratios = np.where(blocks > 0, (blocks * memory.block_tokens + 0.5) / running.tokens, 0.0)
+        return Ratios(ratios, np.zeros(len(batch.join)))
+
+
+@pytest.mark.parametrize("policy", [Stock, FixedRatio, lambda: FixedRatio(0.5), FixedRatio(0.25)])
+def test_policies_that_do_not_adapt_keep_the_rules(policy: Any) -> None:
+    report = check_policy(policy, states=STATES, budget_ms=None)
+    skipped = {r.name: r.detail for r in report.results if r.outcome == "skipped"}
+    assert skipped.keys() == {"answers-in-time", "targets-fit-the-device"}
+    assert "do not depend on memory" in skipped["targets-fit-the-device"]
+
+
+def test_a_policy_that_adapts_is_asked_to_fit() -> None:
+    report = check_policy(Uniform, states=STATES, budget_ms=1000.0)
+    assert [(r.name, r.outcome) for r in report.results] == [(name, "passed") for name in CHECKS]
+
+
+class Raises(Stock):
+    def batch(self, state: SystemState) -> Batch:
+        if len(state.waiting) == 0:
+            raise RuntimeError("nobody waits")
+        return super().batch(state)
+
+
+class AdmitsMinusOne(Stock):
+    def batch(self, state: SystemState) -> Batch:
+        return Batch(join=(-1,))
+
+
+class Nan(Stock):
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        return Ratios(state.running.tpot_s * 0.0, np.zeros(len(batch.join)))
+
+
+class Two(Stock):
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        return Ratios(np.full(len(state.running), 2.0), np.zeros(len(batch.join)))
+
+
+class OddThreads(Stock):
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        return Threads(1, 1, 100)
+
+
+class Learns(Stock):
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        state.latency.observe(plan, 1.0)
+        return super().threads(state, plan)
+
+
+class Writes(Stock):
+    def batch(self, state: SystemState) -> Batch:
+        state.running.tokens.setflags(write=True)
+        return super().batch(state)
+
+
+class Random(Stock):
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        return Threads(1, 1, 32 * random.randint(1, 31))
+
+
+class MoreGiveUpMore(Stock):
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        ample = state.memory.device_tokens > state.running.tokens.sum()
+        share = 0.9 if ample else 0.8
+        most = np.minimum(share, 1.0 - 1.0 / state.running.tokens)
+        return Ratios(most, np.zeros(len(batch.join)))
+
+
+class GivesUpTooLittle(Uniform):
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        ratios = super().ratio(state, batch)
+        return Ratios(ratios.running * 0.8, ratios.joining)
+
+
+class ShortestFirst(Stock):
+    def batch(self, state: SystemState) -> Batch:
+        return Batch(join=tuple(np.argsort(state.waiting.tokens, kind="stable").tolist()))
+
+
+class NewestFirst(Stock):
+    def batch(self, state: SystemState) -> Batch:
+        return Batch(join=tuple(reversed(range(len(state.waiting)))))
+
+
+class UrgentOnly(Stock):
+    """Lets none but the most urgent requests decode."""
+
+    def batch(self, state: SystemState) -> Batch:
+        priority = state.running.priority
+        pause = np.flatnonzero(priority < priority.max(initial=-99)).tolist()
+        return Batch(join=super().batch(state).join, pause=tuple(pause))
+
+
+class AdmitsNobody(Stock):
+    def batch(self, state: SystemState) -> Batch:
+        return Batch(join=())
+
+
+@pytest.mark.parametrize(
+    ("policy", "check", "told"),
+    [
+        (Raises, "answers-are-valid", "RuntimeError: nobody waits; state: .* 0 waiting"),
+        (AdmitsMinusOne, "answers-are-valid", "join has -1"),
+        (Nan, "answers-are-valid", "is nan"),
+        (Two, "answers-are-valid", r"running\[0\] is 2"),
+        (OddThreads, "answers-are-valid", "delta is 100"),
+        (Learns, "state-is-left-alone", "calls latency.observe"),
+        (Writes, "state-is-left-alone", "changed state.running.tokens"),
+        (Random, "same-history-same-answers", "two instances with one history disagree"),
+        (MoreGiveUpMore, "more-memory-never-less-cached", "of the memory needed it leaves"),
+        (GivesUpTooLittle, "targets-fit-the-device", "device tokens too few"),
+        (ShortestFirst, "nobody-starves", "900 tokens, .* its first token, .*long requests in"),
+        (NewestFirst, "nobody-starves", "has waited 60. s for its first token"),
+        (UrgentOnly, "nobody-starves", "for its next token"),
+        (AdmitsNobody, "answers-are-valid", "join is empty while nothing runs"),
+    ],
+)
+def test_a_bad_policy_fails(policy: type[Policy], check: str, told: str) -> None:
+    with pytest.raises(AssertionError, match=rf"(?s){policy.__name__} fails .*  {check}: .*{told}"):
+        check_policy(policy, states=STATES, budget_ms=None)
+
+
+@pytest.mark.parametrize("policy", [Random, GivesUpTooLittle, ShortestFirst])
+def test_only_the_broken_rule_is_named(policy: type[Policy]) -> None:
+    assert len(examine(policy, states=STATES, budget_ms=None).failures) == 1
+
+
+class Late(Stock):
+    """When it is busy, as the state that the kit times is."""
+
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        if len(state.waiting) == 1024:
+            time.sleep(0.02)
+        return super().ratio(state, batch)
+
+
+def test_late_answers_fail() -> None:
+    report = examine(Late, states=1, budget_ms=10.0)
+    assert [failure.name for failure in report.failures] == ["answers-in-time"]
+    assert "the budget is 10 ms: 256 running, 1024 waiting" in report.failures[0].detail
+
+
+def test_hopelessly_late_answers_skip_the_rest() -> None:
+    report = examine(Late, states=100_000, budget_ms=0.5)
+    outcomes = [r.outcome for r in report.results]
+    assert outcomes == ["failed"] + ["skipped"] * (len(CHECKS) - 1)
+
+
+def test_a_failing_state_can_be_made_again() -> None:
+    names = {"generate": generate, "default_rng": np.random.default_rng, "Size": generate.Size}
+    detail = examine(Two, states=STATES, budget_ms=None).failures[0].detail
+    state = eval(detail.rpartition("; ")[2], names)
+    assert f"{len(state.running)} (of {state.running.tokens.min():,} to " in detail
+
+
+def test_an_instance_is_copied_not_used() -> None:
+    class Counts(Stock):
+        asked = 0
+
+        def batch(self, state: SystemState) -> Batch:
+            self.asked += 1
+            return super().batch(state)
+
+    policy = Counts()
+    check_policy(policy, states=3, budget_ms=None)
+    assert policy.asked == 0
+
+
+def test_global_random_state_is_put_back() -> None:
+    random.seed(3)
+    first = random.random()
+    random.seed(3)
+    examine(Stock, states=3, budget_ms=None)
+    assert random.random() == first
+
+
+def test_json_tells_every_check() -> None:
+    report: ConformanceReport = examine(Two, states=3, budget_ms=None)
+    document = json.loads(json.dumps(report.to_json()))
+    assert document["ok"] is False and document["policy"] == "Two"
+    assert [c["name"] for c in document["checks"]] == list(CHECKS)

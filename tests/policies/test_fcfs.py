@@ -1,0 +1,252 @@
+"""fcfs: the answers worked out by hand, and how they follow a load."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ellm_sgl.latency import LatencyModel, StepWork
+from ellm_sgl.latency.base import FloatArray
+from ellm_sgl.policies import Batch, Fcfs, Requests, SystemState
+from ellm_sgl.policies.base import IntArray
+from ellm_sgl.policies.generate import Size, make_state, random_state, requests
+from ellm_sgl.policies.plan import planned_tokens
+
+BLOCK = 10
+
+
+class Linear(LatencyModel):
+    """A millisecond per step and per request, and as much as asked for per restored token."""
+
+    def __init__(self, token_ms: float) -> None:
+        self._token_ms = token_ms
+
+    def step_seconds(self, work: StepWork) -> FloatArray:
+        return np.asarray(1e-3 * (1 + work.decode_rows + self._token_ms * work.span_rows))
+
+    def observe(self, work: StepWork, seconds: float) -> None: ...
+
+
+def scene(
+    running: Requests, waiting: Requests, device_tokens: int, token_ms: float = 0.0, **kw: float
+) -> SystemState:
+    return make_state(
+        running,
+        replace(waiting, request_id=waiting.request_id + 1000),
+        device_tokens=device_tokens,
+        block_tokens=BLOCK,
+        latency=Linear(token_ms),
+        **kw,  # type: ignore[arg-type]
+    )
+
+
+def answers(state: SystemState, policy: Fcfs | None = None) -> tuple[int, IntArray, IntArray]:
+    """Requests that join, and the tokens that running and joining requests give up."""
+    policy = policy or Fcfs(lookahead=0, sit_out=False)
+    batch = policy.batch(state)
+    ratios = policy.ratio(state, batch)
+    assert batch.join == tuple(range(len(batch.join))) and batch.pause == ()
+    joining = Requests(**{n: c[: len(batch.join)] for n, c in vars(state.waiting).items()})
+    block = state.memory.block_tokens
+    return (
+        len(batch.join),
+        planned_tokens(state.running, ratios.running, block),
+        planned_tokens(joining, ratios.joining, block),
+    )
+
+
+# Each request of 95 tokens is charged for 10 blocks, 100 tokens, and may give up 9 of them.
+
+
+def test_all_that_fit_join_and_stay_cached() -> None:
+    joined, running, joining = answers(scene(requests([95]), requests([95] * 5), 400, 1.0))
+    assert joined == 3
+    assert not running.any() and not joining.any()
+
+
+def test_more_join_if_restoring_costs_nothing() -> None:
+    # Six requests are charged 600 of 400 tokens: 20 blocks go, of 54.
+    joined, running, joining = answers(scene(requests([95]), requests([95] * 5), 400))
+    assert joined == 5
+    assert running.sum() + joining.sum() == 200
+    assert set(running) | set(joining) <= {30, 40}
+
+
+def test_nobody_else_joins_if_restoring_costs_more_than_it_gains() -> None:
+    # b / T: 4 / 5 with all cached. A fifth restores 100 tokens: 5 / (6 + 100 c) is less for any
+    # c above 0.0025 (5 / 6.25 = 0.8), and a sixth, 6 / (7 + 200 c), for any above 0.0025 too.
+    assert answers(scene(requests([95]), requests([95] * 5), 400, 0.0030))[0] == 3
+    assert answers(scene(requests([95]), requests([95] * 5), 400, 0.0020))[0] == 5
+
+
+def test_memory_of_a_step_counts_for_every_token_it_restores() -> None:
+    # Short by 100 tokens; with M_o of 0.2 tokens for each restored one, 130 have to go: 104 gained.
+    state = scene(requests([95] * 5), requests([]), 400, overhead_tokens=0.2)
+    assert answers(state)[1].sum() == 130
+
+
+def test_a_step_restores_no_more_than_it_may() -> None:
+    state = scene(requests([95] * 5), requests([95]), 300, transient_tokens=150)
+    joined, running, _ = answers(state)
+    assert joined == 0
+    assert running.sum() == 150  # 200 would have to go
+
+
+def test_shared_blocks_stay_and_are_counted_once() -> None:
+    # A prefix of 50 tokens and 5 blocks of their own each: 50 + 3 x 50 = 200 tokens.
+    three = requests([95] * 3, shared_tokens=50)
+    assert not answers(scene(three, requests([]), 200))[1].any()
+    # 120 tokens short: only 4 blocks of each may go.
+    three = requests([95] * 3, shared_tokens=50, uncached_tokens=40)
+    assert list(answers(scene(three, requests([]), 80))[1]) == [40, 40, 40]
+
+
+def test_the_slo_bounds_the_batch() -> None:
+    # T = 1 + b ms; SLO 5 ms, and one request has waited 2 ms since its last token: b <= 2.
+    state = scene(requests([95], waited_s=0.002), requests([95] * 5), 10_000, tpot_slo_s=0.005)
+    assert answers(state)[0] == 1
+    assert answers(replace(state, tpot_slo_s=np.inf))[0] == 5
+
+
+def test_the_slo_of_a_request_bounds_every_batch_that_it_is_in() -> None:
+    # The third waiting request allows 4 ms, so 3 requests: it and the later ones wait.
+    waiting = requests([95] * 5, tpot_slo_s=[np.inf, np.inf, 0.004, np.inf, np.inf])
+    assert answers(scene(requests([95]), waiting, 10_000))[0] == 2
+    strict = requests([95], tpot_slo_s=0.003)
+    assert answers(scene(strict, requests([95] * 5), 10_000))[0] == 1
+
+
+def test_the_slo_bounds_what_is_restored() -> None:
+    # Restoring costs 0.002 ms a token: 5 of 5 would join (b / T), at T = 7.4 ms.
+    state = scene(requests([95]), requests([95] * 5), 400, 0.002)
+    assert answers(state)[0] == 5
+    assert answers(replace(state, tpot_slo_s=0.0073))[0] == 4
+
+
+def test_running_requests_stay_where_nothing_keeps_the_slo() -> None:
+    state = scene(requests([95] * 5), requests([95]), 400, 0.1, tpot_slo_s=0.001)
+    joined, running, _ = answers(state)
+    assert joined == 0
+    assert running.sum() == 100  # the least that fits
+
+
+def test_a_request_that_would_be_alone_joins_whatever_it_needs() -> None:
+    state = scene(requests([]), requests([950, 95]), 400, 0.1, tpot_slo_s=0.001)
+    joined, _, joining = answers(state)
+    assert joined == 1
+    assert list(joining) == [560]  # 96 blocks less 40
+
+
+def test_no_more_than_may_run_at_once() -> None:
+    state = scene(requests([95] * 2), requests([95] * 5), 10_000)
+    assert answers(replace(state, max_running=4))[0] == 2
+    assert answers(replace(state, max_running=2))[0] == 0
+
+
+def test_who_joins_must_fit_when_all_have_grown() -> None:
+    # In 128 steps both requests have 230 tokens: 24 blocks each.
+    state = scene(requests([102], prompt_tokens=95), requests([102]), 480, token_ms=1.0)
+    assert answers(state, Fcfs(lookahead=128))[0] == 1
+    state = scene(requests([102], prompt_tokens=95), requests([102]), 470, token_ms=1.0)
+    assert answers(state, Fcfs(lookahead=128))[0] == 0
+    assert answers(state, Fcfs(lookahead=0, sit_out=False))[0] == 1
+    # One that is nearly done grows no further.
+    state = scene(requests([102], max_new_tokens=8, prompt_tokens=95), state.waiting, 470, 1.0)
+    assert answers(state, Fcfs(lookahead=128))[0] == 1
+
+
+def test_a_negative_lookahead_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        Fcfs(lookahead=-1)
+
+
+# -- over time ------------------------------------------------------------------------------
+
+
+def crowd(device_tokens: int, tokens: int = 1000) -> SystemState:
+    return scene(requests([tokens] * 20), requests([]), device_tokens)
+
+
+def test_a_steady_load_gives_a_steady_ratio() -> None:
+    policy = Fcfs()
+    given = [answers(crowd(15_000 + wobble), policy)[1] for wobble in (0, 100, 50, 120, 0, 80)]
+    assert given[0].any()
+    assert all(np.array_equal(given[0], g) for g in given)
+
+
+def test_the_ratio_follows_a_load_that_changes() -> None:
+    policy = Fcfs()
+    given = [
+        int(answers(crowd(device), policy)[1].sum())
+        for device in (21_000, 18_000, 12_000, 18_000, 20_190, 20_200)
+    ]
+    assert given == [0, 2200, 8200, 2200, 10, 0]
+
+
+def test_nobody_joins_until_something_has_changed() -> None:
+    policy = Fcfs(lookahead=0, sit_out=False)
+    full = scene(requests([95] * 4), requests([95]), 400, 1.0)
+    assert answers(full, policy)[0] == 0
+    left = scene(requests([95] * 3, request_id=[0, 1, 3]), requests([95]), 400, 1.0)
+    assert answers(left, policy)[0] == 1
+    assert answers(full, policy)[0] == 0
+    other = scene(requests([95] * 4), requests([5], request_id=[1]), 410, 1.0)
+    assert answers(other, policy)[0] == 1
+
+
+def test_a_refusal_is_thought_over_now_and_then() -> None:
+    # Memory that cached prefixes gave back is told by `device_free_tokens` only.
+    policy = Fcfs(lookahead=0, sit_out=False)
+    before = scene(requests([95] * 3), requests([95]), 400, 1.0, device_free_tokens=50)
+    after = replace(before, memory=replace(before.memory, device_free_tokens=100))
+    assert answers(before, policy)[0] == 0
+    joined = [answers(after, policy)[0] for _ in range(16)]
+    assert joined == [0] * 15 + [1]
+
+
+def test_a_refusal_ends_when_the_slo_allows_more() -> None:
+    # T = 1 + b ms: with 2 requests 3 ms of 5, less the time since the last token.
+    policy = Fcfs(lookahead=0, sit_out=False)
+    late = scene(requests([95], waited_s=0.003), requests([95]), 400, 1.0, tpot_slo_s=0.005)
+    assert answers(late, policy)[0] == 0
+    assert answers(late, policy)[0] == 0
+    prompt = scene(requests([95], waited_s=0.001), requests([95]), 400, 1.0, tpot_slo_s=0.005)
+    assert answers(prompt, policy)[0] == 1
+
+
+# -- over generated states ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_memory_gives_up_no_more(seed: int) -> None:
+    state = random_state(np.random.default_rng(seed), Size(64, 0))
+    free = state.memory.device_free_tokens
+    given = []
+    for more in (0, 64, 512, 4096, 32_768):
+        memory = replace(
+            state.memory,
+            device_tokens=state.memory.device_tokens + more,
+            device_free_tokens=free + more,
+        )
+        given.append(answers(replace(state, memory=memory))[1].sum())
+    assert given == sorted(given, reverse=True)
+
+
+def test_equal_states_get_equal_answers() -> None:
+    first, second = Fcfs(), Fcfs()
+    for seed in range(60):
+        state = random_state(np.random.default_rng(seed), Size(32, 64))
+        batch = first.batch(state)
+        assert batch == second.batch(state)
+        ours, theirs = first.ratio(state, batch), second.ratio(state, batch)
+        assert np.array_equal(ours.running, theirs.running)
+        assert np.array_equal(ours.joining, theirs.joining)
+
+
+def test_ratios_are_given_for_the_batch_asked_about() -> None:
+    state = scene(requests([95] * 2), requests([95] * 5), 300)
+    ratios = Fcfs().ratio(state, Batch(join=(4, 2)))
+    assert len(ratios.running) == 2 and len(ratios.joining) == 2
+    assert ratios.joining.max() > 0.0

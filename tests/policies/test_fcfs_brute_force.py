@@ -1,0 +1,158 @@
+"""fcfs against every batch size and ratio there is, on generated states.
+
+The reference is written without the policy's code: plain Python, one request at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies import Fcfs, SystemState
+from ellm_sgl.policies.generate import Size, random_state
+from ellm_sgl.policies.plan import planned_tokens
+
+SIZE = Size(running=6, waiting=10, longest=1024)
+GRID = 200
+"""Ratios that the reference tries: multiples of 1 / GRID."""
+
+
+@dataclass
+class Request:
+    tokens: int
+    shared: int
+    slo_s: float
+
+
+@dataclass
+class Outcome:
+    """A batch size with what each of its requests gives up, judged by Eq. (1)."""
+
+    value: float
+    """b / T."""
+    fits: bool
+    restores: bool
+
+
+class Reference:
+    """Eq. (1) at the lengths of now, for one state."""
+
+    def __init__(self, state: SystemState) -> None:
+        self.state = state
+        self.block = state.memory.block_tokens
+        self.requests = [
+            Request(int(s), int(a), float(slo))
+            for part in (state.running, state.waiting)
+            for s, a, slo in zip(part.tokens, part.shared_tokens, part.tpot_slo_s, strict=True)
+        ]
+        resident = 0
+        for s, a, u in zip(
+            state.running.tokens.tolist(),
+            state.running.shared_tokens.tolist(),
+            state.running.uncached_tokens.tolist(),
+            strict=True,
+        ):
+            resident += max(0, self.blocks(s) - self.blocks(a) - self.blocks(u)) * self.block
+        used = state.memory.device_tokens - state.memory.device_free_tokens
+        self.others = max(0, used - resident)
+
+    def blocks(self, tokens: int) -> int:
+        return (tokens + self.block - 1) // self.block
+
+    def span(self, request: Request, ratio: float) -> int:
+        most = max(0, (request.tokens - 1) // self.block - self.blocks(request.shared))
+        return min(int(ratio * request.tokens) // self.block, most) * self.block
+
+    def judge(self, spans: list[int]) -> Outcome:
+        """The first len(spans) requests run, and give up so many tokens each."""
+        memory, batch = self.state.memory, self.requests[: len(spans)]
+        needed: float = self.others + sum(
+            (self.blocks(r.tokens + 1) - self.blocks(r.shared)) * self.block - n
+            for r, n in zip(batch, spans, strict=True)
+        )
+        needed += memory.overhead_tokens * sum(spans)
+        work = StepWork(
+            decode_rows=len(batch),
+            decode_tokens=sum(r.tokens for r in batch),
+            span_rows=sum(spans),
+            span_squares=sum(n * n for n in spans),
+            span_prefix=sum(n * r.shared for r, n in zip(batch, spans, strict=True)),
+        )
+        seconds = float(self.state.latency.step_seconds(work))
+        slo_s = min([self.state.tpot_slo_s, *(r.slo_s for r in batch)])
+        waited_s = max(self.state.running.waited_s.tolist(), default=0.0)
+        return Outcome(
+            value=len(batch) / seconds,
+            fits=needed <= memory.device_tokens + 1e-6
+            and sum(spans) <= memory.transient_tokens
+            and seconds + waited_s <= slo_s,
+            restores=sum(spans) > 0,
+        )
+
+    def sizes(self) -> range:
+        running = len(self.state.running)
+        most = min(len(self.requests), max(running, self.state.max_running))
+        return range(max(1, running), most + 1)
+
+    def best(self) -> tuple[float, int]:
+        """Highest b / T of the grid, with at least all that fit while nothing is restored; and
+        how many these are. (0.0, 0) if nothing fits."""
+        cached = [b for b in self.sizes() if self.judge([0] * b).fits]
+        fewest = max(cached, default=0)
+        found = [
+            outcome.value
+            for b in self.sizes()
+            if b >= fewest
+            for k in range(GRID)
+            if (outcome := self.judge([self.span(r, k / GRID) for r in self.requests[:b]])).fits
+        ]
+        return max(found, default=0.0), fewest
+
+
+def given_up(state: SystemState) -> list[int]:
+    """What the policy has each request of its batch give up."""
+    policy = Fcfs(lookahead=0, sit_out=False)
+    batch = policy.batch(state)
+    ratios = policy.ratio(state, batch)
+    tokens = np.append(state.running.tokens, state.waiting.tokens[: len(batch.join)])
+    running = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
+    joining = ratios.joining * tokens[len(running) :] // state.memory.block_tokens
+    return [*running.tolist(), *(joining.astype(int) * state.memory.block_tokens).tolist()]
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 350, 50)])
+def test_the_answer_fits_and_is_within_a_percent_of_the_best(seeds: range) -> None:
+    for seed in seeds:
+        state = random_state(np.random.default_rng(seed), SIZE)
+        reference = Reference(state)
+        if not reference.requests:
+            continue
+        spans = given_up(state)
+        answer = reference.judge(spans)
+        best, fewest = reference.best()
+        if best == 0.0 and not answer.fits:
+            assert len(spans) == reference.sizes().start, seed  # nobody else joins
+            continue
+        assert answer.fits, seed
+        assert len(spans) >= fewest, seed
+        assert answer.value >= 0.99 * best, (seed, answer, best)
+
+
+def test_the_states_put_the_policy_to_the_test() -> None:
+    """Enough of them restore, are bounded by the SLO, or have no answer."""
+    kinds = {"cached": 0, "restores": 0, "hopeless": 0, "joins though it restores": 0}
+    for seed in range(350):
+        state = random_state(np.random.default_rng(seed), SIZE)
+        reference = Reference(state)
+        if reference.requests:
+            spans = given_up(state)
+            answer = reference.judge(spans)
+            kinds["hopeless"] += not answer.fits
+            kinds["restores"] += answer.fits and answer.restores
+            kinds["cached"] += answer.fits and not answer.restores
+            joins = len(spans) > reference.sizes().start
+            kinds["joins though it restores"] += answer.fits and answer.restores and joins
+    assert min(kinds.values()) >= 10, kinds

@@ -1,0 +1,153 @@
+"""slo-priority as a whole: who joins, who keeps what, and what a served trace looks like."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ellm_sgl.policies import Fcfs
+from ellm_sgl.policies.base import Batch
+from ellm_sgl.policies.conformance import check_policy
+from ellm_sgl.policies.generate import Size, make_state, random_state, requests
+from ellm_sgl.policies.plan import planned_tokens
+from ellm_sgl.policies.slo_levels import AGE_S, LEVELS, keep_weights, queue_order, rank_levels
+from ellm_sgl.policies.slo_priority import SloPriority
+from ellm_sgl.policies.slo_turns import MOST_STEPS_PER_TURN
+from tests.policies.slo_server import CpuServer, Request, Simulation, two_classes
+
+
+@pytest.mark.slow
+def test_conforms() -> None:
+    check_policy(SloPriority, budget_ms=None)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="lookahead must not be negative, got -1"):
+        SloPriority(lookahead=-1)
+    with pytest.raises(ValueError, match="below 1, got 1"):
+        SloPriority(loss=1.0)
+
+
+def test_without_allowed_loss_nobody_sits_out() -> None:
+    running = requests([256] * 24, priority=np.arange(24) % 2)
+    state = make_state(running, requests([9999]), device_tokens=7000, latency=CpuServer())
+    assert SloPriority().batch(state).pause
+    assert not SloPriority(loss=0.0).batch(state).pause
+
+
+def test_levels() -> None:
+    running = requests([1, 1, 1], priority=[0, 3, 0], tpot_slo_s=[np.inf, np.inf, 0.1])
+    levels = rank_levels(running, requests([1] * 3, priority=[-9, 3, 0]))
+    assert levels.running.tolist() == [2, 0, 1]
+    assert levels.waiting.tolist() == [LEVELS - 1, 0, 2]
+
+
+def test_no_less_urgent_request_weighs_as_much() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        level = rng.integers(0, LEVELS, 30)
+        slo = np.where(rng.random(30) < 0.5, rng.uniform(0.01, 1, 30), np.inf)
+        weight = keep_weights(level, slo, rng.uniform(0, 100, 30))
+        for one in range(LEVELS - 1):
+            above, below = weight[level == one], weight[level > one]
+            assert above.min(initial=np.inf) > below.max(initial=0.0)
+
+
+def test_urgent_requests_go_first_and_patience_is_bounded() -> None:
+    arrival = [0.0, 5.0, AGE_S - 1, AGE_S + 1]
+    waiting = requests([64] * 4, priority=[0, 0, 1, 1], arrival_s=arrival)
+    level = rank_levels(requests([]), waiting).waiting
+    assert queue_order(waiting, level).tolist() == [2, 0, 3, 1]
+
+
+def test_urgent_requests_join_a_full_server() -> None:
+    running = requests([256] * 8)
+    waiting = requests([256] * 4, request_id=np.arange(8, 12), priority=[0, 0, 1, 0])
+    state = make_state(running, waiting, device_tokens=8 * 256 + 64, latency=CpuServer())
+    assert SloPriority().batch(state).join == (2,)
+    assert Fcfs().batch(state).join == ()
+
+
+def test_less_urgent_requests_give_up_their_kv_first() -> None:
+    running = requests([320] * 8, priority=[0, 1] * 4)
+    state = make_state(running, device_tokens=8 * 320 - 640, device_free_tokens=0)
+    span = planned_tokens(running, SloPriority().ratio(state, Batch(())).running, 16)
+    assert span[1::2].sum() == 0
+    assert 640 <= span[::2].sum() < 640 + 8 * 16 + 16
+
+
+def test_everything_is_cached_when_pressure_has_gone() -> None:
+    running = requests([320] * 8, uncached_tokens=160)
+    tight = make_state(running, device_tokens=8 * 160)
+    roomy = make_state(running, device_tokens=8 * 400)
+    policy = SloPriority()
+    assert policy.ratio(tight, Batch(())).running.any()
+    assert not policy.ratio(roomy, Batch(())).running.any()
+
+
+def test_a_steady_load_has_steady_ratios() -> None:
+    """Blocks are given up one by one as requests grow, and not taken back."""
+    policy, before, plans = SloPriority(), None, 0
+    for step in range(64):
+        running = requests(np.full(8, 320 + step))
+        state = make_state(running, device_tokens=8 * 300, device_free_tokens=0)
+        span = planned_tokens(running, policy.ratio(state, Batch(())).running, 16)
+        if before is not None:
+            assert (span >= before).all()
+            plans += int((span != before).any())
+        before = span
+    assert 1 <= plans <= 20
+
+
+def test_the_same_history_gives_the_same_answers() -> None:
+    first, second = SloPriority(), SloPriority()
+    for seed in range(30):
+        state = random_state(np.random.default_rng(seed), Size(32, 32, 2048))
+        for s in (state, replace(state, now_s=state.now_s + 0.05)):
+            a, b = first.batch(s), second.batch(s)
+            assert a == b
+            assert np.array_equal(first.ratio(s, a).running, second.ratio(s, b).running)
+
+
+def served(policy, tpot_slo_s: float = np.inf, device: int = 6000, seed: int = 1) -> Simulation:
+    trace = two_classes(np.random.default_rng(seed), 80, 5.0, 0.2, tpot_slo_s)
+    return Simulation(policy, trace, device).run()
+
+
+@pytest.mark.parametrize("device", [3000, 6000])
+def test_two_classes_under_pressure(device: int) -> None:
+    """The machine of `CpuServer`, with more requests than it can serve at a time."""
+    fcfs, slo = served(Fcfs(), device=device), served(SloPriority(), device=device)
+    assert len(slo.finished) == len(slo.trace)
+
+    def p99(server: Simulation, what: str) -> float:
+        return float(np.percentile([getattr(r, what) for r in server.of(1)], 99))
+
+    def mean(server: Simulation, what: str) -> float:
+        return float(np.mean([getattr(r, what) for r in server.of(1)]))
+
+    assert p99(slo, "ttft_s") <= p99(fcfs, "ttft_s") / 2
+    assert mean(slo, "tpot_s") <= mean(fcfs, "tpot_s") / 1.15
+    assert slo.throughput >= 0.95 * fcfs.throughput
+    # Turns: MOST_STEPS_PER_TURN expected steps, of which some turn out longer.
+    assert max(r.longest_gap for r in slo.finished) <= 2 * MOST_STEPS_PER_TURN
+
+
+def test_an_slo_is_what_urgent_requests_get_where_it_costs_little() -> None:
+    slo = served(SloPriority(), tpot_slo_s=0.03)
+    late = [r for r in slo.of(1) if r.tpot_s > 0.03]
+    assert len(late) <= len(slo.of(1)) // 10
+
+
+@pytest.mark.slow
+def test_a_stream_of_urgent_requests_does_not_starve_the_others() -> None:
+    """More urgent requests than can be served, for ever; a few others from the start on."""
+    stream = [Request(i, 0.25 * i, 160, 120, priority=1) for i in range(5, 800)]
+    few = [Request(i, 0.0, 160, 60) for i in range(5)]
+    server = Simulation(SloPriority(), few + stream, device_tokens=1200)
+    server.run(until_s=3 * AGE_S)
+    assert len(server.of(0)) == len(few)
+    assert server.waiting
+    assert max(r.longest_gap for r in server.finished) <= 2 * MOST_STEPS_PER_TURN

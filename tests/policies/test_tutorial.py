@@ -1,0 +1,64 @@
+"""docs/policies.md: its code runs, in order, and prints what the page says."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ellm_sgl.policies import Policy
+from ellm_sgl.policies.conformance import check_policy
+from ellm_sgl.policies.conformance_checks import CHECKS
+from ellm_sgl.policies.registry import GROUP
+from ellm_sgl.policies.threads import ALL_THREADS, WARP
+
+PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def tutorial() -> dict[str, Any]:
+    """The names that the page's Python blocks define, and what they print."""
+    printed: list[str] = []
+
+    def show(*values: object, sep: str = " ") -> None:
+        printed.append(sep.join(map(str, values)))
+
+    names: dict[str, Any] = {"__name__": "tutorial", "print": show}
+    for block in blocks("python"):
+        exec(compile(block, "docs/policies.md", "exec"), names)
+    return names | {"printed": printed}
+
+
+def test_it_prints_what_the_page_says(tutorial: dict[str, Any]) -> None:
+    [shown] = blocks("text")
+    assert " ".join(tutorial["printed"]).split() == shown.split()
+
+
+def test_its_policies_keep_the_rules(tutorial: dict[str, Any]) -> None:
+    tutorial["test_it_keeps_the_rules"]()
+    report = check_policy(tutorial["EvenShare"], budget_ms=None)
+    assert {r.name for r in report.results if r.outcome == "passed"} == CHECKS.keys() - {
+        "answers-in-time"
+    }
+
+
+def test_its_entry_point_names_its_policy(tutorial: dict[str, Any]) -> None:
+    [block] = blocks("toml")
+    points = tomllib.loads(block)["project"]["entry-points"][GROUP]
+    assert [value.partition(":") for value in points.values()] == [
+        ("shortest_first", ":", "ShortestFirst")
+    ]
+    assert issubclass(tutorial["ShortestFirst"], Policy)
+
+
+def test_the_rules_are_all_there() -> None:
+    assert re.findall(r"^\| `([a-z-]+)` \| ", PAGE.partition("## The rules")[2].partition("##")[0],
+                      re.MULTILINE) == list(CHECKS)  # fmt: skip
+    assert f"δ a multiple of {WARP}, {WARP} to {ALL_THREADS - WARP}" in PAGE

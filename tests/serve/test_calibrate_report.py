@@ -1,0 +1,34 @@
+"""The comparison behind `ellm-sgl calibrate`, on steps whose times are known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ellm_sgl.latency import RooflineLatencyModel, StepWork
+from ellm_sgl.serve.calibrate import LEARNING_STEPS, LOADS, compare
+from tests.latency.machines import CPU, TINY
+
+
+def test_each_model_is_judged_on_its_own_steps() -> None:
+    model = RooflineLatencyModel(TINY, CPU)
+    steps = []
+    for i in range(LEARNING_STEPS + 50):
+        work = StepWork(1 + i % 8, 100 * (1 + i % 8))
+        by_profile = float(model.step_seconds(work))
+        times = {"seconds": 1.25 * by_profile, "predicted_s": by_profile, "paper_s": 0.0}
+        if i >= 10 + LEARNING_STEPS:
+            times["predicted_s"] = times["seconds"] * 1.1
+        steps.append(dataclasses.asdict(work) | times)
+    profile, on_line, paper = compare(TINY, CPU, steps, start_up=10)
+    assert [e.steps for e in (profile, on_line, paper)] == [240, 40, 240]
+    assert profile.mape == pytest.approx(0.2) and profile.median_ape == pytest.approx(0.2)
+    assert on_line.mape == pytest.approx(0.1)
+    assert paper.mape == pytest.approx(1.0)
+
+
+def test_loads_differ_in_everything() -> None:
+    assert len({x.work.decode_rows for x in LOADS}) > 3
+    assert {x.ratio for x in LOADS} == {0.0, 0.25, 0.5}
+    assert len({x.tokens for x in LOADS}) == 3

@@ -1,0 +1,105 @@
+"""`ellm-sgl simulate` and `ellm-sgl paper` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ellm_sgl.eval.paper.plan import plan
+from ellm_sgl.eval.paper.report import read_measured
+from ellm_sgl.serve.cli import main
+
+SMALL = ["simulate", "--preset", "llama3-8b", "--requests", "12", "--scale-lengths", "0.1"]
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(main, list(arguments))
+
+
+def report(*arguments: str):
+    done = run(*SMALL, "--json", *arguments)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_json_holds_one_report_per_mode_and_repeats():
+    first, second = (report("--seed", "3", "--kv-tokens", "800") for _ in range(2))
+    modes = [r["settings"]["mode"] for r in first["reports"]]
+    assert modes == ["ellm", "recompute", "swap", "hcache"]
+    for document in (first, second):
+        for each in document["reports"]:
+            del each["wall_s"]
+    assert first == second
+
+
+def test_the_table_names_every_mode():
+    done = run(*SMALL, "--baselines", "recompute")
+    assert done.exit_code == 0, done.output
+    assert "ellm" in done.stdout and "recompute" in done.stdout and "hcache" not in done.stdout
+
+
+def test_a_trace_and_a_configuration_are_read(tmp_path: Path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,100,5\n"
+        "2023-11-16 18:15:47,50,5\n"
+    )
+    config = Path(__file__).parents[2] / "ellm_sgl" / "demo_model" / "config.json"
+    found = report("--trace", str(trace), "--config", str(config), "--device", "l4",
+                   "--scale-lengths", "1", "--baselines", "none")  # fmt: skip
+    assert found["requests"] == 2
+    assert found["reports"][0]["summary"]["output_tokens"] == 10
+    assert found["machine"]["shape"]["hidden"] == 192
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "gpt"], "no preset 'gpt'"),
+        (["--policy", "none"], "no policy 'none'"),
+        (["--baselines", "magic"], "magic"),
+        (["--trace", "/none.csv"], "cannot be read"),
+        (["--lengths", "/none.csv"], "cannot be read"),
+        (["--scale-rate", "-1"], "above 0"),
+        (["--kv-tokens", "3"], "less than one block"),
+        (["--config", "/none.json"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_message(arguments, message):
+    done = run(*SMALL, *arguments)
+    assert done.exit_code != 0 and message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_the_papers_figures_all_have_jobs():
+    figures = {job.figure for job in plan(1.0, "roofline")}
+    assert figures == {"3", "10", "13", "14", "15", "table 2", "6.6"}
+    assert max(job.load.requests for job in plan(1.0, "roofline")) == 3000
+
+
+def test_measured_figures_are_read(tmp_path: Path):
+    path = tmp_path / "measured.json"
+    path.write_text('{"mape": {"ttft": 0.1}}')
+    assert read_measured(path) == {"ttft": 0.1}
+    path.write_text("[]")
+    done = run("paper", "--measured", str(path), "--out", str(tmp_path / "r.html"))
+    assert done.exit_code == 1 and "not the JSON of" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("latency_model", ["roofline", "paper"])
+def test_the_report_needs_no_network_and_names_all_figures(tmp_path: Path, latency_model: str):
+    out = tmp_path / "r.html"
+    done = run("paper", "--scale", "0.004", "--workers", "1", "--out", str(out),
+               "--latency-model", latency_model)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    text = out.read_text()
+    for link in ("<script", "<link", "<img", 'src="http', "@import", 'href="http'):
+        assert link not in text
+    for figure in ("Figs. 3-4", "Figs. 10 and 12", "Fig. 11", "Fig. 13", "Fig. 14", "Fig. 15",
+                   "Fig. 16", "Table 2", "§6.6", "not available here"):  # fmt: skip
+        assert figure in text
+    assert text.count("<svg") == text.count("<figcaption") == 15

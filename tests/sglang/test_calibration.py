@@ -1,0 +1,75 @@
+"""Model shapes from configs, and the work of calibration's made-up steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from ellm_sgl.eval.tiny_models import TINY_MODELS, write
+from ellm_sgl.latency import ModelShape
+from ellm_sgl.serve.process import DEMO_MODEL
+from ellm_sgl.sglang.calibration import MIXES, Mix, shape_of
+
+
+def matrix_weights(folder: Path) -> int:
+    """Weights of all matrices in a model's files, embeddings and MoE routers aside."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                size = tensors.get_slice(name).get_shape()
+                router = name.endswith((".gate.weight", "router.weight"))
+                if len(size) > 1 and "embed_tokens" not in name and not router:
+                    count = 1
+                    for side in size:
+                        count *= side
+                    total += count
+    return total
+
+
+def layer_weights(shape: ModelShape) -> int:
+    return shape.layers * (shape.attention_weights + shape.experts * shape.expert_weights)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "mixtral", "qwen3-moe"])
+def test_shape_accounts_for_every_weight(name: str, tmp_path: Path) -> None:
+    shape = shape_of(str(write(name, tmp_path)), "bfloat16")
+    tied = TINY_MODELS[name].tied
+    head = 0 if tied else shape.hidden * shape.vocabulary
+    assert matrix_weights(tmp_path) == layer_weights(shape) + head
+    assert shape.weight_bytes == shape.kv_bytes == 2
+
+
+def test_shape_of_the_demo_model() -> None:
+    assert shape_of(str(DEMO_MODEL), "float32") == ModelShape(
+        layers=8,
+        hidden=192,
+        heads=6,
+        kv_heads=2,
+        head_dim=32,
+        intermediate=512,
+        vocabulary=264,
+        weight_bytes=4,
+        kv_bytes=4,
+    )
+
+
+@pytest.mark.parametrize("mix", [*MIXES, Mix(3, 50, new=7), Mix(2, 40, uncached=16)])
+def test_work_counts_rows_and_pairs(mix: Mix) -> None:
+    spans = range(mix.uncached)
+    new = range(mix.tokens - mix.new, mix.tokens)
+    work = mix.work
+    assert work.span_rows == mix.requests * len(spans)
+    assert work.span_pairs == mix.requests * sum(p + 1 for p in spans)
+    if mix.new == 1:
+        assert (work.decode_rows, work.decode_tokens) == (
+            mix.requests,
+            mix.requests * sum(p + 1 for p in new),
+        )
+        assert work.prefill_rows == 0
+    else:
+        assert work.prefill_rows == mix.requests * len(new)
+        assert work.prefill_pairs == mix.requests * sum(p + 1 for p in new)
+        assert work.decode_rows == 0
