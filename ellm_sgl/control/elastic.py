@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ellm_sgl.kv import NONE, PageTable
 from ellm_sgl.kv.shape import IntArray
+from ellm_sgl.policies import MemoryState
 
 OWNER_AND_ONE_SEQUENCE = 2
 """References of a block that no other request uses (`PageTable.references`)."""
@@ -86,7 +87,7 @@ class ElasticMemory:
         or has but the device has no room to fetch."""
         if self.table.none_units == 0:
             return True
-        blocks = self._missing_blocks(seq_ids)
+        blocks = self.table.missing_blocks(seq_ids)
         recomputed = int(np.count_nonzero(self.table.depth(blocks)))
         fetched = min(len(blocks) - recomputed, max(self.table.free_units, 0) // self.slots)
         block_tokens = self.table.shape.block_tokens
@@ -132,6 +133,25 @@ class ElasticMemory:
         """
         return 0.0 if self._save is None else self.slots / self.table.shape.num_groups
 
+    def memory_state(self, running: Iterable[int] = (), reclaimable: int = 0) -> MemoryState:
+        """Memory as policies see it.
+
+        Args:
+            running: requests that decode; what others hold is not the policy's to divide.
+            reclaimable: tokens of cached prefixes that nobody uses.
+        """
+        others = set(self.table.sequence_ids).difference(running)
+        prefilling = sum(map(self.table.length_of, others))
+        return MemoryState(
+            block_tokens=self.table.shape.block_tokens,
+            device_tokens=max(self.device_tokens() - prefilling, 0),
+            device_free_tokens=self.free_tokens() + reclaimable,
+            host_tokens=self.host_tokens(),
+            host_free_tokens=self.host_tokens(free=True),
+            transient_tokens=self.transient_tokens,
+            overhead_tokens=self.overhead_tokens(),
+        )
+
     def admission_tokens(self, reclaimable: int, ratio: float) -> tuple[int, int]:
         """Token budgets for admitting waiting requests.
 
@@ -172,7 +192,7 @@ class ElasticMemory:
         A block sent to the host frees a unit in each of the G groups and occupies one in each
         of the `slots` groups in flight while a step fetches it.
         """
-        fetched = self._fetched_blocks(seq_ids)
+        fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
         short = units + self.slots * fetched - self.table.free_units
         gain = self.table.shape.num_groups - self.slots
         if self._save is not None and short > 0 and gain > 0:
@@ -214,22 +234,25 @@ class ElasticMemory:
                 self.totals.evicted_units += self._evict(int(block), slice(None))
                 room -= block_tokens
 
-    def restore(self, seq_ids: Sequence[int]) -> list[int]:
+    def restore(self, seq_ids: Sequence[int], missing: IntArray) -> list[int]:
         """Place missing blocks that the coming step recomputes anyway, newest first, as far as
         units are free beyond one block per request (the step's own growth). Cached prefixes
         that nobody uses make way.
 
         The caller must write the recomputed KV of these blocks in this step.
 
+        Args:
+            missing: `PageTable.missing_blocks` of these requests.
+
         Returns:
             The blocks placed.
         """
-        if self.table.none_units == 0:
+        if not len(missing):
             return []
         groups = self.table.shape.num_groups
         wanted = sum(map(self._owed_blocks, seq_ids)) * groups
         # Besides growth, room for what this step fetches; less by what is placed for good.
-        growth = len(seq_ids) * groups + self.slots * self._fetched_blocks(seq_ids)
+        growth = len(seq_ids) * groups + self.slots * self._fetched_blocks(missing)
         cost = groups - self.slots if self._save is not None and groups > self.slots else groups
         self._reclaim_until(growth + wanted)
         restored: list[int] = []
@@ -239,8 +262,8 @@ class ElasticMemory:
             count = min(spare, self._owed_blocks(seq_id))
             if count > 0:
                 blocks = self.table.blocks_of(seq_id)
-                missing = blocks[(self.table.units[blocks] == NONE).any(axis=1)]
-                restored += self.table.place(missing[::-1][:count]).tolist()
+                own = blocks[(self.table.units[blocks] == NONE).any(axis=1)]
+                restored += self.table.place(own[::-1][:count]).tolist()
         self.totals.restored_units += self.table.used_units - before
         return restored
 
@@ -302,21 +325,11 @@ class ElasticMemory:
                 self.totals.saved_units += len(kept)
         return self.table.evict(block, groups)
 
-    def _missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
-        """Blocks of these requests that lack a device unit, each once."""
-        blocks = [self.table.blocks_of(s) for s in seq_ids]
-        if not blocks or self.table.none_units == 0:
-            return np.empty(0, np.int32)
-        every: IntArray = np.unique(np.concatenate(blocks))
-        lacking: npt.NDArray[np.bool_] = (self.table.units[every] == NONE).any(axis=1)
-        return every[lacking]
-
-    def _fetched_blocks(self, seq_ids: Iterable[int]) -> int:
-        """Missing blocks that the host has, so that a step can fetch them."""
+    def _fetched_blocks(self, missing: IntArray) -> int:
+        """How many of these missing blocks the host has, so that a step can fetch them."""
         if self._save is None:
             return 0
-        blocks = self._missing_blocks(seq_ids)
-        return int(np.count_nonzero(self.table.depth(blocks) == 0))
+        return int(np.count_nonzero(self.table.depth(missing) == 0))
 
     def _evictable(self, seq_id: int, shared: bool) -> IntArray:
         """Blocks of a request that hold units and may lose them, oldest first: full blocks,

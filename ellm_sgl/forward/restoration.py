@@ -48,12 +48,8 @@ class Missing:
 
     @staticmethod
     def of(table: PageTable, seq_ids: Sequence[int]) -> Missing:
-        if table.none_units == 0 or not seq_ids:
-            return Missing(np.empty(0, np.int32), np.empty((0, table.shape.num_groups), bool))
-        blocks = np.unique(np.concatenate([table.blocks_of(s) for s in seq_ids]))
-        groups = np.asarray(table.units[blocks] == NONE)
-        lacking = groups.any(axis=1)
-        return Missing(blocks[lacking], groups[lacking])
+        blocks = table.missing_blocks(seq_ids)
+        return Missing(blocks, np.asarray(table.units[blocks] == NONE))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ Not thread-safe: one scheduler thread owns the table.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
 
 import numpy as np
@@ -336,6 +337,15 @@ class PageTable:
         starts = incomplete * self.shape.block_tokens
         ends = np.minimum(starts + self.shape.block_tokens, sequence.length)
         return int((ends - starts).sum())
+
+    def missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
+        """Blocks of these requests that lack a device unit, ascending, each once."""
+        blocks = [self.blocks_of(s) for s in seq_ids] if self._none_units else []
+        if not blocks:
+            return np.empty(0, np.int32)
+        every = np.unique(np.concatenate(blocks))
+        lacking: IntArray = every[(self.units[every] == NONE).any(axis=1)]
+        return lacking
 
     def lookup(self, seq_id: int, token_id: int, layer_id: int) -> MapEntry:
         """The map table: where the KV of one token in one layer is.

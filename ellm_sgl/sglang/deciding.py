@@ -18,7 +18,7 @@ import numpy as np
 
 from ellm_sgl.control import Arrival, ControlLoop, Decision
 from ellm_sgl.control.book import RequestBook, slots_array
-from ellm_sgl.policies import MemoryState, SystemState
+from ellm_sgl.policies import SystemState
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.slo import slo_seconds
 
@@ -109,21 +109,7 @@ class Deciding:
                 now,
             ),
             self.book.waiting(self.slots(waiting), now),
-            self._memory(seq_ids),
-        )
-
-    def _memory(self, seq_ids: list[int]) -> MemoryState:
-        elastic = runtime.current().elastic
-        others = set(elastic.table.sequence_ids).difference(seq_ids)
-        prefilling = sum(map(elastic.table.length_of, others))
-        return MemoryState(
-            block_tokens=elastic.table.shape.block_tokens,
-            device_tokens=max(elastic.device_tokens() - prefilling, 0),
-            device_free_tokens=elastic.free_tokens() + self._reclaimable(),
-            host_tokens=elastic.host_tokens(),
-            host_free_tokens=elastic.host_tokens(free=True),
-            transient_tokens=elastic.transient_tokens,
-            overhead_tokens=elastic.overhead_tokens(),
+            elastic.memory_state(seq_ids, self._reclaimable()),
         )
 
     def _reclaimable(self) -> int:

@@ -113,7 +113,7 @@ class Runtime:
         table, seq_ids = self.table, [n.seq_id for n in new]
         missing = Missing.of(table, seq_ids)
         if restore:
-            self.elastic.restore(seq_ids)
+            self.elastic.restore(seq_ids, missing.blocks)
         self._restoration = plan_restoration(
             table, missing, self._recompute_share(), self.elastic.slots, self.pool.buffer.device
         )
@@ -146,7 +146,13 @@ class Runtime:
                 self.table.return_units(self._restoration.borrowed)
                 self._restoration = None
             if self.streamer is not None:
-                self.elastic.totals.swap_stall_s += self.streamer.stall_s
+                self._count_stall(self.streamer.stall_s)
+
+    def _count_stall(self, seconds: float) -> None:
+        """The step under way has waited so long for units from the host tier."""
+        self.elastic.totals.swap_stall_s += seconds
+        if self.deciding is not None:
+            self.deciding.loop.steps.stalled(seconds)
 
     def mixed_rows(self, runner: ModelRunner) -> MixedRows:
         """The hooks on this process's model; installed when first asked for."""

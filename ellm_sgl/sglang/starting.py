@@ -12,7 +12,7 @@ import numpy as np
 from ellm_sgl.control import Arrival, ControlLoop, RequestBook, ServerLimits, StepLog
 from ellm_sgl.control.book import slots_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
-from ellm_sgl.policies import MemoryState, Policy
+from ellm_sgl.policies import Policy
 from ellm_sgl.policies.registry import create
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.calibration import calibrate, model_shape
@@ -67,17 +67,8 @@ def switch_policy(name: str, policy: Policy) -> None:
 def warm_up(loop: ControlLoop) -> None:
     """Ask about some made-up requests under pressure, so that the imports and compilations of a
     policy are not the first step's."""
-    table = runtime.current().table
-    tokens = table.unit_limit // table.shape.num_groups * table.shape.block_tokens
-    memory = MemoryState(
-        block_tokens=table.shape.block_tokens,
-        device_tokens=tokens,
-        device_free_tokens=tokens,
-        host_tokens=runtime.current().elastic.host_tokens(),
-        host_free_tokens=runtime.current().elastic.host_tokens(free=True),
-        transient_tokens=loop.limits.transient_tokens,
-        overhead_tokens=runtime.current().elastic.overhead_tokens(),
-    )
+    elastic = runtime.current().elastic
+    memory, tokens = elastic.memory_state(elastic.table.sequence_ids), elastic.device_tokens()
     book = RequestBook()
     arrival = Arrival(tokens // 2, tokens // 2, 64, 0.0, 0, math.inf, math.inf)
     slots = slots_array([book.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)])

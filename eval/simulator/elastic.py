@@ -13,7 +13,6 @@ from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn, missing_token
 from ellm_sgl.eval.traces import IntArray
 from ellm_sgl.kv import NONE, PageTable
 from ellm_sgl.kv.shape import IntArray as Units
-from ellm_sgl.policies import MemoryState
 
 
 class Elastic(Mode):
@@ -78,26 +77,13 @@ class Elastic(Mode):
                 now_s,
             ),
             self.book.waiting(slot[waiting], now_s),
-            self._memory(running),
+            self.elastic.memory_state(running),
         )
         decision = self.loop.decide(state)
         self._ratios = dict(zip(running, decision.ratios, strict=True))
         self._joining_ratio = decision.joining_ratio
         return Turn(
             waiting[list(decision.join)].tolist(), frozenset(running[p] for p in decision.pause)
-        )
-
-    def _memory(self, running: Sequence[int]) -> MemoryState:
-        elastic, table = self.elastic, self.table
-        others = set(table.sequence_ids).difference(running)
-        return MemoryState(
-            block_tokens=table.shape.block_tokens,
-            device_tokens=max(elastic.device_tokens() - sum(map(table.length_of, others)), 0),
-            device_free_tokens=elastic.free_tokens(),
-            host_tokens=elastic.host_tokens(),
-            host_free_tokens=elastic.host_tokens(free=True),
-            transient_tokens=elastic.transient_tokens,
-            overhead_tokens=elastic.overhead_tokens(),
         )
 
     def budget(self) -> Budget:
@@ -133,7 +119,7 @@ class Elastic(Mode):
         self.extend(ids, steps, blocks, counts)
         before = missing_tokens(self.table, ids)
         self.elastic.totals.recomputed_tokens += int(before.sum()) * steps
-        if not self.elastic.restore(requests):
+        if not self.elastic.restore(requests, self.table.missing_blocks(requests)):
             # Steps at once take their room at once; they would have taken it one by one.
             return Grown(Span.of(begun if steps > 1 else before), Span.of(before))
         return Grown(Span.of(before), Span.of(missing_tokens(self.table, ids)))

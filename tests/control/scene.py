@@ -59,6 +59,9 @@ class Scene:
         ratios = [own.get(s, 0.0) if isinstance(own, dict) else own for s in seq_ids]
         self.elastic.apply_targets(seq_ids, ratios)
 
+    def restore(self, seq_ids: Sequence[int]) -> list[int]:
+        return self.elastic.restore(seq_ids, self.table.missing_blocks(seq_ids))
+
     def evict(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.table.evict(block)

@@ -216,3 +216,14 @@ def test_admission_is_below_zero_while_a_lowered_limit_is_exceeded() -> None:
     scene.request(0, tokens=8 * BLOCK)
     scene.table.limit_units(6 * GROUPS)
     assert scene.elastic.admission_tokens(0, ratio=0.0) == (-2 * BLOCK, -2 * BLOCK)
+
+
+def test_policies_are_told_of_the_memory_that_is_theirs_to_divide() -> None:
+    scene = Scene(room=10)
+    scene.request(0, 8)
+    scene.request(1, 12)
+    memory = scene.elastic.memory_state(running=[0], reclaimable=4)
+    assert (memory.block_tokens, memory.device_tokens) == (BLOCK, 10 * BLOCK - 12)
+    assert memory.device_free_tokens == 5 * BLOCK + 4
+    assert (memory.host_tokens, memory.host_free_tokens, memory.overhead_tokens) == (0, 0, 0.0)
+    assert memory.transient_tokens == scene.elastic.transient_tokens

@@ -139,7 +139,7 @@ class ElasticMachine(RuleBasedStateMachine):
         """Blocks become complete, as room beyond growth allows, down to the targets; beyond those
         only where another request wanted a shared block."""
         table, before = self.scene.table, self._uncached(seq_ids)
-        restored = self.scene.elastic.restore(seq_ids)
+        restored = self.scene.restore(seq_ids)
         after = self._uncached(seq_ids)
         assert (table.units[restored] != NONE).all() and len(set(restored)) == len(restored)
         shared = np.array(restored, int)[table.references(restored) > OWNER_AND_ONE_SEQUENCE]

@@ -110,14 +110,14 @@ def test_blocks_cease_to_be_shared_when_the_other_request_leaves() -> None:
 def test_with_nothing_missing_there_is_nothing_to_restore() -> None:
     scene = Scene(room=10)
     scene.request(0, tokens=4 * BLOCK)
-    assert scene.elastic.restore([0]) == [] and not scene.reclaim_asked
+    assert scene.restore([0]) == [] and not scene.reclaim_asked
 
 
 def test_the_newest_blocks_return_first() -> None:
     scene = Scene(room=6)
     blocks = scene.request(0, tokens=6 * BLOCK)
     scene.evict(blocks[:3])
-    assert scene.elastic.restore([0]) == [blocks[2], blocks[1]]
+    assert scene.restore([0]) == [blocks[2], blocks[1]]
     assert scene.elastic.totals.restored_units == 2 * GROUPS
 
 
@@ -125,7 +125,7 @@ def test_one_block_per_request_is_left_for_growth() -> None:
     scene = Scene(room=8)
     for seq_id in range(2):
         scene.evict(scene.request(seq_id, tokens=4 * BLOCK)[:1])
-    assert scene.elastic.restore([0, 1]) == []
+    assert scene.restore([0, 1]) == []
     assert scene.table.free_units == 2 * GROUPS
 
 
@@ -133,7 +133,7 @@ def test_nothing_returns_while_a_lowered_limit_is_exceeded() -> None:
     scene = Scene(room=8)
     scene.evict(scene.request(0, tokens=8 * BLOCK)[:2])
     scene.table.limit_units(4 * GROUPS)
-    assert scene.elastic.restore([0]) == []
+    assert scene.restore([0]) == []
 
 
 def test_cached_prefixes_make_way_for_what_returns() -> None:
@@ -141,7 +141,7 @@ def test_cached_prefixes_make_way_for_what_returns() -> None:
     blocks = scene.request(0, tokens=4 * BLOCK)
     scene.evict(blocks[:2])
     scene.cache_prefix(blocks=6)
-    assert scene.elastic.restore([0]) == [blocks[1], blocks[0]]
+    assert scene.restore([0]) == [blocks[1], blocks[0]]
     assert len(scene.tree) == 3
 
 
@@ -150,7 +150,7 @@ def test_only_what_is_missing_beyond_the_target_returns() -> None:
     blocks = scene.request(0, tokens=8 * BLOCK)
     scene.apply_targets([0])
     scene.evict(blocks[4:6])
-    assert scene.elastic.restore([0]) == [blocks[5], blocks[4]]
+    assert scene.restore([0]) == [blocks[5], blocks[4]]
     assert scene.uncached() == [4 * BLOCK]
 
 
@@ -160,7 +160,7 @@ def test_a_block_that_returned_for_one_request_counts_for_those_that_share_it() 
     scene.request(1, tokens=4 * BLOCK + 1, prefix=shared)
     scene.apply_targets([0, 1])  # 2 blocks each, but shared ones stay
     scene.evict(shared)
-    assert scene.elastic.restore([0, 1]) == [shared[3], shared[2]]
+    assert scene.restore([0, 1]) == [shared[3], shared[2]]
     assert scene.uncached() == [2 * BLOCK, 2 * BLOCK]
 
 
@@ -168,7 +168,7 @@ def test_a_last_block_that_is_not_full_returns_too() -> None:
     scene = Scene(room=4)
     blocks = scene.request(0, tokens=2)
     scene.evict(blocks)
-    assert scene.elastic.restore([0]) == blocks
+    assert scene.restore([0]) == blocks
 
 
 def test_lower_targets_let_blocks_return() -> None:
@@ -177,7 +177,7 @@ def test_lower_targets_let_blocks_return() -> None:
     scene.apply_targets([0])
     scene.ratios = 0.25
     scene.apply_targets([0])
-    assert scene.elastic.restore([0]) == [blocks[3], blocks[2]]
+    assert scene.restore([0]) == [blocks[3], blocks[2]]
 
 
 def test_a_new_request_does_not_inherit_the_target_of_an_old_one() -> None:
@@ -187,7 +187,7 @@ def test_a_new_request_does_not_inherit_the_target_of_an_old_one() -> None:
     scene.elastic.forget(0)
     blocks = scene.request(0, tokens=2 * BLOCK)
     scene.evict(blocks[:1])
-    assert scene.elastic.restore([0]) == blocks[:1]
+    assert scene.restore([0]) == blocks[:1]
 
 
 def test_a_restored_block_is_complete() -> None:
@@ -195,7 +195,7 @@ def test_a_restored_block_is_complete() -> None:
     blocks = scene.request(0, tokens=4 * BLOCK)
     scene.table.evict(blocks[0], slice(0, 1))
     kept = int(scene.table.units[blocks[0], 1])
-    assert scene.elastic.restore([0]) == blocks[:1]
+    assert scene.restore([0]) == blocks[:1]
     assert scene.missing(0) == [] and scene.table.units[blocks[0], 1] == kept
 
 

@@ -112,3 +112,13 @@ def test_a_shared_prefix_counts_once_per_sequence_and_its_units_once(table: Page
 
 def test_an_empty_table_is_not_fragmented() -> None:
     assert PageTable(SHAPE, 6, 12).statistics().fragmentation == 0
+
+
+def test_missing_blocks_of_several_requests_are_named_once(table: PageTable) -> None:
+    table.map(8, [1, 2], 8)
+    assert table.missing_blocks([7, 8]).tolist() == []
+    table.evict(2, slice(0, 1))
+    table.evict(3)
+    assert table.missing_blocks([8, 7]).tolist() == [2, 3]
+    assert table.missing_blocks([8]).tolist() == [2]
+    assert table.missing_blocks([]).tolist() == []
