@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]  # untyped where installed
 
 from ellm_sgl.eval.demo_corpus import END, PAD, Document, encode, gather, windows
 from ellm_sgl.sglang.torchvision_ops import declare
@@ -68,7 +68,7 @@ def load_transformers() -> Any:
 
 def make_tokenizer() -> Any:
     """Token id = byte value for the 256 bytes, then the special tokens. No merges."""
-    import tokenizers as hf  # type: ignore[import-untyped,unused-ignore]
+    import tokenizers as hf  # type: ignore[import-untyped,unused-ignore]  # untyped where installed
 
     # ByteLevel spells a byte as one printable character: itself, or the next from code point 256.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

@@ -116,8 +116,8 @@ def _check_positions(field: str, positions: Any, of: str, count: int) -> None:
                 "entries (not request ids)",
             )
     if len(set(positions)) < len(positions):
-        seen: set[int] = set()
-        twice = next(p for p in positions if p in seen or seen.add(p))  # type: ignore[func-returns-value]
+        first = {p: i for i, p in reversed(list(enumerate(positions)))}
+        twice = next(p for i, p in enumerate(positions) if first[p] < i)
         raise InvalidAnswer(
             "duplicate", f"batch().{field} has {twice} more than once; name each request once"
         )

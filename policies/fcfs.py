@@ -69,10 +69,12 @@ class Fcfs(Policy):
         self._sit_out = sit_out
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
-        self._refused: _Refusal | None = None
+        self._refused: _Standing | None = None
+        """That nobody could join. Till it falls running requests only grow: it gets no easier."""
         self._first_out: int | None = None
         """Id of the first running request that sits out."""
-        self._counted: _Counted | None = None
+        self._counted: _Standing | None = None
+        """Who takes part."""
         self._out_span: IntArray | None = None
         """n_i of the running requests while some sit out; computed with `_counted`."""
 
@@ -80,9 +82,10 @@ class Fcfs(Policy):
         count = len(state.running)
         if count and self._sit_out:
             active = self._active(state)
-            if self._counted is None or not self._counted.still_holds(state):
+            memory = (state.memory.device_tokens,)
+            if self._counted is None or not self._counted.still_holds(state, memory):
                 active = participants(state, active)
-                self._counted = _Counted(state.running.request_id, state.memory.device_tokens)
+                self._counted = _Standing(state.running.request_id, memory)
                 self._out_span = None
             if active < count:
                 self._first_out = int(state.running.request_id[active])
@@ -91,11 +94,12 @@ class Fcfs(Policy):
         most = min(len(state.waiting), state.max_running - len(state.running))
         if most <= 0:
             return Batch(join=())
-        if self._refused is not None and self._refused.still_holds(state):
+        bounds, limit_s = _bounds(state), float(step_limit_s(state, NOBODY)[0])
+        if self._refused is not None and self._refused.still_holds(state, bounds, limit_s):
             return Batch(join=())
         size = self._solve(BatchProblem.of(state, most, self._lookahead))
         joining = size - len(state.running)
-        self._refused = _Refusal.of(state) if joining == 0 else None
+        self._refused = None if joining else _Standing(state.running.request_id, bounds, limit_s)
         return Batch(join=tuple(range(joining)))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
@@ -164,60 +168,34 @@ def _in_time(state: SystemState, batch: Batch, lineup: Lineup, span: IntArray) -
 
 
 @dataclass(eq=False)
-class _Counted:
-    """When it was decided who takes part; holds for `SOLVE_EVERY` iterations of the same running
-    requests on the same memory."""
-
-    running: IntArray
-    device_tokens: int
-    iterations: int = 0
-
-    def still_holds(self, state: SystemState) -> bool:
-        self.iterations += 1
-        return (
-            self.iterations < SOLVE_EVERY
-            and self.device_tokens == state.memory.device_tokens
-            and len(self.running) == len(state.running)
-            and bool((self.running == state.running.request_id).all())
-        )
-
-
-@dataclass(eq=False)
-class _Refusal:
-    """That nobody could join, and when this has to be asked again: when the running requests or
-    the first waiting one are others, when places or memory are, when a step may take clearly
-    longer, or after `SOLVE_EVERY` iterations. Till then running requests only grow, which makes
-    it no easier."""
+class _Standing:
+    """An answer that stands for `SOLVE_EVERY` iterations of the same running requests, under the
+    same bounds, while a step may not take clearly longer."""
 
     running: IntArray
     bounds: tuple[int, ...]
-    limit_s: float
+    limit_s: float = np.inf
     iterations: int = 0
 
-    @classmethod
-    def of(cls, state: SystemState) -> _Refusal:
-        return cls(state.running.request_id, cls._bounds(state), cls._limit_s(state))
-
-    def still_holds(self, state: SystemState) -> bool:
+    def still_holds(
+        self, state: SystemState, bounds: tuple[int, ...], limit_s: float = np.inf
+    ) -> bool:
         self.iterations += 1
         return (
             self.iterations < SOLVE_EVERY
-            and self.bounds == self._bounds(state)
+            and self.bounds == bounds
             and len(self.running) == len(state.running)
             and bool((self.running == state.running.request_id).all())
-            and self._limit_s(state) <= self.limit_s + HOLD * abs(self.limit_s)
+            and limit_s <= self.limit_s + HOLD * abs(self.limit_s)
         )
 
-    @staticmethod
-    def _bounds(state: SystemState) -> tuple[int, ...]:
-        memory = state.memory
-        return (
-            int(state.waiting.request_id[0]),
-            state.max_running,
-            memory.device_tokens,
-            memory.transient_tokens,
-        )
 
-    @staticmethod
-    def _limit_s(state: SystemState) -> float:
-        return float(step_limit_s(state, NOBODY)[0])
+def _bounds(state: SystemState) -> tuple[int, ...]:
+    """The first waiting request, places and memory."""
+    memory = state.memory
+    return (
+        int(state.waiting.request_id[0]),
+        state.max_running,
+        memory.device_tokens,
+        memory.transient_tokens,
+    )

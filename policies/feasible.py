@@ -15,6 +15,7 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, Requests, SystemState
+from ellm_sgl.policies.plan import evictable
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,13 +58,12 @@ def line_up(state: SystemState, join: slice | Sequence[int], ahead: int = 0) -> 
         growth = column(_remaining(running), _remaining(waiting))
         tokens = tokens + np.minimum(growth, ahead)
     shared_blocks = -(-shared // block)
-    evictable = np.maximum((tokens - 1) // block - shared_blocks, 0)
     charged = tokens // block + 1 - shared_blocks
     return Lineup(
         request_id=column(running.request_id, waiting.request_id),
         tokens=tokens,
         shared=shared,
-        evictable=evictable * block,
+        evictable=evictable(tokens, shared, block),
         charged=charged * block,
     )
 

@@ -11,11 +11,15 @@ from ellm_sgl.policies.base import Batch, FloatArray, IntArray, Ratios, Requests
 
 
 def evictable_tokens(requests: Requests, block_tokens: int) -> IntArray:
-    """Most tokens of each request that may be uncached: whole blocks, neither shared nor the
-    block being filled."""
-    shared_blocks = requests.shared_tokens // block_tokens
-    blocks = np.maximum((requests.tokens - 1) // block_tokens - shared_blocks, 0)
-    return np.asarray(blocks * block_tokens, np.int64)
+    """`evictable` of each request."""
+    return evictable(requests.tokens, requests.shared_tokens, block_tokens)
+
+
+def evictable(tokens: IntArray, shared: IntArray, block_tokens: int) -> IntArray:
+    """e_i: most tokens that may be uncached of requests of so many tokens: whole blocks, neither
+    shared nor the block being filled."""
+    blocks = (tokens - 1) // block_tokens - -(-shared // block_tokens)
+    return np.asarray(np.maximum(blocks, 0) * block_tokens, np.int64)
 
 
 def planned_tokens(requests: Requests, ratios: FloatArray, block_tokens: int) -> IntArray:

@@ -159,7 +159,7 @@ class _Compiled:
         self._per_need = cp.Parameter(size, nonneg=True)
         self._limit = cp.Parameter(size, nonneg=True)
         self._problem = cp.Problem(
-            cp.Minimize(cp.sum_squares(self._x) / 2 + self._cost @ self._x),  # type: ignore[attr-defined]
+            cp.Minimize(cp.sum_squares(self._x) / 2 + self._cost @ self._x),  # type: ignore[attr-defined]  # cvxpy's stubs lack it
             [self._per_need @ self._x >= 1, self._x >= 0, self._x <= self._limit],
         )
         ones = np.ones(1)
@@ -173,7 +173,7 @@ class _Compiled:
         self._cost.value = self._padded(costs.weight * costs.linear * tokens_per_x / unit, 1.0)
         self._per_need.value = self._padded(tokens_per_x * unit / need, 0.0)
         self._limit.value = self._padded(costs.limit / tokens_per_x / unit, 1.0)
-        self._problem.solve(solver=cp.CLARABEL, warm_start=True)  # type: ignore[no-untyped-call]
+        self._problem.solve(solver=cp.CLARABEL, warm_start=True)  # type: ignore[no-untyped-call]  # so is cvxpy's solve
         if self._x.value is None:
             raise ArithmeticError(f"the span program was not solved: {self._problem.status}")
         tokens = self._x.value[:count] * tokens_per_x * unit

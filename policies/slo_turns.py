@@ -61,7 +61,8 @@ class Group:
         run = self.run if self.rest_s <= 0.0 or waited.min() >= self.rest_s else 0
         run = max(run, int(np.count_nonzero(waited >= self.overdue_s)))
         order = np.lexsort((state.running.request_id[self.members], -waited))
-        return self.members[order[run:]].tolist()  # type: ignore[no-any-return]
+        out: list[int] = self.members[order[run:]].tolist()
+        return out
 
 
 @dataclass(frozen=True, eq=False)

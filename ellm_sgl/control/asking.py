@@ -64,9 +64,10 @@ class SafePolicy:
     """A policy whose exceptions, invalid answers and delays never reach the server.
 
     Args:
-        policy: whom to ask. Its three methods are called from one thread of its own.
-        budget_s: time for all three answers, in seconds. inf: no deadline, so that a simulation
-            repeats exactly.
+        policy: whom to ask. One of this package's is called on the caller's thread and without a
+            deadline; any other on a thread of its own.
+        budget_s: time of another's three answers, in seconds. inf: no deadline and no thread, so
+            that a simulation repeats exactly.
     """
 
     def __init__(self, policy: Policy, budget_s: float) -> None:

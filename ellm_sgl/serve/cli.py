@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ellm_sgl import __version__
-from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.config import ConfigError
 from ellm_sgl.flags import FLAGS
-from ellm_sgl.policies.registry import create
 from ellm_sgl.serve.cli_calibrate import calibrate
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
 from ellm_sgl.serve.cli_simulate import simulate
+from ellm_sgl.settings import settle
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -78,8 +78,7 @@ def _check(given: dict[str, str]) -> None:
                     values[flag.field] = flag.parse(text)
                 except ValueError:
                     raise ConfigError(f"{flag.option} {text!r}: give {flag.kind}") from None
-        config = EllmConfig(**values)
-        create(config.policy, config.options)
+        settle(values)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
 

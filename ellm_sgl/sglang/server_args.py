@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.flags import FLAGS, Flag
-from ellm_sgl.policies.registry import create
+from ellm_sgl.settings import settle
 from ellm_sgl.sglang.platform_entry import activate
 from ellm_sgl.sglang.seams import moved_seams
 
@@ -91,10 +89,7 @@ def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> Ser
             flag = next(iter(given)).replace("_", "-")
             raise ConfigError(f"--ellm-{flag} needs --ellm-policy, which enables eLLM")
         if given and policy != OFF:
-            config = EllmConfig(**given)
-            create(config.policy, config.options)
-            _check_host_path(config.host_path)
-            config.to_env()
+            settle(given).to_env()
     except ConfigError as error:
         _refuse(str(error))
     return original(cls, args)
@@ -151,19 +146,6 @@ def _refuse_unsupported(args: ServerArgs) -> None:
             _refuse(
                 f"{flag}: not supported together with eLLM; leave it out or use --ellm-policy {OFF}"
             )
-
-
-def _check_host_path(path: str | None) -> None:
-    """Whether the host tier's file can be made, or be written to.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if path is None:
-        return
-    place = Path(path) if Path(path).exists() else Path(path).absolute().parent
-    if Path(path).is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(f"--ellm-host-path {path}: give a file in a folder that can be written")
 
 
 def _parser(flag: Flag) -> Callable[[str], Any]:

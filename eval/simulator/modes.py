@@ -59,16 +59,16 @@ class Mode(ABC):
         self.load = load
         self.progress = progress
 
-    def arrived(self, request: int, now_s: float) -> None:  # noqa: B027
+    def arrived(self, request: int, now_s: float) -> None:  # noqa: B027 (optional)
         """A request has come. Not every mode keeps a book."""
 
-    def decoded(self, ids: IntArray, now_s: float) -> None:  # noqa: B027
+    def decoded(self, ids: IntArray, now_s: float) -> None:  # noqa: B027 (optional)
         """These requests have just got a token each."""
 
-    def retracted(self, request: int, now_s: float) -> None:  # noqa: B027
+    def retracted(self, request: int, now_s: float) -> None:  # noqa: B027 (optional)
         """A running request waits again; `leave` comes before."""
 
-    def ended(self, request: int) -> None:  # noqa: B027
+    def ended(self, request: int) -> None:  # noqa: B027 (optional)
         """A request has all its tokens; `leave` comes before."""
 
     @abstractmethod
