@@ -100,7 +100,7 @@ def _check(given: dict[str, str]) -> None:
     help="Leave out prompts longer than this.",
 )
 @click.option("--output-tokens", default=16, show_default=True, help="Tokens per prompt.")
-@click.option("--quick", is_flag=True, help="One ratio and one split instead of all.")
+@click.option("--quick", is_flag=True, help="One ratio and two splits instead of all.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def verify(
     model_path: str | None,

@@ -160,17 +160,13 @@ class ServerProcess:
         """End the server and all its worker processes."""
         if self._process is None:
             return
-        for sent in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._process.pid, sent)
-                self._process.wait(timeout=15)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        self._process.wait()
+        # To the main process alone: SGLang takes workers that end by themselves for a crash.
+        self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=15)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._process = None
         self._http.close()
         if self._own_log:

@@ -22,13 +22,14 @@ from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
 """Prompt lengths in tokens: around block boundaries, and up to many blocks."""
 RATIOS = (0.0, 0.25, 0.5, 0.9)
-QUICK_RATIOS, QUICK_SPLITS = (0.5,), ((1, 1),)
 EXACT = "float32"
 DTYPES = (EXACT, "bfloat16")
 FORCED = "forced eviction"
 HOST_RATIO = 0.75
 SPLITS = ((1, 0), (3, 1), (2, 1), (3, 2), (1, 1), (2, 2), (1, 2))
 """(l1, l2): layers fetched from the host to layers recomputed."""
+QUICK_SPLITS = ((0, 1), (1, 1))
+"""All recomputed, and half of each."""
 LOGPROB_TOLERANCE = 1e-4
 """Largest |Δ log-probability| accepted in fp32."""
 POOL_TOKENS = 16_384
@@ -108,9 +109,9 @@ def verify(
         dtypes: of weights and KV.
         lengths: of the prompts, in tokens.
         output_tokens: generated per prompt, greedily, whatever the model says.
-        layer_group: of eLLM's pool where there is no host tier; 1 where there is one.
+        layer_group: of eLLM's pool, but 1 where all splits are tried.
         block_tokens: of eLLM's pool.
-        quick: one ratio and one split instead of all.
+        quick: one ratio and two splits instead of all.
         seed: of the random prompts.
 
     Raises:
@@ -118,7 +119,6 @@ def verify(
     """
     path = model_path or str(DEMO_MODEL)
     prompts = make_prompts(path, lengths, seed)
-    ratios, splits = (QUICK_RATIOS, QUICK_SPLITS) if quick else (RATIOS, SPLITS)
     comparisons: list[Comparison] = []
     for dtype in dtypes:
         common = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
@@ -127,22 +127,23 @@ def verify(
             reference = generate(server.url, prompts, output_tokens)
         common += ["--ellm-policy", "fixed-ratio", "--ellm-block-tokens", str(block_tokens)]
         common += ["--ellm-device-kv-tokens", str(2 * POOL_TOKENS)]
+        compared = _Compared(dtype, prompts, output_tokens, reference, say)
         # Half of the longest request fits: every long prompt loses blocks while it runs.
         small = max(max(lengths) // 2, 64)
-        compared = _Compared(dtype, prompts, output_tokens, reference, say)
-        with ServerProcess([*common, "--ellm-layer-group", str(layer_group)]) as server:
-            comparisons += [compared.run(server, f"r = {r}", ratio=r) for r in ratios]
+        host = ["--ellm-host-kv-tokens", str(POOL_TOKENS)]
+        group = ["--ellm-layer-group", str(layer_group)]
+        if quick:
+            with ServerProcess([*common, *group, *host]) as server:
+                comparisons += compared.splits(server, QUICK_SPLITS, small)
+            continue
+        with ServerProcess([*common, *group]) as server:
+            comparisons += [compared.run(server, f"r = {r}", ratio=r) for r in RATIOS]
             server.adjust(ellm_device_kv_tokens=small)
             comparisons.append(compared.run(server, FORCED))
-        # Fetched and recomputed layers can be told apart only where there are several groups.
-        host = ["--ellm-layer-group", "1", "--ellm-host-kv-tokens", str(POOL_TOKENS)]
-        with ServerProcess([*common, *host]) as server:
-            comparisons += [
-                compared.run(server, f"host {l1}:{l2}", ratio=HOST_RATIO, layers=(l1, l2))
-                for l1, l2 in (splits if dtype == EXACT else splits[:1])
-            ]
-            server.adjust(ellm_device_kv_tokens=small)
-            comparisons.append(compared.run(server, f"host, {FORCED}"))
+        # Each split gives other layers only where a group is one layer.
+        with ServerProcess([*common, "--ellm-layer-group", "1", *host]) as server:
+            splits = SPLITS if dtype == EXACT else SPLITS[:1]
+            comparisons += compared.splits(server, splits, small)
     return VerifyReport(path, len(prompts), output_tokens, tuple(comparisons))
 
 
@@ -164,6 +165,17 @@ class _Compared:
         before = server.state()
         outputs = generate(server.url, self.prompts, self.output_tokens)
         return compare(self.dtype, setting, self.reference, outputs, before, server.state())
+
+    def splits(
+        self, server: ServerProcess, splits: Sequence[tuple[int, int]], small: int
+    ) -> list[Comparison]:
+        """`splits` with a host tier, then a device of `small` tokens."""
+        done = [
+            self.run(server, f"host {l1}:{l2}", ratio=HOST_RATIO, layers=(l1, l2))
+            for l1, l2 in splits
+        ]
+        server.adjust(ellm_device_kv_tokens=small)
+        return [*done, self.run(server, f"host, {FORCED}")]
 
 
 def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[list[int]]:

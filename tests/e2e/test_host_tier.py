@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +13,22 @@ from tests.e2e.load import ask, greedy, prompts, token_ids
 
 pytestmark = pytest.mark.slow
 POOL = 1024
+HOST = 16_384
 
 
-def server(device: int, host: int, *more: str) -> ServerProcess:
+def start(host: int, *more: str) -> ServerProcess:
     arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-layer-group", "1",
-                 "--ellm-device-kv-tokens", str(device), "--ellm-host-kv-tokens", str(host),
+                 "--ellm-device-kv-tokens", str(POOL), "--ellm-host-kv-tokens", str(host),
                  "--random-seed", "1", *more]  # fmt: skip
     return ServerProcess(arguments, STRICT)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A small device and a host tier, in a file, for all."""
+    file = tmp_path_factory.mktemp("tier") / "host"
+    with start(HOST, "--chunked-prefill-size", "256", "--ellm-host-path", str(file)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -27,47 +36,53 @@ def bodies() -> list[dict[str, object]]:
     return [greedy(p, 40) for p in prompts(10, 60, 260, seed=3)]
 
 
-@pytest.fixture(scope="module")
-def expected(bodies: list[dict[str, object]]) -> Iterator[list[list[int]]]:
-    with server(32_000, 0) as ample:
-        yield token_ids(ask(ample.url, bodies))
+def check_that_requests_outgrow(
+    ample: ServerProcess, small: ServerProcess, bodies: list[dict[str, object]]
+) -> dict[str, Any]:
+    """The outputs are those of ample memory, and all memory is given back; returns the state."""
+    expected = token_ids(ask(ample.url, bodies))
+    small.switch_policy("fixed-ratio", ratio=0.75)
+    assert token_ids(ask(small.url, bodies)) == expected
+    state = small.state()
+    assert state["integrity"] == "ok" and state["retractions_total"] == 0
+    assert state["fetched_units_total"] > 0 and state["saved_units_total"] > 0
+    small.flush_cache()
+    after = small.state()
+    assert after["host_units_free"] == after["host_units_total"]
+    assert after["device_units_free"] == after["device_units_total"]
+    assert small.alive(), small.last_words()
+    return state
+
+
+def test_requests_that_outgrow_the_device_end_as_they_should(
+    server: ServerProcess, small: ServerProcess, bodies: list[dict[str, object]]
+) -> None:
+    check_that_requests_outgrow(server, small, bodies)
 
 
 @pytest.mark.parametrize(
-    ("host", "more"),
-    [(16_384, ()), (16_384, ("--ellm-overlap", "off")), (256, ())],
-    ids=["ample host", "overlap off", "host full"],
+    ("host", "overlap"), [(HOST, "off"), (256, "on")], ids=["overlap off", "host full"]
 )
-def test_requests_that_outgrow_the_device_end_as_they_should(
-    bodies: list[dict[str, object]],
-    expected: list[list[int]],
-    host: int,
-    more: tuple[str, ...],
-    tmp_path: Path,
+def test_so_they_do_without_overlap_and_with_a_full_host(
+    server: ServerProcess, bodies: list[dict[str, object]], host: int, overlap: str
 ) -> None:
-    file = ["--ellm-host-path", str(tmp_path / "host")] if not more else []
-    with server(POOL, host, *more, *file) as small:
-        small.switch_policy("fixed-ratio", ratio=0.75)
-        assert token_ids(ask(small.url, bodies)) == expected
-        state = small.state()
-        assert state["integrity"] == "ok" and state["retractions_total"] == 0
-        assert state["fetched_units_total"] > 0 and state["saved_units_total"] > 0
-        if host < POOL:  # what the host cannot keep is recomputed
-            assert state["recomputed_tokens_total"] > 0
-        small.flush_cache()
-        state = small.state()
-        assert state["host_units_free"] == state["host_units_total"]
-        assert state["device_units_free"] == state["device_units_total"]
-        assert small.alive(), small.last_words()
+    with start(host, "--ellm-overlap", overlap) as small:
+        state = check_that_requests_outgrow(server, small, bodies)
+    if host < POOL:  # what the host cannot keep is recomputed
+        assert state["recomputed_tokens_total"] > 0
 
 
-def test_a_request_of_sixteen_times_the_device() -> None:
+def test_a_request_of_sixteen_times_the_device(server: ServerProcess, small: ServerProcess) -> None:
     (prompt,) = prompts(1, 2000, 2000, seed=9)
     body = greedy(prompt, 48)
-    with server(16_384, 0) as ample:
-        expected = token_ids(ask(ample.url, [body]))
-    with server(128, 4096, "--chunked-prefill-size", "256") as small:
+    expected = token_ids(ask(server.url, [body]))
+    small.switch_policy("fixed-ratio")
+    small.adjust(ellm_device_kv_tokens=128)
+    fetched = small.state()["fetched_units_total"]
+    try:
         assert token_ids(ask(small.url, [body])) == expected
         state = small.state()
-        assert state["integrity"] == "ok" and state["retractions_total"] == 0
-        assert state["fetched_units_total"] > 0
+    finally:
+        small.adjust(ellm_device_kv_tokens=POOL)
+    assert state["integrity"] == "ok" and state["retractions_total"] == 0
+    assert state["fetched_units_total"] > fetched

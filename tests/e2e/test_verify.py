@@ -26,20 +26,29 @@ def verify(*arguments: str) -> dict[str, object]:
 
 
 def test_demo_model() -> None:
-    """fp32 and bf16, prompts of 1 to 1,500 tokens, every ratio and forced eviction."""
-    report = verify()
+    """fp32, prompts of 1 to 1,500 tokens, every ratio and split, forced eviction."""
+    report = verify("--dtype", "float32")
     assert report["passed"] is True
     comparisons = report["comparisons"]
     assert isinstance(comparisons, list)
-    assert {c["dtype"] for c in comparisons} == {"float32", "bfloat16"}
     for comparison in comparisons:
         setting = comparison["setting"]
         assert (comparison["fetched_units"] > 0) == setting.startswith("host")
-        recomputes = setting not in ("r = 0.0", "host 1:0", "host, forced eviction")
-        assert (comparison["recomputed_tokens"] > 0) == recomputes
         assert comparison["retractions"] == 0
-        # Near ties may tip in bf16, but not many of them do.
-        assert comparison["agreement"] > 0.8
+        # With a small device units to fetch into may be lacking: then blocks are recomputed.
+        if setting != "host, forced eviction":
+            recomputes = setting not in ("r = 0.0", "host 1:0")
+            assert (comparison["recomputed_tokens"] > 0) == recomputes
+
+
+def test_demo_model_in_16_bits() -> None:
+    report = verify("--dtype", "bfloat16", "--quick")
+    assert report["passed"] is True
+    comparisons = report["comparisons"]
+    assert isinstance(comparisons, list)
+    assert [c["setting"] for c in comparisons] == ["host 0:1", "host 1:1", "host, forced eviction"]
+    # Near ties may tip in bf16, but not many of them do.
+    assert all(c["dtype"] == "bfloat16" and c["agreement"] > 0.8 for c in comparisons)
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
