@@ -1,0 +1,1 @@
+"""The fused recompute-decode attention kernel for CUDA devices, in Triton."""

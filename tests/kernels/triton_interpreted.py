@@ -1,0 +1,83 @@
+"""The Triton kernel under Triton's interpreter. `test_triton.py` runs this file in a process of its
+own: TRITON_INTERPRET=1 must be set before anything imports triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ellm_sgl.kernels import reference
+from ellm_sgl.kernels.triton.attention import FusedAttention
+from tests.kernels.cpu_steps import F16, F32, Inputs, Sizes, make
+
+CPU = torch.device("cpu")
+kernel = FusedAttention(CPU, programs=4)
+
+STEPS = {
+    "decode, grouped heads": Sizes(((40, 1), (7, 1), (0, 1)), 16, 2, 3, 32, F32, F32, 0.0),
+    "decode, missing blocks": Sizes(((90, 1), (33, 1)), 16, 2, 2, 32, F32, F32, 0.5),
+    "decode in chunks": Sizes(((1300, 1), (512, 1), (511, 1)), 16, 1, 4, 32, F32, F32, 0.01),
+    "prompts": Sizes(((0, 70), (0, 3)), 16, 1, 2, 64, F32, F32, 0.0),
+    "chunks of prompts": Sizes(((50, 40), (31, 2)), 16, 2, 1, 32, F32, F32, 0.3),
+    "a short chunk far into a prompt": Sizes(((4300, 2),), 64, 1, 1, 16, F32, F32, 0.0),
+    "everything": Sizes(((600, 1), (90, 40), (0, 35), (9, 1)), 16, 1, 2, 32, F32, F32, 0.1),
+    "many heads in a group": Sizes(((20, 1), (0, 9)), 4, 1, 17, 32, F32, F32, 0.2),
+    "blocks of one token": Sizes(((9, 1), (5, 4)), 1, 2, 1, 32, F32, F32, 0.4),
+    "heads of 80": Sizes(((40, 1), (20, 11)), 8, 2, 2, 80, F32, F32, 0.2),
+    # Not bf16: the interpreter multiplies its bits as integers.
+    "heads of 128, fp16": Sizes(((100, 1), (20, 40)), 16, 2, 4, 128, F16, F16, 0.2),
+}
+
+
+def longest(inputs: Inputs) -> int:
+    return max(request.new.end_position for request in inputs.layout.requests)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_agrees_with_the_reference(name: str) -> None:
+    inputs = make(STEPS[name])
+    expected, *expected_pool = inputs.run(reference.mixed_attention)
+    out, *pool = inputs.run(kernel)
+    tolerance = inputs.tolerance(longest(inputs))
+    if inputs.q.dtype != F32:  # probabilities are rounded too, as in PyTorch's kernels
+        tolerance *= 2
+    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.5, 1.0])
+def test_delta_and_the_number_of_programs_change_no_bit(delta: float) -> None:
+    inputs = make(STEPS["everything"])
+    expected, _, _ = inputs.run(kernel)
+    other = FusedAttention(CPU, programs=3)
+    for _ in range(2):  # a launch leaves its counters as it found them
+        out, _, _ = inputs.run(other, delta=delta)
+        assert torch.equal(out, expected)
+
+
+def test_only_the_rows_asked_for() -> None:
+    inputs = make(STEPS["everything"])
+    new_rows = sum(request.new.count for request in inputs.layout.requests)
+    expected, _, _ = inputs.run(kernel)
+    out, *pool = inputs.run(kernel, out_rows=new_rows)
+    assert torch.equal(out, expected[:new_rows])
+    _, *expected_pool = inputs.run(reference.mixed_attention)
+    torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_agrees_with_the_reference_on_random_steps(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+
+    def pick(*choices: int) -> int:
+        return choices[int(torch.randint(len(choices), (1,), generator=random))]
+
+    requests = tuple((pick(0, 5, 64, 130), pick(1, 1, 2, 33)) for _ in range(pick(1, 2, 4)))
+    sizes = Sizes(
+        requests, pick(1, 7, 16), pick(1, 2), pick(1, 2, 5), pick(16, 40), F32, F32, 0.2, seed
+    )
+    inputs = make(sizes)
+    expected, *expected_pool = inputs.run(reference.mixed_attention)
+    out, *pool = inputs.run(kernel, delta=0.3)
+    torch.testing.assert_close(out, expected, rtol=0, atol=inputs.tolerance(longest(inputs)))
+    torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
