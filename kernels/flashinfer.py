@@ -192,7 +192,8 @@ class FlashInferAttention:
         if self._copied is not None:
             self._copied.record()
         planned = _Planned(
-            *(upload(a, self._device) for a in (division.decode_rows, division.rows)),
+            upload(division.decode_rows, self._device),
+            upload(division.rows, self._device),
             upload(division.step_rows, self._device),
             division.resident_rows,
         )

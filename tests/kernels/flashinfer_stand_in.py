@@ -12,11 +12,11 @@ import torch
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+    q: torch.Tensor, kv: list[torch.Tensor], scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [n, heads, d] over k, v [m, kv_heads, d]; causal: the last query sees all."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    """q [n, heads, d] over kv: K and V [m, kv_heads, d]; causal: the last query sees all."""
+    group = q.shape[1] // kv[0].shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in kv)
     scores = torch.einsum("nhd,mhd->nhm", q.double(), k) * scale
     if causal:
         n, m = q.shape[0], k.shape[0]
@@ -41,7 +41,7 @@ class _Wrapper:
     def _ranges(self, q: torch.Tensor, starts: torch.Tensor, kv: Any, causal: bool) -> Any:
         assert int(starts[0]) == 0 and int(starts[-1]) == len(q)
         parts = [
-            _attend(q[a:b], *kv(i), self.scale, causal)
+            _attend(q[a:b], kv(i), self.scale, causal)
             for i, (a, b) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True))
         ]
         return tuple(map(torch.cat, zip(*parts, strict=True)))
