@@ -1,19 +1,20 @@
 """Two classes of requests under pressure: what the urgent ones gain, and what it costs.
 
-`python -m ellm_sgl.eval.priorities [--rounds N] [--json]` replays one load against `fcfs` and
-`slo-priority` in turn, on one server whose policy is switched, and compares round by round.
+`python -m ellm_sgl.eval.priorities [--rounds N] [--json]` replays one load against `fcfs`, `fcfs`
+as in the paper and `slo-priority` in turn, on one server whose policy is switched, and compares
+round by round. Urgent requests are short questions; the others bring long prompts.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
 
 import click
-import httpx
 from rich.console import Console
 from rich.progress import Progress
 
@@ -21,10 +22,28 @@ from ellm_sgl.eval.replay import Outcome, Request, replay
 from ellm_sgl.eval.summary import Summary, summarize
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
 
-POLICIES = ("fcfs", "slo-priority")
-PROMPT_TOKENS = 96
-URGENT_SHARE = 0.25
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fcfs": ("fcfs", {}),
+    "fcfs, paper": ("fcfs", {"sit_out": False}),
+    "slo-priority": ("slo-priority", {}),
+}
+"""What is compared: names of policies, and their options."""
+OURS = "slo-priority"
 URGENT = 10
+URGENT_TOKENS = 96
+"""Of an urgent request: prompt tokens, and at most so many of output."""
+
+
+@dataclass(frozen=True)
+class Gains:
+    """slo-priority against another policy: medians over rounds of the ratios within each."""
+
+    ttft: float
+    """p99 TTFT of the urgent class under the other, over that under slo-priority."""
+    tpot: float
+    """The same of p99 TPOT."""
+    throughput: float
+    """All tokens per second under slo-priority, over those under the other."""
 
 
 @dataclass(frozen=True)
@@ -38,52 +57,61 @@ class Round:
 
 @dataclass(frozen=True)
 class PriorityReport:
-    """All rounds, and medians over rounds of the ratios within each."""
+    """All rounds, and what slo-priority gains against each other policy."""
 
     device_tokens: int
-    requests: int
+    load: Load
     rounds: dict[str, list[Round]]
-    ttft_gain: float
-    """p99 TTFT of the urgent class under fcfs, over that under slo-priority."""
-    tpot_gain: float
-    """The same of p99 TPOT."""
-    throughput_ratio: float
-    """All tokens per second under slo-priority, over those under fcfs."""
+    gains: dict[str, Gains]
 
 
-def load(count: int, output_tokens: int, seconds: float, seed: int) -> list[Request]:
-    """Poisson arrivals of requests whose answers may be so long; a quarter is urgent."""
-    rng = random.Random(seed)
-    at, requests = 0.0, []
-    for _ in range(count):
-        at += rng.expovariate(count / seconds)
-        prompt = tuple(rng.randrange(32, 127) for _ in range(PROMPT_TOKENS))
-        priority = URGENT if rng.random() < URGENT_SHARE else 0
-        requests.append(Request(at, prompt, output_tokens, exact=False, priority=priority))
-    return requests
+@dataclass(frozen=True)
+class Load:
+    """Two classes of requests, each with Poisson arrivals."""
+
+    requests: int
+    urgent_share: float
+    prompt_tokens: int
+    """Of each request that is not urgent,"""
+    output_tokens: int
+    """and the most tokens of its answer."""
+    seconds: float
+    """In which all arrive."""
+
+    def draw(self, seed: int) -> list[Request]:
+        rng = random.Random(seed)
+        at, requests = 0.0, []
+        for _ in range(self.requests):
+            at += rng.expovariate(self.requests / self.seconds)
+            urgent = rng.random() < self.urgent_share
+            tokens = URGENT_TOKENS if urgent else self.prompt_tokens
+            prompt = tuple(rng.randrange(32, 127) for _ in range(tokens))
+            most = URGENT_TOKENS if urgent else self.output_tokens
+            priority = URGENT if urgent else 0
+            requests.append(Request(at, prompt, most, exact=False, priority=priority))
+        return requests
 
 
-def measure(
-    rounds: int, device_tokens: int, count: int, output_tokens: int, seconds: float
-) -> PriorityReport:
-    """Replay under both policies in turn; a first, short replay warms up and is dropped."""
+def measure(rounds: int, device_tokens: int, load: Load, seed: int) -> PriorityReport:
+    """Replay under all policies in turn; a first, short replay warms up and is dropped."""
     memory = ["--ellm-device-kv-tokens", str(device_tokens), "--ellm-layer-group", "2"]
-    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", POLICIES[0], "--disable-radix-cache", *memory]
+    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fcfs", "--disable-radix-cache", *memory]
     results: dict[str, list[Round]] = {name: [] for name in POLICIES}
     with (
         Progress(console=Console(stderr=True)) as bar,
         ServerProcess(arguments, {"OMP_NUM_THREADS": "1"}) as server,
     ):
-        replay(server.url, load(8, 64, 1.0, seed=99))
+        replay(server.url, replace(load, requests=8, seconds=1.0).draw(seed - 1))
         task = bar.add_task("replays", total=rounds * len(POLICIES))
         for number in range(rounds):
-            requests = load(count, output_tokens, seconds, seed=number)
-            for name in POLICIES if number % 2 == 0 else reversed(POLICIES):
-                answer = httpx.post(f"{server.url}/ellm/policy", json={"name": name}, timeout=60)
-                answer.raise_for_status()
-                results[name].append(_round(replay(server.url, requests)))
+            requests = load.draw(seed + number)
+            for label in POLICIES if number % 2 == 0 else reversed(POLICIES):
+                name, options = POLICIES[label]
+                server.switch_policy(name, **options)
+                results[label].append(_round(replay(server.url, requests)))
                 bar.advance(task)
-    return _report(device_tokens, count, results)
+    gains = {name: _gains(results[name], results[OURS]) for name in results if name != OURS}
+    return PriorityReport(device_tokens, load, results, gains)
 
 
 def _round(outcomes: Sequence[Outcome]) -> Round:
@@ -92,32 +120,28 @@ def _round(outcomes: Sequence[Outcome]) -> Round:
     return Round(summarize(outcomes), summarize(urgent), summarize(others))
 
 
-def _report(device_tokens: int, count: int, results: dict[str, list[Round]]) -> PriorityReport:
-    pairs = list(zip(results["fcfs"], results["slo-priority"], strict=True))
-    return PriorityReport(
-        device_tokens=device_tokens,
-        requests=count,
-        rounds=results,
-        ttft_gain=statistics.median(f.urgent.ttft.p99 / s.urgent.ttft.p99 for f, s in pairs),
-        tpot_gain=statistics.median(f.urgent.tpot.p99 / s.urgent.tpot.p99 for f, s in pairs),
-        throughput_ratio=statistics.median(
-            s.everybody.tokens_per_s / f.everybody.tokens_per_s for f, s in pairs
-        ),
+def _gains(other: Sequence[Round], ours: Sequence[Round]) -> Gains:
+    pairs = list(zip(other, ours, strict=True))
+    return Gains(
+        ttft=median(o.urgent.ttft.p99 / u.urgent.ttft.p99 for o, u in pairs),
+        tpot=median(o.urgent.tpot.p99 / u.urgent.tpot.p99 for o, u in pairs),
+        throughput=median(u.everybody.tokens_per_s / o.everybody.tokens_per_s for o, u in pairs),
     )
 
 
 @click.command()
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--device-tokens", default=3072, show_default=True)
-@click.option("--requests", "count", default=48, show_default=True)
-@click.option("--output-tokens", default=384, show_default=True, help="At most, per request.")
-@click.option("--seconds", default=6.0, show_default=True, help="In which they arrive.")
+@click.option("--device-tokens", default=8192, show_default=True)
+@click.option("--requests", default=90, show_default=True)
+@click.option("--urgent-share", default=0.13, show_default=True)
+@click.option("--prompt-tokens", default=768, show_default=True, help="Of those not urgent.")
+@click.option("--output-tokens", default=128, show_default=True, help="At most; not urgent.")
+@click.option("--seconds", default=18.0, show_default=True, help="In which they arrive.")
+@click.option("--seed", default=0, show_default=True, help="Of the first round's load.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
-def main(
-    rounds: int, device_tokens: int, count: int, output_tokens: int, seconds: float, as_json: bool
-) -> None:
+def main(rounds: int, device_tokens: int, seed: int, as_json: bool, **load: Any) -> None:
     """Compare slo-priority with fcfs on two classes of requests."""
-    report = measure(rounds, device_tokens, count, output_tokens, seconds)
+    report = measure(rounds, device_tokens, Load(**load), seed)
     if as_json:
         click.echo(json.dumps(asdict(report)))
         return
@@ -128,10 +152,11 @@ def main(
                 f"p99 TTFT {one.urgent.ttft.p99:6.2f} s, p99 TPOT {one.urgent.tpot.p99 * 1e3:6.1f} "
                 f"ms  others: {one.others.ttft.p99:6.2f} s, {one.others.tpot.p99 * 1e3:6.1f} ms"
             )
-    click.echo(
-        f"urgent p99 TTFT {report.ttft_gain:.2f} x better, p99 TPOT {report.tpot_gain:.2f} x "
-        f"better, total throughput {report.throughput_ratio:.3f} of fcfs's"
-    )
+    for name, gains in report.gains.items():
+        click.echo(
+            f"against {name}: urgent p99 TTFT {gains.ttft:.2f} x better, p99 TPOT "
+            f"{gains.tpot:.2f} x better, total throughput {gains.throughput:.3f} of it"
+        )
 
 
 if __name__ == "__main__":

@@ -133,7 +133,8 @@ class Ratios:
     running: FloatArray
     """One per entry of `state.running`."""
     joining: FloatArray
-    """One per entry of `batch.join`."""
+    """One per entry of `batch.join`: what they will come to. The server admits as many as fit once
+    they, and those that run, are at this ratio, with all the output that they may have."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState,
 from ellm_sgl.policies.batch_size import BatchProblem
 from ellm_sgl.policies.feasible import (
     Lineup,
+    eventual_ratio,
     least_span_tokens,
     line_up,
     share_for,
@@ -113,11 +114,14 @@ class Fcfs(Policy):
         lineup = line_up(state, batch.join)
         count = len(state.running)
         span = self._spans(state, lineup, batch)
+        joining = np.zeros(len(batch.join))
+        if batch.join and self._lookahead:
+            joining += eventual_ratio(state, batch.join, self._lookahead)
         if span is None:
-            return Ratios(running=np.zeros(count), joining=np.zeros(len(batch.join)))
+            return Ratios(running=np.zeros(count), joining=joining)
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
         ratios = np.where(span > 0, (span + 0.5) / lineup.tokens, 0.0)
-        return Ratios(running=ratios[:count], joining=ratios[count:])
+        return Ratios(running=ratios[:count], joining=np.maximum(ratios[count:], joining))
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
         return plan_threads(state, plan)

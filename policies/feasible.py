@@ -68,6 +68,30 @@ def line_up(state: SystemState, join: slice | Sequence[int], ahead: int = 0) -> 
     )
 
 
+def eventual_ratio(state: SystemState, join: Sequence[int], lookahead: int) -> float:
+    """The uncached ratio that the running and these waiting requests will come to.
+
+    0 if all fit cached, `lookahead` steps on: then it was not decided to restore anything, and the
+    server's own admission accounting, which knows their longest lengths, is to hold. Otherwise
+    what their longest lengths need, so that it lets in those that were chosen.
+    """
+    if _short_tokens(state, line_up(state, join, lookahead)) <= 0:
+        return 0.0
+    longest = line_up(state, join, LONGEST)
+    needed = float(least_span_tokens(state.memory, np.float64(_short_tokens(state, longest))))
+    most = int(longest.evictable.sum())
+    return min(needed, most) / int(longest.tokens.sum())
+
+
+LONGEST = 1 << 40
+"""Steps after which every request has all the tokens that it may generate."""
+
+
+def _short_tokens(state: SystemState, lineup: Lineup) -> int:
+    """Device tokens that are missing if all is cached; negative where all fits."""
+    return int(lineup.charged.sum()) + unowned_tokens(state) - state.memory.device_tokens
+
+
 def unowned_tokens(state: SystemState) -> int:
     """Device tokens in use now, beyond the running requests' own blocks: shared blocks, and
     what the server holds beside its running requests."""

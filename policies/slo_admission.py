@@ -7,31 +7,41 @@ from dataclasses import replace
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import IntArray, Requests, SystemState
+from ellm_sgl.policies.base import FloatArray, IntArray, Requests, SystemState
 from ellm_sgl.policies.batch_size import BatchProblem
 from ellm_sgl.policies.feasible import least_span_tokens
-from ellm_sgl.policies.slo_levels import Levels, queue_order
+from ellm_sgl.policies.slo_levels import LEVELS, Levels
+from ellm_sgl.policies.slo_pace import Pace
 from ellm_sgl.policies.slo_turns import MOST_STEPS_PER_TURN
 
+BRIEF_S = 0.1
+"""Longest prefill of several requests while requests that are more urgent may come."""
 MOST_JOINS = 64
 """Requests that one iteration admits; the next one can go on."""
 
 
-def joining(state: SystemState, levels: Levels, lookahead: int) -> tuple[int, ...]:
+def joining(state: SystemState, levels: Levels, lookahead: int, pace: Pace) -> tuple[int, ...]:
     """Positions in `state.waiting` of the requests that join, in order.
 
     In one iteration requests of one level join, since the first token of each has to wait for
     the prefill of all. How many is Eq. (1)'s answer; but of requests more urgent than some that
     run as many join as memory allows at the others' expense (see `_at_others_expense`). While
-    more urgent requests run, the prefill of less urgent ones takes no longer than a step.
+    more urgent requests run, the prefill of less urgent ones takes no longer than a step, or is
+    of one request, and `pace` says when.
 
     Args:
         lookahead: steps that the batch chosen by Eq. (1) has to be good for.
     """
     places = min(state.max_running - len(state.running), MOST_JOINS)
-    order = queue_order(state.waiting, levels.waiting)[: max(places, 0)]
-    if len(order) == 0:
+    if places <= 0 or len(state.waiting) == 0:
         return ()
+    order, most_urgent = levels.order, levels.running.min(initial=LEVELS)
+    head = levels.waiting[order[0]]
+    if head > most_urgent and not pace.affords(float(_prompts_s(state, order[:1])[0])):
+        order = order[levels.waiting[order] <= most_urgent]
+        if len(order) == 0:
+            return ()
+    order = order[:places]
     level = levels.waiting[order]
     order = order[: _leading(level == level[0])]
     several = len(state.running) > 0 and bool((levels.running != level[0]).any())
@@ -40,8 +50,14 @@ def joining(state: SystemState, levels: Levels, lookahead: int) -> tuple[int, ..
     if several and level[0] < levels.running.max():
         lower = np.flatnonzero(levels.running > level[0])
         count = max(count, _at_others_expense(line, lower, lookahead // 2))
-    if several and level[0] > levels.running.min():
-        count = min(count, _within_a_step(line))
+    if pace.contended:
+        held_up = level[0] > most_urgent
+        prompts_s = _prompts_s(state, order)
+        count = min(count, _within(prompts_s, _step_seconds(state) if held_up else BRIEF_S))
+        if held_up:
+            pace.offer(line.waiting, np.diff(prompts_s, prepend=0.0))
+        elif not levels.several:
+            pace.offer(line.waiting, np.full(len(order), np.inf))
     return tuple(order[: max(count, 0)].tolist())
 
 
@@ -106,18 +122,26 @@ def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> i
     return _leading(fits[1:])
 
 
-def _within_a_step(state: SystemState) -> int:
-    """How many waiting requests can be prefilled in the time of a decode step; at least 1."""
+def _prompts_s(state: SystemState, order: IntArray) -> FloatArray:
+    """Time to compute the prompts of the first, the first two, ... of these waiting requests."""
+    tokens, shared = state.waiting.tokens[order], state.waiting.shared_tokens[order]
+    new = (tokens - shared).astype(np.float64)
+    pairs = (new * (shared + tokens) / 2).cumsum()
+    work = StepWork(0, 0, prefill_rows=new.cumsum(), prefill_pairs=pairs)
+    return state.latency.step_seconds(work)
+
+
+def _within(prompts_s: FloatArray, limit_s: float) -> int:
+    """How many waiting requests can be prefilled in so many seconds; at least 1."""
+    return max(1, int(np.count_nonzero(prompts_s <= limit_s)))
+
+
+def _step_seconds(state: SystemState) -> float:
+    """Time of a decode step of all that run."""
     running = state.running
-    new = (state.waiting.tokens - state.waiting.shared_tokens).astype(np.float64)
-    pairs = new * (state.waiting.shared_tokens + state.waiting.tokens) / 2
-    seconds = state.latency.step_seconds(
-        StepWork(
-            decode_rows=np.append(len(running), np.zeros(len(new))),
-            decode_tokens=np.append(running.tokens.sum(), np.zeros(len(new))),
-            span_rows=np.append(running.uncached_tokens.sum(), np.zeros(len(new))),
-            prefill_rows=np.append(0.0, new.cumsum()),
-            prefill_pairs=np.append(0.0, pairs.cumsum()),
-        )
+    step = StepWork(
+        decode_rows=len(running),
+        decode_tokens=float(running.tokens.sum()),
+        span_rows=float(running.uncached_tokens.sum()),
     )
-    return max(1, int(np.count_nonzero(seconds[1:] <= seconds[0])))
+    return float(state.latency.step_seconds(step))

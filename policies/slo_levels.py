@@ -23,6 +23,10 @@ class Levels:
 
     running: IntArray
     waiting: IntArray
+    order: IntArray
+    """Positions of the waiting requests in the order in which they should join."""
+    several: bool
+    """Whether there is more than one."""
 
 
 def rank_levels(running: Requests, waiting: Requests) -> Levels:
@@ -36,7 +40,8 @@ def rank_levels(running: Requests, waiting: Requests) -> Levels:
     urgency = 2 * priority + np.isfinite(slo)
     kinds = np.unique(urgency)
     level = np.minimum(len(kinds) - 1 - np.searchsorted(kinds, urgency), LEVELS - 1)
-    return Levels(running=level[:count], waiting=level[count:])
+    order = queue_order(waiting, level[count:])
+    return Levels(running=level[:count], waiting=level[count:], order=order, several=len(kinds) > 1)
 
 
 def queue_order(waiting: Requests, level: IntArray) -> IntArray:

@@ -17,10 +17,17 @@ from ellm_sgl.policies.base import (
     SystemState,
     Threads,
 )
-from ellm_sgl.policies.feasible import Lineup, least_span_tokens, line_up, unowned_tokens
+from ellm_sgl.policies.feasible import (
+    Lineup,
+    eventual_ratio,
+    least_span_tokens,
+    line_up,
+    unowned_tokens,
+)
 from ellm_sgl.policies.plan import evictable_tokens
 from ellm_sgl.policies.slo_admission import joining
 from ellm_sgl.policies.slo_levels import Levels, keep_weights, rank_levels
+from ellm_sgl.policies.slo_pace import Pace
 from ellm_sgl.policies.slo_program import SpanCosts, SpanProgram, whole_blocks
 from ellm_sgl.policies.slo_turns import Losses, Rota, draw_up
 from ellm_sgl.policies.threads import plan_threads
@@ -60,6 +67,7 @@ class SloPriority(Policy):
         self._program = SpanProgram()
         self._ranked: _Ranked | None = None
         self._losses = Losses(loss)
+        self._pace = Pace()
         self._drawn: _Drawn | None = None
         self._plan: _Plan | None = None
 
@@ -72,14 +80,17 @@ class SloPriority(Policy):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         span = self._spans(state, batch)
         count = len(state.running)
+        joining = np.zeros(len(batch.join))
+        if batch.join and self._lookahead:
+            joining += eventual_ratio(state, batch.join, self._lookahead)
         if span is None:
-            return Ratios(running=np.zeros(count), joining=np.zeros(len(batch.join)))
+            return Ratios(running=np.zeros(count), joining=joining)
         tokens = state.running.tokens
         if batch.join:
             tokens = np.concatenate((tokens, state.waiting.tokens[list(batch.join)]))
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
         ratios = np.where(span > 0, (span + 0.5) / tokens, 0.0)
-        return Ratios(running=ratios[:count], joining=ratios[count:])
+        return Ratios(running=ratios[:count], joining=np.maximum(ratios[count:], joining))
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
         return plan_threads(state, plan)
@@ -90,12 +101,13 @@ class SloPriority(Policy):
         return self._ranked
 
     def _join(self, state: SystemState, ranked: _Ranked) -> tuple[int, ...]:
+        self._pace.note(state, ranked.levels.several)
         if len(state.waiting) == 0 or len(state.running) >= state.max_running:
             return ()
         if ranked.still_refuses(state):
             return ()
-        join = joining(state, ranked.levels, self._lookahead)
-        ranked.note(state, refused=not join)
+        join = joining(state, ranked.levels, self._lookahead, self._pace)
+        ranked.note(state, refused=not join and not self._pace.contended)
         return join
 
     def _draw_up(self, state: SystemState, ranked: _Ranked, queue: bool) -> Rota:

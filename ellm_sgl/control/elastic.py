@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ellm_sgl.kv import NONE, PageTable
 from ellm_sgl.kv.shape import IntArray
 from ellm_sgl.policies import MemoryState
+from ellm_sgl.policies.plan import evictable
 
 OWNER_AND_ONE_SEQUENCE = 2
 """References of a block that no other request uses (`PageTable.references`)."""
@@ -157,16 +158,20 @@ class ElasticMemory:
 
         Args:
             reclaimable: tokens of cached prefixes that nobody uses.
-            ratio: the uncached ratio that those who join will be brought to, in [0, 1).
+            ratio: the uncached ratio that those who join will be brought to, in [0, 1), and with
+                them those that run now and have lower targets.
 
         Returns:
-            (now, eventually): tokens that fit fully cached now, and tokens whose requests fit
-            once they are brought to their targets. Both fall by what is evicted beyond the
-            targets: while requests miss more than the policy wants, none should join.
+            (now, eventually): tokens that fit fully cached now, with what those that run can
+            make room for, and tokens whose requests fit once all are at the ratio. Both fall by
+            what is evicted beyond the targets: while requests miss more than the policy wants,
+            none should join. A token restored in each step takes `overhead_tokens` all the same.
         """
         owed = sum(map(self._owed_blocks, self.table.sequence_ids))
-        now = self.free_tokens() + reclaimable - owed * self.table.shape.block_tokens
-        return now, int(now / (1 - ratio))
+        free = self.free_tokens() + reclaimable - owed * self.table.shape.block_tokens
+        gained = 1.0 - self.overhead_tokens()
+        now = free + int(gained * self._yields(ratio))
+        return now, int(now / (1.0 - gained * ratio))
 
     # -- decide and apply -------------------------------------------------------------------
 
@@ -273,6 +278,17 @@ class ElasticMemory:
         """Blocks that a request misses beyond its policy's target."""
         excess = self.table.uncached_tokens(seq_id) - self._targets.get(seq_id, 0)
         return self.table.shape.blocks_for(max(excess, 0))
+
+    def _yields(self, ratio: float) -> int:
+        """Tokens that all requests give up beyond their targets when brought to this ratio."""
+        if ratio == 0.0:
+            return 0
+        seq_ids = list(self.table.sequence_ids)
+        lengths = np.fromiter(map(self.table.length_of, seq_ids), np.int64, len(seq_ids))
+        targets = np.fromiter((self._targets.get(s, 0) for s in seq_ids), np.int64, len(seq_ids))
+        most = evictable(lengths, self.shared_tokens(seq_ids), self.table.shape.block_tokens)
+        wanted = np.minimum((ratio * lengths).astype(np.int64), most)
+        return int(np.maximum(wanted - targets, 0).sum())
 
     def _reclaim_until(self, units: int) -> None:
         shape = self.table.shape

@@ -73,3 +73,7 @@ class HardwareProfile:
     overlap: float = 1.0
     """Share of the computing with weights that goes on while they are read: 1 on a GPU, near 0 for
     CPU libraries."""
+    fetch_share: float = 0.0
+    """By what a transfer from host memory lengthens the step that it runs beside, as a share of its
+    own time: preparing it, and the processor and memory that it takes. Nothing on a GPU, several
+    times its own time where the processor itself copies."""

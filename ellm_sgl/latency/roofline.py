@@ -2,7 +2,7 @@
 
 A step costs
 
-    overheads + max(R, C) + (1 - overlap) min(R, C) + KV read + attention,
+    overheads + max(R, C) + (1 - overlap) min(R, C) + KV read + attention + fetching,
 
 R the time to read the weights that its rows go through, C to compute with them; or, if that takes
 longer, the transfer from host memory that runs beside it. Linear in a few components, so that
@@ -19,7 +19,7 @@ from ellm_sgl.latency.base import FloatArray, LatencyModel, Quantity, StepWork
 from ellm_sgl.latency.online import Correction
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
 
-COMPONENTS = ("step", "row", "read", "packing", "compute", "serial", "kv", "attention")
+COMPONENTS = ("step", "row", "read", "packing", "compute", "serial", "kv", "attention", "fetch")
 """What `Roofline.components` returns, in this order."""
 
 
@@ -51,6 +51,7 @@ class Roofline:
         )
         self._pair_s = 4 * shape.layers * shape.heads * shape.head_dim / profile.attention_flops
         self._swap_token_s = shape.kv_bytes_per_token / profile.link_bytes_per_s
+        self._fetch_token_s = profile.fetch_share * self._swap_token_s
         self._link_latency_s = profile.link_latency_s
         self._step_s = profile.step_overhead_s
         self._decode_row_s = profile.row_overhead_s
@@ -59,7 +60,8 @@ class Roofline:
         """Seconds of each of `COMPONENTS`; none falls as any field but the share grows.
 
         `read` is reading the weights, `packing` what more than one row adds to that, `compute`
-        what computing takes beyond reading, and `serial` what of the rest does not overlap.
+        what computing takes beyond reading, `serial` what of the rest does not overlap, and
+        `fetch` what a transfer takes from the step that it runs beside.
         """
         share = work.recompute_share
         rows = work.decode_rows + work.prefill_rows + share * work.span_rows
@@ -77,6 +79,7 @@ class Roofline:
             self._serial * hidden,
             self._token_s * work.decode_tokens,
             self._pair_s * (share * work.span_pairs + work.prefill_pairs),
+            self._fetch_token_s * work.swap_tokens * (1.0 - share),
         )
 
     def swap_seconds(self, work: StepWork) -> Quantity:

@@ -97,7 +97,19 @@ def admit(
     alone = not adder.can_run_list and not adder.running_batch.reqs
     if alone:
         return _unlimited(original, adder, (req, *args), kwargs)
-    return original(adder, req, *args, **kwargs)
+    if not (req.sampling_params.ignore_eos and getattr(adder.tree_cache, "disable", True)):
+        return original(adder, req, *args, **kwargs)
+    # SGLang foresees the growth of requests of known lengths within what is free at present. The
+    # prompt has to fit into that, but growth into what there is room for in the long run.
+    prompt = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+    if adder.ceil_paged_tokens(prompt) > adder.cur_rem_tokens:
+        return AddReqResult.NO_TOKEN
+    eventual, present = getattr(adder, _SURPLUS)
+    adder.cur_rem_token_offset += eventual - present
+    try:
+        return original(adder, req, *args, **kwargs)
+    finally:
+        adder.cur_rem_token_offset -= eventual - present
 
 
 def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, *args: Any) -> Any:

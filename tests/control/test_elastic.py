@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ellm_sgl.control import ElasticMemory
 from ellm_sgl.kv import NONE
 from tests.control.scene import BLOCK, GROUPS, Scene
 
@@ -190,10 +191,28 @@ def test_admission_counts_free_and_reclaimable_tokens() -> None:
 def test_admission_counts_on_joining_requests_to_come_to_their_targets(
     ratio: float, factor: int
 ) -> None:
-    scene = Scene(room=10)
+    scene = Scene(room=10, ratios={0: ratio})
     scene.request(0, tokens=4 * BLOCK)
-    now = 6 * BLOCK
+    scene.apply_targets([0])
+    now = int((6 + 4 * ratio) * BLOCK)
     assert scene.elastic.admission_tokens(reclaimable=0, ratio=ratio) == (now, factor * now)
+
+
+def test_admission_counts_on_running_requests_to_make_room_for_those_that_join() -> None:
+    scene = Scene(room=10)
+    scene.request(0, tokens=8 * BLOCK)
+    # At 0.5 the device holds 20 blocks' worth of requests, 8 of which run; 2 are free, and the
+    # running request gives up 4.
+    assert scene.elastic.admission_tokens(reclaimable=0, ratio=0.5) == (6 * BLOCK, 12 * BLOCK)
+
+
+def test_admission_counts_what_fetching_takes_of_the_device() -> None:
+    scene = Scene(room=10)
+    scene.request(0, tokens=8 * BLOCK)
+    # Both layer groups are in flight at once: what leaves the device comes back into it.
+    fetching = ElasticMemory(scene.table, 1000, scene.reclaim, save=lambda _device, _host: None)
+    assert fetching.overhead_tokens() == 1.0
+    assert fetching.admission_tokens(reclaimable=0, ratio=0.5) == (2 * BLOCK, 2 * BLOCK)
 
 
 def test_room_made_beyond_the_targets_admits_nobody() -> None:

@@ -74,6 +74,18 @@ def test_more_join_if_restoring_costs_nothing() -> None:
     assert set(running) | set(joining) <= {30, 40}
 
 
+def test_those_that_join_to_be_restored_tell_what_they_will_come_to() -> None:
+    # Cached, four of the six fit. At 95 + 40 tokens each is charged 14 blocks: 440 of 840 tokens
+    # go, of 6 x 135.
+    state = scene(requests([95], max_new_tokens=40), requests([95] * 5, max_new_tokens=40), 400)
+    policy = Fcfs(lookahead=1, sit_out=False)
+    ratios = policy.ratio(state, policy.batch(state))
+    assert ratios.joining == pytest.approx(np.full(5, 440 / 810))
+    ample = replace(state, memory=replace(state.memory, device_tokens=600, device_free_tokens=500))
+    policy = Fcfs(lookahead=1, sit_out=False)
+    assert not policy.ratio(ample, policy.batch(ample)).joining.any()
+
+
 def test_nobody_else_joins_if_restoring_costs_more_than_it_gains() -> None:
     # b / T: 4 / 5 with all cached. A fifth restores 100 tokens: 5 / (6 + 100 c) is less for any
     # c above 0.0025 (5 / 6.25 = 0.8), and a sixth, 6 / (7 + 200 c), for any above 0.0025 too.
