@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import psutil
 
-SGLANG_TESTED = ("0.5.17",)
+from ellm_sgl.sglang.seams import SGLANG_VERSIONS, moved_seams
+
 MINIMUM_FREE_MEMORY_GB = 3.0
 
 
@@ -70,12 +71,12 @@ def _sglang() -> Iterator[Finding]:
         "pip install 'ellm-sgl[cuda]' on a CUDA host; on a CPU host use "
         "the lock files (requirements/README.md)",
     )
-    if found.ok and found.found not in SGLANG_TESTED:
+    if found.ok and found.found not in SGLANG_VERSIONS:
         found = Finding(
             "sglang",
             False,
             found.found,
-            f"tested with {', '.join(SGLANG_TESTED)}: install one of these",
+            f"tested with {', '.join(SGLANG_VERSIONS)}: install one of these",
         )
     yield found
 
@@ -117,7 +118,6 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _seams() -> Iterator[Finding]:
-    from ellm_sgl.sglang.seams import moved_seams
     from ellm_sgl.sglang.torchvision_ops import declare
 
     declare()
@@ -127,7 +127,7 @@ def _seams() -> Iterator[Finding]:
         "hooks",
         not missing,
         ", ".join(missing) or "all of SGLang's seams are in place",
-        "" if not missing else f"install sglang {SGLANG_TESTED[-1]}",
+        "" if not missing else f"install sglang {SGLANG_VERSIONS[-1]}",
     )
 
 

@@ -53,7 +53,7 @@ class Deciding:
 
     def apply_targets(self, reqs: list[Req], sitting_out: bool = False) -> None:
         """Bring these requests to the policy's ratios."""
-        seq_ids = [int(req.req_pool_idx) for req in reqs]
+        seq_ids = [runtime.row_of(req) for req in reqs]
         ratios = [self.ratios.get(s, 0.0) for s in seq_ids]
         runtime.current().elastic.apply_targets(seq_ids, ratios, sitting_out)
 
@@ -97,7 +97,7 @@ class Deciding:
     def observe(self, running: list[Req], waiting: list[Req]) -> SystemState:
         now = time.monotonic()
         elastic = runtime.current().elastic
-        seq_ids = [int(r.req_pool_idx) for r in running]
+        seq_ids = [runtime.row_of(r) for r in running]
         lengths = np.fromiter(map(elastic.table.length_of, seq_ids), np.int64, len(seq_ids))
         return self.loop.state(
             now,
@@ -118,7 +118,7 @@ class Deciding:
     def token_decoded(self, reqs: list[Req]) -> None:
         """These requests get a token each in the step that is being prepared."""
         table = runtime.current().table
-        lengths = [table.length_of(int(r.req_pool_idx)) for r in reqs]
+        lengths = [table.length_of(runtime.row_of(r)) for r in reqs]
         self.in_step = self.slots(reqs), np.array(lengths, np.int64)
 
     def _note_tokens(self) -> None:
@@ -149,7 +149,7 @@ class Deciding:
             return
         decision = self._agreed(running, waiting)
         self.ratios = {
-            int(r.req_pool_idx): ratio for r, ratio in zip(running, decision.ratios, strict=True)
+            runtime.row_of(r): ratio for r, ratio in zip(running, decision.ratios, strict=True)
         }
         self.joining_ratio = decision.joining_ratio
         self.join = {waiting[w]: rank for rank, w in enumerate(decision.join)}

@@ -163,7 +163,8 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
         super().__init__(*args, **kwargs)
         self._table = runtime.current().table
         self._elastic = runtime.current().elastic
-        self._group: list[torch.Tensor] = []
+        self._group: list[torch.Tensor] | None = None
+        """Pages freed within a free group, until it ends; None outside of one."""
         self.release_pages = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -231,14 +232,16 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
         head = free_index[:1] if start_pos % self.page_size else free_index[:0]
         self._free_pages(torch.cat([head, tail]) // self.page_size)
 
+    def free_group_begin(self) -> None:
+        self._group = []
+
     def free_group_end(self) -> None:
-        self.is_not_in_free_group = True
-        pages, self._group = self._group, []
+        pages, self._group = self._group, None
         if pages:
             self._free_pages(torch.cat(pages))
 
     def _free_pages(self, pages: torch.Tensor) -> None:
-        if self.is_not_in_free_group:
+        if self._group is None:
             self._table.release(torch.unique(pages).numpy())
         else:
             self._group.append(pages)

@@ -89,8 +89,8 @@ class EllmRadixCache(RadixCache):
             super().cache_unfinished_req(req, chunked)
         finally:
             self._match_all = False
-        length = self._table.length_of(int(req.req_pool_idx))
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
+        length = self._table.length_of(runtime.row_of(req))
+        row = self.req_to_token_pool.req_to_token[runtime.row_of(req), :length]
         runtime.current().map_request(req, row.cpu().numpy(), length)
 
     def cache_finished_req(

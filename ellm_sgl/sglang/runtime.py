@@ -68,14 +68,14 @@ class Runtime:
 
     def map_request(self, req: Req, row: npt.NDArray[np.int32], length: int) -> None:
         """Take note of a request's blocks. `row`: its slots in token order, at least `length`."""
-        seq_id = _seq_id(req)
+        seq_id = row_of(req)
         block_tokens = self.table.shape.block_tokens
         self.table.map(seq_id, row[:length:block_tokens] // block_tokens, length)
         self._requests[seq_id] = req
 
     def forget_request(self, req: Req) -> None:
         """A request leaves its row (finished, aborted or retracted)."""
-        seq_id = _seq_id(req)
+        seq_id = row_of(req)
         self._requests.pop(seq_id, None)
         self.elastic.forget(seq_id)
 
@@ -187,5 +187,7 @@ def current() -> Runtime:
     return _runtime
 
 
-def _seq_id(req: Req) -> int:
-    return int(req.req_pool_idx)
+def row_of(req: Req) -> int:
+    """A request's row in `req_to_token`: what identifies it as a sequence."""
+    holder = req if hasattr(req, "req_pool_idx") else req.kv  # in `kv` from SGLang 0.5.20 on
+    return int(holder.req_pool_idx)

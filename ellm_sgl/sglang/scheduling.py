@@ -23,7 +23,7 @@ def map_extended(result: Any, batch: ScheduleBatch) -> Any:
     ours = runtime.current()
     rows = batch.req_to_token_pool.req_to_token
     for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-        ours.map_request(req, rows[req.req_pool_idx, :length].cpu().numpy(), length)
+        ours.map_request(req, rows[runtime.row_of(req), :length].cpu().numpy(), length)
     return result
 
 
@@ -34,10 +34,10 @@ def map_decoded(out_cache_loc: Any, batch: ScheduleBatch, token_per_req: int) ->
     block_tokens = table.shape.block_tokens
     slots = out_cache_loc.cpu().numpy()
     for req, slot in zip(batch.reqs, slots, strict=True):
-        length = table.length_of(int(req.req_pool_idx)) + 1
+        length = table.length_of(runtime.row_of(req)) + 1
         begun = length % block_tokens == 1 or block_tokens == 1
         blocks = np.array([slot // block_tokens] if begun else [], np.int32)
-        table.extend(int(req.req_pool_idx), length, blocks)
+        table.extend(runtime.row_of(req), length, blocks)
     return out_cache_loc
 
 
@@ -56,12 +56,12 @@ def check_decode_memory(
     elastic, shape = runtime.current().elastic, runtime.current().table.shape
     tokens = batch.new_tokens_required_next_decode(selected_indices)
     reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
-    seq_ids = [int(req.req_pool_idx) for req in reqs]
+    seq_ids = [runtime.row_of(req) for req in reqs]
     units = tokens // shape.block_tokens * shape.num_groups
     return elastic.make_room_for_step(units, seq_ids) and elastic.fits_transient(seq_ids)
 
 
-def count_retractions(result: Any, batch: ScheduleBatch, server_args: Any) -> Any:
+def count_retractions(result: Any, batch: ScheduleBatch, *args: Any) -> Any:
     """After `retract_decode`: (retracted requests, new token ratio, aborted requests)."""
     retracted, _, aborted = result
     runtime.current().elastic.totals.retractions += len(retracted) + len(aborted)

@@ -12,7 +12,7 @@ from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.flags import FLAGS, Flag
 from ellm_sgl.settings import settle
 from ellm_sgl.sglang.platform_entry import activate
-from ellm_sgl.sglang.seams import moved_seams
+from ellm_sgl.sglang.seams import SGLANG_VERSIONS, moved_seams
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -100,16 +100,12 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     config = EllmConfig.from_env()
     if config is None:
         return original(args)
+    _refuse_other_sglang()
     _refuse_unsupported(args)
     if args.page_size not in (None, config.block_tokens):
         _refuse(
             f"--page-size {args.page_size}: eLLM's blocks are SGLang's pages; leave it out, or "
             f"give the value of --ellm-block-tokens ({config.block_tokens})"
-        )
-    if missing := moved_seams():
-        _refuse(
-            f"sglang {version('sglang')} lacks what eLLM hooks into ({', '.join(missing)}); "
-            f"install one of the versions that `ellm-sgl doctor` names, or use --ellm-policy {OFF}"
         )
     if args.radix_cache_backend not in (None, PREFIX_CACHE):
         _refuse(
@@ -138,6 +134,15 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"supported by eLLM ({', '.join(sorted(ARCHITECTURES))} are); use --ellm-policy {OFF}"
         )
     return None
+
+
+def _refuse_other_sglang() -> None:
+    installed = version("sglang")
+    remedy = f"install sglang=={SGLANG_VERSIONS[-1]}, or use --ellm-policy {OFF}"
+    if installed not in SGLANG_VERSIONS:
+        _refuse(f"eLLM has not been tested with sglang {installed}; {remedy}")
+    if missing := moved_seams():
+        _refuse(f"this sglang lacks what eLLM hooks into ({', '.join(missing)}); {remedy}")
 
 
 def _refuse_unsupported(args: ServerArgs) -> None:

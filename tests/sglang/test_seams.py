@@ -21,7 +21,6 @@ PARAMETERS = {
     "alloc_for_extend": ["batch"],
     "alloc_for_decode": ["batch", "token_per_req"],
     "check_decode_mem": ["self", "selected_indices"],
-    "retract_decode": ["self", "server_args"],
     "prepare_for_decode": ["self"],
     "add_one_req": ["self", "req"],
     "add_chunked_req": ["self", "req"],
@@ -34,6 +33,19 @@ PARAMETERS = {
 
 def test_none_has_moved() -> None:
     assert moved_seams() == []
+
+
+def test_a_version_that_was_never_tested_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ellm_sgl.config import EllmConfig
+    from ellm_sgl.sglang import server_args
+
+    monkeypatch.setattr(server_args, "version", lambda _: "0.9.1")
+    monkeypatch.setattr(EllmConfig, "from_env", lambda: EllmConfig(policy="fcfs"))
+    with pytest.raises(SystemExit):
+        server_args.check_arguments(pytest.fail, object())
+    assert "sglang 0.9.1; install sglang==0.5.17" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.target.rsplit(".", 2)[-1])
