@@ -18,6 +18,8 @@ Set: eLLM is enabled in this process and its children. Unset: SGLang is stock.
 
 
 LATENCY_MODELS = ("roofline", "paper")
+ELLM, RECOMPUTE, SWAP, HCACHE = MODES = ("ellm", "recompute", "swap", "hcache")
+"""The first decides by a policy; the others are baselines and decide by themselves."""
 
 
 class ConfigError(ValueError):
@@ -28,7 +30,9 @@ class ConfigError(ValueError):
 class EllmConfig:
     """Settings of eLLM. Each field is a command-line flag, `--ellm-` and the field's name."""
 
+    mode: str = ELLM
     policy: str = "fixed-ratio"
+    """Of a baseline: its own name."""
     policy_options: Mapping[str, Any] = field(default_factory=dict)
     ratio: float | None = None
     policy_budget_ms: float = 5.0
@@ -42,6 +46,7 @@ class EllmConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
+        self._check_mode()
         if self.ratio is not None and self.policy != "fixed-ratio":
             raise ConfigError(
                 f"--ellm-ratio {self.ratio}: only the policy fixed-ratio takes it, and the policy "
@@ -87,6 +92,30 @@ class EllmConfig:
                 raise ConfigError(
                     f"--ellm-{name.replace('_', '-')} {value}: give milliseconds, above 0"
                 )
+
+    def _check_mode(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"--ellm-mode {self.mode}: give one of {', '.join(MODES)}")
+        if not self.is_baseline:
+            return
+        if self.policy != self.mode:
+            raise ConfigError(
+                f"--ellm-policy {self.policy}: mode {self.mode} decides by itself; leave it out"
+            )
+        if self.policy_options:
+            raise ConfigError(
+                f"--ellm-policy-options {json.dumps(self.policy_options)}: mode {self.mode} has "
+                "none; leave it out"
+            )
+        if self.mode != RECOMPUTE and self.host_kv_tokens == 0:
+            raise ConfigError(
+                f"--ellm-mode {self.mode} needs --ellm-host-kv-tokens, the size of the host tier"
+            )
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether whole requests are moved, as other systems do, instead of parts."""
+        return self.mode != ELLM
 
     @property
     def options(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ellm_sgl.config import LATENCY_MODELS
+from ellm_sgl.config import LATENCY_MODELS, MODES
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,9 @@ def _switch(text: str) -> bool:
 
 
 FLAGS: tuple[Flag, ...] = (
+    Flag("mode", str, "a name", "NAME",
+         f"One of {', '.join(MODES)}: eLLM, or whole requests moved as other systems do, to "
+         "compare with; these take no policy. Default ellm."),
     Flag("policy_options", _options, "a JSON object", "JSON",
          "Options of the policy, as a JSON object, for instance '{\"ratio\": 0.3}'."),
     Flag("ratio", float, "a number", "R",

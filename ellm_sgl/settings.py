@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ellm_sgl.config import ConfigError, EllmConfig
-from ellm_sgl.policies.registry import create
+from ellm_sgl.modes import policy_of
 
 
 def settle(values: Mapping[str, Any]) -> EllmConfig:
@@ -22,7 +22,7 @@ def settle(values: Mapping[str, Any]) -> EllmConfig:
             the host tier that cannot be written.
     """
     config = EllmConfig(**values)
-    create(config.policy, config.options)
+    policy_of(config)
     _check_host_path(config.host_path)
     return config
 

@@ -31,10 +31,13 @@ def _no_settings_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device_kv_tokens": 15}, "--ellm-device-kv-tokens 15"),
         ({"device_kv_tokens": -1}, "--ellm-device-kv-tokens -1"),
         ({"device_kv_tokens": 31, "block_tokens": 32}, "--ellm-device-kv-tokens 31"),
+        ({"mode": "vllm"}, "--ellm-mode vllm"),
+        ({"mode": "recompute", "policy": "fcfs"}, "--ellm-policy fcfs"),
+        ({"mode": "swap", "policy": "swap", "host_kv_tokens": 0}, "--ellm-mode swap"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_flag(setting: Any, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{flag}: ") as refusal:
+    with pytest.raises(ConfigError, match=f"^{flag}(:| needs) ") as refusal:
         EllmConfig(**setting)
     assert "\n" not in str(refusal.value)
 
@@ -45,6 +48,7 @@ def test_settings_that_make_no_sense_are_refused_by_flag(setting: Any, flag: str
         {},
         {"ratio": 0.999, "layer_group": 1, "block_tokens": 1, "device_kv_tokens": 1},
         {"policy": "someone's own", "device_kv_tokens": None},
+        {"mode": "swap", "policy": "swap", "host_kv_tokens": 64},
     ],
 )
 def test_settings_survive_the_way_through_the_environment(setting: Any) -> None:

@@ -45,6 +45,8 @@ class Totals:
     swap_stall_s: float = 0.0
     """Seconds that steps waited for units from the host tier."""
     retractions: int = 0
+    sat_out: int = 0
+    """Times that a running request began to sit out."""
 
 
 class ElasticMemory:

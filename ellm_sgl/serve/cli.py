@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ellm_sgl import __version__
-from ellm_sgl.config import ConfigError
+from ellm_sgl.config import ELLM, MODES, ConfigError
 from ellm_sgl.flags import FLAGS
 from ellm_sgl.serve.cli_calibrate import calibrate
 from ellm_sgl.serve.cli_kernels import kernels
@@ -22,6 +22,8 @@ from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
 from ellm_sgl.serve.cli_simulate import simulate
 from ellm_sgl.settings import settle
+
+DEFAULT_POLICY = "fcfs"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,9 +43,8 @@ def ellm_options(command: Any) -> Any:
 @click.option(
     "--ellm-policy",
     metavar="NAME",
-    default="fcfs",
-    show_default=True,
-    help="Policy that decides who runs and what stays cached; 'off' is stock SGLang.",
+    help="Policy that decides who runs and what stays cached; 'off' is stock SGLang.  [default: "
+    f"{DEFAULT_POLICY}]",
 )
 @ellm_options
 @click.argument("sglang_arguments", nargs=-1, type=click.UNPROCESSED)
@@ -56,6 +57,8 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     from ellm_sgl.serve.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT
 
     given = {name: text for name, text in ellm.items() if text is not None}
+    mode = given.get("ellm_mode", ELLM)
+    given.setdefault("ellm_policy", DEFAULT_POLICY if mode == ELLM else mode)
     if given["ellm_policy"] != "off":
         _check(given)
     arguments = list(sglang_arguments)
@@ -100,6 +103,14 @@ def _check(given: dict[str, str]) -> None:
     help="Leave out prompts longer than this.",
 )
 @click.option("--output-tokens", default=16, show_default=True, help="Tokens per prompt.")
+@click.option(
+    "--ellm-mode",
+    "mode",
+    type=click.Choice(MODES),
+    default=ELLM,
+    show_default=True,
+    help="A baseline instead: under pressure, with at least 160 tokens per prompt.",
+)
 @click.option("--quick", is_flag=True, help="One ratio and two splits instead of all.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def verify(
@@ -109,6 +120,7 @@ def verify(
     block_tokens: int,
     max_prompt_tokens: int,
     output_tokens: int,
+    mode: str,
     quick: bool,
     as_json: bool,
 ) -> None:
@@ -131,6 +143,7 @@ def verify(
             layer_group=layer_group,
             block_tokens=block_tokens,
             quick=quick,
+            mode=mode,
         )
     except (ServerError, OSError) as error:
         raise click.ClickException(str(error)) from None
@@ -152,7 +165,17 @@ def _verify_table(report: Any, dtype: str) -> Table:
         title=f"{dtype}: eLLM against stock SGLang, {report.prompts} prompts, "
         f"{report.output_tokens} tokens each",
     )
-    headings = ("setting", "agree", "|Δlogp|", "recomputed", "evicted", "fetched", "retr.", "table")
+    headings = (
+        "setting",
+        "agree",
+        "|Δlogp|",
+        "recomputed",
+        "evicted",
+        "fetched",
+        "retr.",
+        "out",
+        "table",
+    )
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "setting" else "right", no_wrap=True)
     for c in report.comparisons:
@@ -160,7 +183,7 @@ def _verify_table(report: Any, dtype: str) -> Table:
             table.add_row(
                 c.setting, f"{c.agreeing}/{c.tokens}", f"{c.max_logprob_difference:.1e}",
                 f"{c.recomputed_tokens:,}", f"{c.evicted_units:,}", f"{c.fetched_units:,}",
-                str(c.retractions), c.integrity,
+                str(c.retractions), str(c.sat_out), c.integrity,
             )  # fmt: skip
     return table
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from ellm_sgl.config import ELLM, RECOMPUTE
 from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
@@ -33,6 +34,10 @@ QUICK_SPLITS = ((0, 1), (1, 1))
 LOGPROB_TOLERANCE = 1e-4
 """Largest |Δ log-probability| accepted in fp32."""
 POOL_TOKENS = 16_384
+BASELINE_OUTPUT_TOKENS = 160
+"""At least so many, where a baseline is verified: prompts alone preempt nobody."""
+EAGER = ("--schedule-conservativeness", "0.05")
+"""SGLang admits with hardly a thought of outputs, so that requests get in each other's way."""
 Say = Callable[[str], None]
 
 
@@ -60,6 +65,8 @@ class Comparison:
     evicted_units: int
     fetched_units: int
     retractions: int
+    sat_out: int
+    """Times that a running request began to sit out."""
     integrity: str
 
     @property
@@ -100,6 +107,7 @@ def verify(
     block_tokens: int = 16,
     quick: bool = False,
     seed: int = 0,
+    mode: str = ELLM,
 ) -> VerifyReport:
     """Compare eLLM with stock SGLang on one model; a minute or two per dtype on two cores.
 
@@ -113,21 +121,27 @@ def verify(
         block_tokens: of eLLM's pool.
         quick: one ratio and two splits instead of all.
         seed: of the random prompts.
+        mode: eLLM, or the baseline to verify instead.
 
     Raises:
         ServerError: a server did not start.
     """
     path = model_path or str(DEMO_MODEL)
     prompts = make_prompts(path, lengths, seed)
+    if mode != ELLM:
+        output_tokens = max(output_tokens, BASELINE_OUTPUT_TOKENS)
     comparisons: list[Comparison] = []
     for dtype in dtypes:
         common = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
         say(f"{dtype}: stock SGLang, everything cached")
         with ServerProcess([*common, "--max-total-tokens", str(2 * POOL_TOKENS)]) as server:
             reference = generate(server.url, prompts, output_tokens)
-        common += ["--ellm-policy", "fixed-ratio", "--ellm-block-tokens", str(block_tokens)]
-        common += ["--ellm-device-kv-tokens", str(2 * POOL_TOKENS)]
         compared = _Compared(dtype, prompts, output_tokens, reference, say)
+        common += ["--ellm-block-tokens", str(block_tokens)]
+        if mode != ELLM:
+            comparisons += _baseline(compared, [*common, "--ellm-mode", mode, *EAGER], mode)
+            continue
+        common += ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", str(2 * POOL_TOKENS)]
         # Half of the longest request fits: every long prompt loses blocks while it runs.
         small = max(max(lengths) // 2, 64)
         host = ["--ellm-host-kv-tokens", str(POOL_TOKENS)]
@@ -137,9 +151,9 @@ def verify(
                 comparisons += compared.splits(server, QUICK_SPLITS, small)
             continue
         with ServerProcess([*common, *group]) as server:
-            comparisons += [compared.run(server, f"r = {r}", ratio=r) for r in RATIOS]
+            comparisons += [compared.with_ratio(server, f"r = {r}", ratio=r) for r in RATIOS]
             server.adjust(ellm_device_kv_tokens=small)
-            comparisons.append(compared.run(server, FORCED))
+            comparisons.append(compared.with_ratio(server, FORCED))
         # Each split gives other layers only where a group is one layer.
         with ServerProcess([*common, "--ellm-layer-group", "1", *host]) as server:
             splits = SPLITS if dtype == EXACT else SPLITS[:1]
@@ -157,11 +171,14 @@ class _Compared:
     reference: Sequence[Output]
     say: Say
 
-    def run(self, server: ServerProcess, setting: str, **policy: Any) -> Comparison:
+    def with_ratio(self, server: ServerProcess, setting: str, **policy: Any) -> Comparison:
         """`policy`: options of fixed-ratio."""
+        server.switch_policy("fixed-ratio", **policy)
+        return self.run(server, setting)
+
+    def run(self, server: ServerProcess, setting: str) -> Comparison:
         self.say(f"{self.dtype}: eLLM, {setting}")
         server.flush_cache()
-        server.switch_policy("fixed-ratio", **policy)
         before = server.state()
         outputs = generate(server.url, self.prompts, self.output_tokens)
         return compare(self.dtype, setting, self.reference, outputs, before, server.state())
@@ -171,11 +188,29 @@ class _Compared:
     ) -> list[Comparison]:
         """`splits` with a host tier, then a device of `small` tokens."""
         done = [
-            self.run(server, f"host {l1}:{l2}", ratio=HOST_RATIO, layers=(l1, l2))
+            self.with_ratio(server, f"host {l1}:{l2}", ratio=HOST_RATIO, layers=(l1, l2))
             for l1, l2 in splits
         ]
         server.adjust(ellm_device_kv_tokens=small)
-        return [*done, self.run(server, f"host, {FORCED}")]
+        return [*done, self.with_ratio(server, f"host, {FORCED}")]
+
+
+def _baseline(compared: _Compared, common: Sequence[str], mode: str) -> Iterator[Comparison]:
+    """A baseline on a device that holds the longest request and little more; where it has a host
+    tier, with one that holds all, and with one that is soon full.
+
+    Args:
+        common: arguments of the server beside memory.
+    """
+    tier = ["--ellm-layer-group", "1", "--ellm-host-kv-tokens"]
+    hosts = {mode: [*tier, str(POOL_TOKENS)], f"{mode}, host full": [*tier, "256"]}
+    if mode == RECOMPUTE:
+        hosts = {mode: []}
+    device_tokens = max(map(len, compared.prompts)) + compared.output_tokens + 64
+    for setting, host in hosts.items():
+        memory = ["--ellm-device-kv-tokens", str(device_tokens), *host]
+        with ServerProcess([*common, *memory]) as server:
+            yield compared.run(server, setting)
 
 
 def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
@@ -243,5 +278,6 @@ def compare(
         evicted_units=gained("evicted_units_total"),
         fetched_units=gained("fetched_units_total"),
         retractions=gained("retractions_total"),
+        sat_out=gained("sat_out_total"),
         integrity=str(after["integrity"]),
     )

@@ -142,6 +142,7 @@ class Deciding:
         order = np.argsort(self.book.request_ids(self.slots(running)), kind="stable")
         running = [running[i] for i in order]
         waiting = self.scheduler.waiting_queue
+        sat_out = self.pause
         self.ratios, self.join, self.pause = {}, {}, frozenset()
         if not running and not waiting:
             if self.scheduler.chunked_req is None:
@@ -155,6 +156,7 @@ class Deciding:
         self.join = {waiting[w]: rank for rank, w in enumerate(decision.join)}
         self.reorders = decision.reorders
         self.pause = frozenset(running[p] for p in decision.pause)
+        runtime.current().elastic.totals.sat_out += len(self.pause - sat_out)
         runtime.current().threads = decision.threads
         self._open_or_close(batch)
 

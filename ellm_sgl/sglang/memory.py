@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
-from ellm_sgl.config import EllmConfig
+from ellm_sgl.config import RECOMPUTE, EllmConfig
 from ellm_sgl.control import ElasticMemory
 from ellm_sgl.forward import Streamer
 from ellm_sgl.kernels.choose import choose_copy
@@ -34,12 +34,18 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     There are addresses for whatever else lets requests run: all that the device holds, all that
     a step may recompute, and a block being filled for every request; and always for four times
     the device and two requests of the model's full context.
+
+    In mode recompute there are as many as the device holds: SGLang then admits, retracts and
+    refuses by what is there, and no block is ever without memory.
     """
     global _device_tokens
     settings = _settings()
     block = settings.block_tokens
     device = settings.device_kv_tokens or config.max_total_num_tokens
     _device_tokens = device // block * block
+    if settings.mode == RECOMPUTE:
+        config.max_total_num_tokens = _device_tokens
+        return config
     logical = max(
         _device_tokens + _transient_tokens(configurator) + config.max_running_requests * block,
         4 * _device_tokens + 2 * configurator.model_config.context_len,

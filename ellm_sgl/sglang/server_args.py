@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.config import ELLM, ConfigError, EllmConfig
 from ellm_sgl.flags import FLAGS, Flag
 from ellm_sgl.settings import settle
 from ellm_sgl.sglang.platform_entry import activate
@@ -83,6 +83,9 @@ def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> Ser
         for name, value in vars(args).items()
         if name.startswith("ellm_") and value is not None
     }
+    mode = given.get("mode", ELLM)
+    if mode != ELLM:
+        given.setdefault("policy", mode)
     policy = given.get("policy")
     try:
         if given and policy is None:

@@ -12,8 +12,8 @@ import numpy as np
 from ellm_sgl.control import Arrival, ControlLoop, RequestBook, ServerLimits, StepLog
 from ellm_sgl.control.book import slots_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
+from ellm_sgl.modes import policy_of
 from ellm_sgl.policies import Policy
-from ellm_sgl.policies.registry import create
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.calibration import calibrate, model_shape
 from ellm_sgl.sglang.deciding import Deciding
@@ -45,7 +45,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         transient_tokens=ours.elastic.transient_tokens,
     )
     loop = ControlLoop(
-        create(settings.policy, settings.options),
+        policy_of(settings),
         settings.policy_budget_ms / 1e3,
         StepLog(model),
         limits,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.config import ConfigError
+from ellm_sgl.config import RECOMPUTE, ConfigError
 from ellm_sgl.kv import IntegrityError
 from ellm_sgl.latency import PaperLatencyModel
 from ellm_sgl.policies.registry import create
@@ -39,6 +39,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     cached = [1 - uncached / length for length, uncached in lengths]
     return {
         "enabled": True,
+        "mode": ours.config.mode,
         "policy": _policy(),
         "hardware": None if ours.hardware is None else dataclasses.asdict(ours.hardware),
         "layer_group": ours.table.shape.layer_group,
@@ -58,6 +59,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "swap_stall_ms_total": totals.swap_stall_s * 1e3,
         "restored_units_total": totals.restored_units,
         "retractions_total": totals.retractions,
+        "sat_out_total": totals.sat_out,
         "integrity": _integrity(),
         "pool": dataclasses.asdict(statistics),
     }
@@ -119,7 +121,18 @@ def control(original: Callable[..., Any], scheduler: Scheduler, request: Any) ->
     return scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
 
 
+def _refuse_in_a_baseline(what: str) -> None:
+    """Raise ConfigError where the mode decides by itself."""
+    config = runtime.current().config
+    if config.is_baseline:
+        raise ConfigError(
+            f"{what} cannot be changed: the server runs in mode {config.mode}, which decides by "
+            "itself"
+        )
+
+
 def _switch(body: dict[str, Any]) -> list[dict[str, Any]]:
+    _refuse_in_a_baseline("the policy")
     policy = create(body["name"], body["options"])
     switch_policy(body["name"], policy)
     return []
@@ -160,6 +173,10 @@ def _prepare(values: dict[str, Any]) -> Callable[[], None]:
         ValueError: one of them makes no sense; none is applied.
     """
     ours = runtime.current()
+    if RATIO in values:
+        _refuse_in_a_baseline(RATIO)
+    if DEVICE_TOKENS in values and ours.config.mode == RECOMPUTE:
+        raise ConfigError(f"{DEVICE_TOKENS}: mode {RECOMPUTE} leaves memory to SGLang")
     options = {"ratio": float(values[RATIO])} if RATIO in values else {}
     policy = create("fixed-ratio", options) if options else None
     limit = ours.table.unit_limit

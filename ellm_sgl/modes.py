@@ -1,0 +1,31 @@
+"""`--ellm-mode`: eLLM, or a baseline that moves whole requests, on the same pool and kernels.
+
+What a baseline keeps of its original, and what not, is told in docs/policies.md.
+"""
+
+from __future__ import annotations
+
+from ellm_sgl.config import HCACHE, RECOMPUTE, SWAP, ConfigError, EllmConfig
+from ellm_sgl.policies import Policy, Stock
+from ellm_sgl.policies.registry import create
+from ellm_sgl.policies.whole_requests import WholeRequests
+
+BASELINES: dict[str, type[Policy]] = {
+    RECOMPUTE: Stock,
+    SWAP: WholeRequests,
+}
+
+
+def policy_of(config: EllmConfig) -> Policy:
+    """What decides on a server with these settings.
+
+    Raises:
+        ConfigError: as `registry.create`; the mode does not exist yet.
+    """
+    if config.mode == HCACHE:
+        raise ConfigError(
+            f"--ellm-mode {HCACHE}: hidden states cannot be kept yet; give another mode"
+        )
+    if config.is_baseline:
+        return BASELINES[config.mode]()
+    return create(config.policy, config.options)
