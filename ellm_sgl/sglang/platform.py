@@ -1,7 +1,8 @@
 """SGLang on any x86 CPU: an out-of-tree platform built from SGLang's own parts.
 
 SGLang's CPU engine needs a build of sgl-kernel with AMX; this platform needs none of it: layers
-run their `forward_native`, attention is `torch_native` (or eLLM's when enabled).
+run their `forward_native`, attention is our C++ kernels' (`CpuAttention`, or eLLM's when enabled)
+where they are built, else `torch_native`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.kernels.cpu.library import load
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 ATTENTION_BACKEND = "torch_native"
-"""SGLang takes its paths without Triton kernels for this name, whatever class it stands for."""
+"""SGLang takes its paths without Triton kernels for this name, whatever class it stands for. With
+eLLM enabled it stands for eLLM's."""
+CPU_BACKEND = "ellm_cpu"
+"""`cpu_attention.CpuAttention`, for stock SGLang."""
 GRAMMAR_BACKEND = "llguidance"
 MEMORY_FRACTION = 0.5
 
@@ -33,8 +40,9 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        if server_args.attention_backend is None:
-            server_args.attention_backend = ATTENTION_BACKEND
+        # On a CPU, SGLang has by now put its AMX backend in the place of no answer.
+        if server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = self.get_default_attention_backend()
         server_args.sampling_backend = "pytorch"
         # "Device memory" is the host's, which others use too: half of what is free, not 90 %.
         if server_args.mem_fraction_static is None:
@@ -51,7 +59,11 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.sleep_on_idle = True
 
     def get_default_attention_backend(self) -> str:
-        return ATTENTION_BACKEND
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+        # Our plugin registers it: SGLANG_PLUGINS may leave that out and keep the platform.
+        stock = EllmConfig.from_env() is None and CPU_BACKEND in ATTENTION_BACKENDS
+        return CPU_BACKEND if stock and load().library is not None else ATTENTION_BACKEND
 
     def get_mha_kv_pool_cls(self) -> type[Any]:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

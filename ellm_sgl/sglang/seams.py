@@ -3,8 +3,8 @@
 Each entry names the SGLang function, how it is hooked, and why. `tests/sglang/test_seams.py`
 fails when one of them moves, and a server refuses to start when one cannot be applied. Beside
 these, eLLM subclasses SGLang's base classes (`KVCache`, `BaseTokenToKVPoolAllocator`,
-`RadixCache`, `ChunkCache`, `AttentionBackend`, `SRTPlatform`) and registers by name a radix cache
-backend and an attention backend.
+`RadixCache`, `ChunkCache`, `AttentionBackend`, `TorchNativeAttnBackend`, `SRTPlatform`) and
+registers by name a radix cache backend and attention backends.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class When(Enum):
 
     MAIN = "main"
     """In the process that parses the arguments and serves HTTP; inert unless eLLM is enabled."""
+    PLATFORM = "platform"
+    """Everywhere, on hosts where the CPU platform is offered."""
     ENABLED = "enabled"
     """Everywhere, but only where eLLM is enabled."""
 
@@ -87,6 +89,20 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.http:check_request",
         When.MAIN,
         "refuse what eLLM cannot serve, and token ids that would end the server",
+    ),
+    Seam(
+        f"{_SRT}.utils.common.support_triton",
+        "AROUND",
+        f"{_OURS}.cpu_attention:no_triton",
+        When.PLATFORM,
+        "the CPU platform's attention backend has a name SGLang does not know",
+    ),
+    Seam(
+        f"{_ALLOC}.get_last_loc",
+        "AROUND",
+        f"{_OURS}.cpu_attention:last_locations",
+        When.PLATFORM,
+        "same: it has a list of its own",
     ),
     Seam(
         f"{_POOLS}._resolve_memory_pool_config",

@@ -17,6 +17,7 @@ const Kernels* const kTable[] = {
 #ifdef ELLM_X86
     &kAvx2,
     &kAvx512,
+    &kAvx512Bf16,
 #endif
 };
 
@@ -26,10 +27,11 @@ bool runs_here(int isa) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");
   if (isa == 1) return avx2;
-  if (isa == 2) {
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  }
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (isa == 2) return avx512;
+  if (isa == 3) return avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
   return isa == 0;
 }

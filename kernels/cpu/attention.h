@@ -65,6 +65,7 @@ extern const Kernels kPortable;
 #ifdef ELLM_X86
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+extern const Kernels kAvx512Bf16;
 #endif
 
 }  // namespace ellm

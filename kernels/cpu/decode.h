@@ -5,6 +5,7 @@
 #pragma once
 
 #include "convert.h"
+#include "scores.h"
 #include "simd.h"
 #include "tokens.h"
 
@@ -14,170 +15,171 @@ using ellm::Call;
 using ellm::kDecodeStep;
 using ellm::Source;
 
-// Query heads taken through the keys together: as many as the registers hold.
-constexpr int kQueries = W == 16 ? 4 : 2;
-
 template <int N>
 struct Count {
   static constexpr int value = N;
 };
 
-// Tokens whose V is read for all heads before the next ones': more means that the sums are loaded
-// and stored less often, fewer that memory is read in longer pieces.
-constexpr int kValues = 8;
+// Bytes of K, or V, of all heads that are read head by head: more means less to do between heads,
+// fewer that memory is read in the order in which it lies there.
+constexpr int kKeyBytes = 4096, kValueBytes = 8192;
 
-// Asks for rows that will be read next: where the next block lies, the prefetcher cannot know.
-// A little at a time, between pieces of arithmetic: more reads than the core can keep under way
-// would hold up everything after them.
-INLINE void fetch(const char* const* rows, int count, int64_t offset, int64_t bytes) {
-  for (int i = 0; i < count; ++i) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows[i] + offset + at, 0, 2);
-  }
+// Tokens of a run, a multiple of `least`.
+INLINE int run_of(const Call& call, int64_t bytes, int64_t head_bytes, int least) {
+  const int64_t tokens = bytes / (call.kv_heads * head_bytes) / least * least;
+  return static_cast<int>(tokens < least ? least : tokens > kDecodeStep ? kDecodeStep : tokens);
 }
 
-// scores[i][0..4) = q[i] · k[0..4)
-template <int NQ, class T>
-INLINE void score_keys(const char* const* keys, int64_t head_bytes, const float* q, int head_dim,
-                       float* scores) {
-  using bits = typename T::bits;
-  const bits *k0 = reinterpret_cast<const bits*>(keys[0] + head_bytes),
-             *k1 = reinterpret_cast<const bits*>(keys[1] + head_bytes),
-             *k2 = reinterpret_cast<const bits*>(keys[2] + head_bytes),
-             *k3 = reinterpret_cast<const bits*>(keys[3] + head_bytes);
-  vf sums[NQ][4] = {};
-  for (int d = 0; d < head_dim; d += W) {
-    const vf x0 = T::load_floats(k0 + d), x1 = T::load_floats(k1 + d);
-    const vf x2 = T::load_floats(k2 + d), x3 = T::load_floats(k3 + d);
-#pragma GCC unroll 4
-    for (int i = 0; i < NQ; ++i) {
-      const vf query = load(q + i * head_dim + d);
-      sums[i][0] += query * x0;
-      sums[i][1] += query * x1;
-      sums[i][2] += query * x2;
-      sums[i][3] += query * x3;
-    }
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < NQ; ++i) store_quad(scores + i * kDecodeStep, sums[i]);
-}
-
-// o[i][0..DV*W) = rescale[i] · o[i] + Σ_n weights[i][n] v[n]
+// o[i][0..DV·W) = rescale[i] · o[i] + Σ_n weights[n][i] v[n]; null: 1.
 template <int NQ, int DV, class T>
-INLINE void add_values(const char* const* values, int count, int64_t byte_offset,
-                       const float* weights, const float* rescale, float* o, int head_dim) {
+NOINLINE void add_values(const Run run, const float* weights, const float* rescale, float* o,
+                         int head_dim) {
   using bits = typename T::bits;
+  using P = Places<NQ>;
   vf sums[NQ][DV];
 #pragma GCC unroll 4
   for (int i = 0; i < NQ; ++i) {
-#pragma GCC unroll 4
-    for (int j = 0; j < DV; ++j) sums[i][j] = load(o + i * head_dim + j * W) * rescale[i];
+#pragma GCC unroll 8
+    for (int j = 0; j < DV; ++j) {
+      sums[i][j] = load(o + i * head_dim + j * W);
+      if (rescale != nullptr) sums[i][j] *= rescale[P::of(0, i)];
+    }
   }
-  for (int n = 0; n < count; ++n) {
-    const bits* v = reinterpret_cast<const bits*>(values[n] + byte_offset);
-    vf value[DV];
+  for (int n = 0; n < run.count; n += 4) {
+    run.fetch(n);
+    const float* weight = weights + P::of(n, 0);
 #pragma GCC unroll 4
-    for (int j = 0; j < DV; ++j) value[j] = T::load_floats(v + j * W);
+    for (int t = 0; t < 4; ++t) {
+      const bits* v = run.at<bits>(run.rows[n + t]);
+      vf value[DV];
+#pragma GCC unroll 8
+      for (int j = 0; j < DV; j += T::unit) T::load_unit(v + j * W, value + j);
 #pragma GCC unroll 4
-    for (int i = 0; i < NQ; ++i) {
-#pragma GCC unroll 4
-      for (int j = 0; j < DV; ++j) sums[i][j] += weights[i * kDecodeStep + n] * value[j];
+      for (int i = 0; i < NQ; ++i) {
+#pragma GCC unroll 8
+        for (int j = 0; j < DV; ++j) sums[i][j] += weight[P::of(0, i) + t] * value[j];
+      }
     }
   }
 #pragma GCC unroll 4
   for (int i = 0; i < NQ; ++i) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < DV; ++j) store(o + i * head_dim + j * W, sums[i][j]);
   }
 }
 
-// Scores to weights exp(score - maximum); updates the maximum and the sum of weights.
-// Returns what sums so far are to be multiplied by.
-INLINE float weigh(float* scores, int count, float& maximum, float& total) {
-  for (int n = count; n % W; ++n) scores[n] = -__builtin_inff();
-  vf largest = splat(maximum);
-  for (int n = 0; n < count; n += W) largest = larger(load(scores + n), largest);
-  const float now = largest_of(largest);
-  vf sum = {};
-  for (int n = 0; n < count; n += W) {
-    const vf weight = exp_nonpositive(load(scores + n) - now);
-    store(scores + n, weight);
-    sum += weight;
-  }
-  const float rescale = exp_nonpositive(splat(maximum - now))[0];
-  maximum = now;
-  total = total * rescale + sum_of(sum);
-  return rescale;
-}
+// Query heads that go together: `first` of `kv_head`'s, the `index`-th such vector of the row.
+struct Heads {
+  int kv_head, first, index;
+  bool leads;  // the first of its KV head
+};
 
-// Calls work(kv_head, first head, Count<heads>) for all query heads, at most kQueries at once.
+// Calls work(Heads, Count<heads>) for all query heads, at most kQueries at once.
 template <class F>
 INLINE void for_heads(const Call& call, const F& work) {
   const int group = call.heads / call.kv_heads;
+  int index = 0;
   for (int kv_head = 0; kv_head < call.kv_heads; ++kv_head) {
-    const int end = (kv_head + 1) * group;
-    for (int h = kv_head * group; h < end; h += kQueries) {
-      switch (end - h < kQueries ? end - h : kQueries) {
-        case 1: work(kv_head, h, Count<1>{}); break;
-        case 2: work(kv_head, h, Count<2>{}); break;
-        case 3: work(kv_head, h, Count<3>{}); break;
-        default: work(kv_head, h, Count<4>{});
+    const int begin = kv_head * group, end = begin + group;
+    for (int h = begin; h < end; h += kQueries, ++index) {
+      const Heads heads{kv_head, h, index, h == begin};
+      const int count = end - h;
+      if (kQueries >= 4 && count >= 4) {
+        work(heads, Count<kQueries >= 4 ? 4 : 1>{});
+      } else if (kQueries >= 4 && count == 3) {
+        work(heads, Count<kQueries >= 4 ? 3 : 1>{});
+      } else if (kQueries >= 2 && count >= 2) {
+        work(heads, Count<kQueries >= 2 ? 2 : 1>{});
+      } else {
+        work(heads, Count<1>{});
       }
     }
   }
 }
 
-// Scratch of one row: matrices are [heads, ..].
+// Scratch of one row.
 struct RowMemory {
-  float* q;        // [head_dim], times scale
-  float* scores;   // [kDecodeStep], then the weights
-  float* rescale;  // [1]
+  float* q;        // [heads, head_dim], as multiply_keys wants them
+  float* scores;   // per vector of heads: [kQueries, kDecodeStep], then the weights
+  float* softmax;  // per vector of heads: [3, W]
+
+  INLINE RowMemory of(const Call& call, float* scratch) {
+    float* const scores = scratch + int64_t{call.heads} * call.head_dim;
+    return {scratch, scores, scores + int64_t{call.heads} * kQueries * kDecodeStep};
+  }
+  INLINE int64_t floats(const Call& call) {
+    return int64_t{call.heads} * (call.head_dim + kQueries * kDecodeStep + 3 * W);
+  }
+  float* scores_of(const Heads& heads) const {
+    return scores + heads.index * kQueries * kDecodeStep;
+  }
+  Softmax softmax_of(const Heads& heads) const {
+    float* const own = softmax + heads.index * 3 * W;
+    return {own, own + W, own + 2 * W};
+  }
 };
 
-INLINE int64_t row_floats(const Call& call) {
-  return int64_t{call.heads} * (call.head_dim + kDecodeStep + 1);
+template <class T>
+INLINE const void* query_of(const RowMemory& row, int64_t element) {
+  if constexpr (T::dots) return reinterpret_cast<const uint16_t*>(row.q) + element;
+  return row.q + element;
 }
 
 template <class T>
 void attend_tokens(const Call& call, const Tokens& tokens, const Tokens* next, const RowMemory& row,
-                   float* o, float* m, float* l) {
+                   float* o) {
   constexpr int64_t kBytes = sizeof(typename T::bits);
   const int head_dim = call.head_dim;
   const int64_t head_bytes = head_dim * kBytes;
-  const int group = call.heads / call.kv_heads;
-  for (int n = 0; n < tokens.count; n += 4) {
-    for_heads(call, [&](int kv_head, int h, auto queries) {
-      const bool first = h == kv_head * group;
-      if (next != nullptr && first) fetch(next->k + n, 4, kv_head * head_bytes, head_bytes);
-      score_keys<decltype(queries)::value, T>(tokens.k + n, kv_head * head_dim * kBytes,
-                                              row.q + h * head_dim, head_dim,
-                                              row.scores + h * kDecodeStep + n);
+  const int all = (tokens.count + 3) / 4 * 4;
+  const auto run_at = [&](const char* const* rows, const char* const* next_rows, int n, int size,
+                          const Heads& heads) {
+    const bool fetches = next != nullptr && heads.leads;
+    return Run{rows + n, fetches ? next_rows + n : nullptr, all - n < size ? all - n : size,
+               heads.kv_head * head_bytes, head_bytes};
+  };
+  const int keys = run_of(call, kKeyBytes, head_bytes, 4);
+  for (int n = 0; n < all; n += keys) {
+    for_heads(call, [&](const Heads& heads, auto queries) {
+      constexpr int NQ = decltype(queries)::value;
+      score_keys<NQ, T>(run_at(tokens.k, next != nullptr ? next->k : nullptr, n, keys, heads),
+                        query_of<T>(row, heads.first * head_dim), head_dim, call.scale,
+                        row.scores_of(heads) + Places<NQ>::of(n, 0));
     });
   }
-  for (int h = 0; h < call.heads; ++h) {
-    row.rescale[h] = weigh(row.scores + h * kDecodeStep, tokens.count, m[h], l[h]);
-  }
-  for (int n = 0; n < tokens.count; n += kValues) {
-    const int count = tokens.count - n < kValues ? tokens.count - n : kValues;
-    for_heads(call, [&](int kv_head, int h, auto queries) {
+  for_heads(call, [&](const Heads& heads, auto queries) {
+    weigh<decltype(queries)::value>(row.scores_of(heads), tokens.count, row.softmax_of(heads));
+  });
+  const int values = run_of(call, kValueBytes, head_bytes, 8);
+  for (int n = 0; n < all; n += values) {
+    for_heads(call, [&](const Heads& heads, auto queries) {
       constexpr int NQ = decltype(queries)::value;
-      const bool first = h == kv_head * group;
-      if (next != nullptr && first) fetch(next->v + n, count, kv_head * head_bytes, head_bytes);
+      Run run = run_at(tokens.v, next != nullptr ? next->v : nullptr, n, values, heads);
+      const float* const weights = row.scores_of(heads) + Places<NQ>::of(n, 0);
+      const float* const rescale = n == 0 ? row.softmax_of(heads).rescale : nullptr;
       int d = 0;
       const auto add = [&](auto vectors) {
         constexpr int DV = decltype(vectors)::value;
         for (; d + DV * W <= head_dim; d += DV * W) {
-          add_values<NQ, DV, T>(tokens.v + n, count, (kv_head * head_dim + d) * kBytes,
-                                row.scores + h * kDecodeStep + n, row.rescale + h,
-                                o + h * head_dim + d, head_dim);
+          add_values<NQ, DV, T>(run, weights, rescale, o + heads.first * head_dim + d, head_dim);
+          run.offset += DV * W * kBytes;
+          run.next = nullptr;
         }
       };
+      if constexpr (NQ <= 2) add(Count<8>{});
       add(Count<4>{});
       add(Count<2>{});
-      add(Count<1>{});
+      if constexpr (T::unit == 1) add(Count<1>{});
     });
-    if (n == 0) {
-      for (int h = 0; h < call.heads; ++h) row.rescale[h] = 1;
-    }
+  }
+}
+
+// Elements of each unit of `count` vectors to where T::place says, or back.
+template <class T, class F>
+INLINE void for_places(int64_t count, const F& move) {
+  constexpr int kUnit = T::unit * W;
+  for (int64_t at = 0; at < count; at += kUnit) {
+    for (int e = 0; e < kUnit; ++e) move(at + e, at + T::place(e));
   }
 }
 
@@ -185,17 +187,22 @@ template <class T>
 void decode_as(const Call& call, const Source& source, int64_t row, int64_t begin, int64_t end,
                float* scratch, float* o, float* m, float* l) {
   constexpr int64_t kBytes = sizeof(typename T::bits);
-  const int heads = call.heads, size = heads * call.head_dim;
-  const RowMemory memory{scratch, scratch + size, scratch + size + heads * kDecodeStep};
-  for (int i = 0; i < size; ++i) {
-    const float q = ellm::load_as_float(call.q, row * call.q_stride + i, call.row_type);
-    memory.q[i] = q * call.scale;
-    o[i] = 0;
+  const int64_t size = int64_t{call.heads} * call.head_dim;
+  const RowMemory memory = RowMemory::of(call, scratch);
+  for (int64_t i = 0; i < size; ++i) o[i] = 0;
+  if constexpr (T::dots) {
+    const auto* const q = static_cast<const uint16_t*>(call.q) + row * call.q_stride;
+    __builtin_memcpy(memory.q, q, size * sizeof *q);
+  } else {
+    for_places<T>(size, [&](int64_t e, int64_t place) {
+      memory.q[place] = ellm::load_as_float(call.q, row * call.q_stride + e, call.row_type);
+    });
   }
-  for (int h = 0; h < heads; ++h) {
-    m[h] = -__builtin_inff();
-    l[h] = 0;
-  }
+  for_heads(call, [&](const Heads& heads, auto) {
+    const Softmax softmax = memory.softmax_of(heads);
+    store(softmax.maximum, splat(-__builtin_inff()));
+    store(softmax.total, vf{});
+  });
   Tokens both[2];
   const auto locate_keys = [&](int64_t from, Tokens& tokens) {
     const int count = end - from < kDecodeStep ? static_cast<int>(end - from) : kDecodeStep;
@@ -206,7 +213,21 @@ void decode_as(const Call& call, const Source& source, int64_t row, int64_t begi
   for (int64_t from = begin; from < end; from += kDecodeStep, now ^= 1) {
     const bool last = from + kDecodeStep >= end;
     if (!last) locate_keys(from + kDecodeStep, both[now ^ 1]);
-    attend_tokens<T>(call, both[now], last ? nullptr : &both[now ^ 1], memory, o, m, l);
+    attend_tokens<T>(call, both[now], last ? nullptr : &both[now ^ 1], memory, o);
+  }
+  for_heads(call, [&](const Heads& heads, auto queries) {
+    using P = Places<decltype(queries)::value>;
+    const Softmax softmax = memory.softmax_of(heads);
+    for (int i = 0; i < decltype(queries)::value; ++i) {
+      m[heads.first + i] = softmax.maximum[P::of(0, i)];
+      l[heads.first + i] = 0;
+      for (int n = 0; n < P::keys; ++n) l[heads.first + i] += softmax.total[P::of(n, i)];
+    }
+  });
+  if constexpr (T::unit > 1) {
+    float* const ordered = memory.q;
+    for_places<T>(size, [&](int64_t e, int64_t place) { ordered[e] = o[place]; });
+    __builtin_memcpy(o, ordered, size * sizeof(float));
   }
 }
 

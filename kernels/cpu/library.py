@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ellm_sgl.kernels.cpu.build import FOLDER, LIBRARY, source_hash
 
-INSTRUCTION_SETS = ("portable", "avx2", "avx512")
+INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512bf16")
 """In the order of the table in api.cpp, each better than the one before."""
 
 ISA_VARIABLE = "ELLM_SGL_CPU_ISA"

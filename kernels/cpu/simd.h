@@ -9,45 +9,88 @@
 
 // Internal linkage throughout: no other instruction set's translation unit may pick these up.
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int W = 16;
+#define W_FLOATS 16
 #elif defined(__AVX2__)
-constexpr int W = 8;
+#define W_FLOATS 8
 #else
-constexpr int W = 4;
+#define W_FLOATS 4
 #endif
+constexpr int W = W_FLOATS;
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef float vf_unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef int32_t vi_unaligned __attribute__((vector_size(W * 4), aligned(4), may_alias));
+typedef uint32_t vu_unaligned __attribute__((vector_size(W * 4), aligned(2), may_alias));
 typedef uint16_t vh_unaligned __attribute__((vector_size(W * 2), aligned(2), may_alias));
 
 INLINE vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
 INLINE vi load_ints(const int32_t* p) { return *reinterpret_cast<const vi_unaligned*>(p); }
 INLINE void store(float* p, vf x) { *reinterpret_cast<vf_unaligned*>(p) = x; }
 
+INLINE vu load_words(const void* p) { return *reinterpret_cast<const vu_unaligned*>(p); }
+
 INLINE vu load_halves(const uint16_t* p) {
   return __builtin_convertvector(*reinterpret_cast<const vh_unaligned*>(p), vu);
 }
 
-// Element types of the pool: `bits` is what memory holds.
+// Element types of the pool: `bits` is what memory holds. `unit` vectors are loaded at once;
+// element e of those unit · W goes to place(e). `dots`: Q and K are multiplied as they are.
 struct Float32 {
   using bits = float;
+  static constexpr int unit = 1;
+  static constexpr bool dots = false;
+  static constexpr int place(int e) { return e; }
   INLINE vf load_floats(const bits* p) { return load(p); }
+  INLINE void load_unit(const bits* p, vf* x) { x[0] = load(p); }
 };
 
 struct BFloat16 {
   using bits = uint16_t;
+  static constexpr int unit = 1;
+  static constexpr bool dots = false;
+  static constexpr int place(int e) { return e; }
   INLINE vf load_floats(const bits* p) { return (vf)(load_halves(p) << 16); }
+  INLINE void load_unit(const bits* p, vf* x) { x[0] = load_floats(p); }
 };
+
+// The same, two vectors at once: first the elements with an even number, then the others. Half
+// the loads, and no operation that widens.
+struct BFloat16Pairs {
+  using bits = uint16_t;
+  static constexpr int unit = 2;
+  static constexpr bool dots = false;
+  static constexpr int place(int e) { return e % 2 * W + e / 2; }
+  INLINE void load_unit(const bits* p, vf* x) {
+    const vu both = load_words(p);
+    x[0] = (vf)(both << 16);
+    x[1] = (vf)(both & 0xffff0000u);
+  }
+};
+
+#ifdef __AVX512BF16__
+// Where Q is bf16 too: one instruction multiplies and adds pairs, exactly but for the rounding of
+// each sum, as a multiply-add of fp32 rounds it (and subnormals count as 0).
+struct BFloat16Dots : BFloat16Pairs {
+  static constexpr bool dots = true;
+  INLINE vf add_dots(vf sum, vu a, vu b) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
 
 struct Float16 {
   using bits = uint16_t;
+  static constexpr int unit = 1;
+  static constexpr bool dots = false;
+  static constexpr int place(int e) { return e; }
+  INLINE void load_unit(const bits* p, vf* x) { x[0] = load_floats(p); }
   INLINE vf load_floats(const bits* p) {
 #if defined(__AVX512F__)
     return (vf)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)p));
@@ -66,18 +109,6 @@ struct Float16 {
 INLINE vf splat(float x) { return x - vf{}; }
 
 INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
-
-INLINE float largest_of(vf x) {
-  float best = x[0];
-  for (int i = 1; i < W; ++i) best = best > x[i] ? best : x[i];
-  return best;
-}
-
-INLINE float sum_of(vf x) {
-  float sum = x[0];
-  for (int i = 1; i < W; ++i) sum += x[i];
-  return sum;
-}
 
 // exp(x) for x <= 0, to about one unit in the last place; 0 below -87, NaN stays NaN.
 // Range reduction and polynomial as in Cephes' expf.
@@ -119,19 +150,32 @@ INLINE vf add_quads(const vf x[4]) {
   return add_pairs(add_pairs(x[0], x[1]), add_pairs(x[2], x[3]));
 }
 
-// The four sums of add_quads' four vectors over all lanes, to p[0..4).
-INLINE void store_quad(float* p, const vf x[4]) {
-  typedef float quad __attribute__((vector_size(16)));
-  typedef quad quad_unaligned __attribute__((aligned(4), may_alias));
-  const vf lanes = add_quads(x);
-  quad sum;
-  __builtin_memcpy(&sum, &lanes, sizeof sum);
-  for (int lane = 1; lane < W / 4; ++lane) {
-    quad other;
-    __builtin_memcpy(&other, reinterpret_cast<const char*>(&lanes) + lane * sizeof sum, sizeof sum);
-    sum += other;
-  }
-  *reinterpret_cast<quad_unaligned*>(p) = sum;
+// Element i of the result is element i ^ M: neighbours, pairs, 128- or 256-bit halves change places.
+template <int M>
+INLINE vf exchange(vf x) {
+#if defined(__AVX512F__)
+  return SHUFFLE(x, x, 0 ^ M, 1 ^ M, 2 ^ M, 3 ^ M, 4 ^ M, 5 ^ M, 6 ^ M, 7 ^ M, 8 ^ M, 9 ^ M, 10 ^ M,
+                 11 ^ M, 12 ^ M, 13 ^ M, 14 ^ M, 15 ^ M);
+#elif defined(__AVX2__)
+  return SHUFFLE(x, x, 0 ^ M, 1 ^ M, 2 ^ M, 3 ^ M, 4 ^ M, 5 ^ M, 6 ^ M, 7 ^ M);
+#else
+  return SHUFFLE(x, x, 0 ^ M, 1 ^ M, 2 ^ M, 3 ^ M);
+#endif
 }
+
+#if W_FLOATS > 4
+// Sums of adjacent lanes of 128 bits: [a0+a1, a2+a3, b0+b1, b2+b3], or [a0+a1, b0+b1].
+INLINE vf add_lanes(vf a, vf b) {
+#if defined(__AVX512F__)
+  return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#else
+  return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+#endif
+}
+#endif
+
+// The first 128-bit lane of x to p[0..4).
+INLINE void store_lane(float* p, vf x) { __builtin_memcpy(p, &x, 16); }
 
 }  // namespace
