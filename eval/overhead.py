@@ -1,10 +1,11 @@
 """What eLLM costs when it is off, and when it is on but has nothing to do.
 
-`python -m ellm_sgl.eval.overhead [--rounds N] [--json]` runs three servers on the demo model side
+`python -m ellm_sgl.eval.overhead [--rounds N] [--json]` runs four servers on the demo model side
 by side and loads one at a time, in turn, so that a machine whose speed drifts hits all alike:
 
 - `stock`: SGLang with only the CPU platform loaded,
-- `off`: the plugin loaded, eLLM not enabled,
+- `off`: the plugin loaded, eLLM not enabled, SGLang's attention as in `stock`,
+- `off, ellm_cpu`: same, with the C++ kernels, as is the default,
 - `r = 0`: eLLM enabled, everything fits.
 
 Idle servers sleep. The ratio of a round compares neighbours in time; the median of the rounds is
@@ -30,14 +31,17 @@ POOL_TOKENS = "20000"
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 24, 128, 128
 SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "stock": (["--max-total-tokens", POOL_TOKENS], {"SGLANG_PLUGINS": "ellm_cpu"}),
-    "off": (["--max-total-tokens", POOL_TOKENS], {}),
+    "off": (["--max-total-tokens", POOL_TOKENS, "--attention-backend", "torch_native"], {}),
+    "off, ellm_cpu": (["--max-total-tokens", POOL_TOKENS], {}),
     "r = 0": (["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", POOL_TOKENS], {}),
 }
+AGAINST = {"off": "stock", "off, ellm_cpu": "stock", "r = 0": "off, ellm_cpu"}
+"""What each is compared with."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Output tokens per second of every round, and ratios to `stock` of the same round."""
+    """Output tokens per second of every round, and ratios (see `AGAINST`) of the same round."""
 
     tokens_per_second: dict[str, list[float]]
     ratio_median: dict[str, float]
@@ -46,7 +50,7 @@ class Overhead:
 
 
 def measure(rounds: int, console: Console) -> Overhead:
-    """Run the three servers and load them in turn."""
+    """Run the servers and load them in turn."""
     rng = random.Random(0)
     speeds: dict[str, list[float]] = {name: [] for name in SERVERS}
     with contextlib.ExitStack() as stack:
@@ -71,9 +75,8 @@ def measure(rounds: int, console: Console) -> Overhead:
                 line = ", ".join(f"{name} {speeds[name][-1]:.0f}" for name in servers)
                 console.print(f"round {turn}/{rounds}: {line} tokens/s", style="dim")
     ratios = {
-        name: [a / b for a, b in zip(values, speeds["stock"], strict=True)]
-        for name, values in speeds.items()
-        if name != "stock"
+        name: [a / b for a, b in zip(speeds[name], speeds[other], strict=True)]
+        for name, other in AGAINST.items()
     }
     return Overhead(
         tokens_per_second=speeds,
@@ -94,7 +97,10 @@ def main(rounds: int, as_json: bool) -> None:
         return
     for name, median in result.ratio_median.items():
         low, high = result.ratio_min[name], result.ratio_max[name]
-        click.echo(f"{name}: {median:.3f} of stock's tokens/s (rounds {low:.3f} to {high:.3f})")
+        click.echo(
+            f"{name}: {median:.3f} of the tokens/s of {AGAINST[name]} "
+            f"(rounds {low:.3f} to {high:.3f})"
+        )
 
 
 if __name__ == "__main__":

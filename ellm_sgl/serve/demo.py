@@ -161,6 +161,7 @@ def _measure(
         retractions=sum(map(int, _RETRACTED.findall(process.log.read_text(errors="replace")))),
         start_s=start_s,
         other_cores=use.others(),
+        attention="eLLM's" if server.ellm else process.attention_backend(),
         restoration=_restoration(process.state(), cached_ratios) if server.ellm else None,
     )
     _say(

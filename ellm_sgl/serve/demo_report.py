@@ -36,6 +36,8 @@ class ServerRun:
     """From the command to the first healthy answer."""
     other_cores: float
     """Cores that other programs kept busy meanwhile, on average."""
+    attention: str
+    """Whose attention ran: SGLang's name of the backend, or eLLM's."""
     restoration: Restoration | None = None
     """None for stock SGLang."""
 
@@ -121,6 +123,7 @@ class DemoReport:
             "pool_tokens": run.pool_tokens,
             "start_s": run.start_s,
             "other_cores": run.other_cores,
+            "attention": run.attention,
             **dataclasses.asdict(run.statistics),
             "retractions": run.retractions,
             "completed": run.completed,

@@ -59,8 +59,13 @@ def lengths(report: DemoReport) -> str:
     return (
         "A request says how long its answer may be, not how long it will be, so stock SGLang "
         "admits requests on an estimate and retracts some when they outgrow it. (Here "
-        f"{full} of {len(records)} answers went to their limit.)"
+        f"{full} of {len(records)} answers went to their limit.) Its attention backend here is "
+        f"{report.stock.attention}{_same_kernels(report)}."
     )
+
+
+def _same_kernels(report: DemoReport) -> str:
+    return ", with eLLM's C++ kernels" if report.stock.attention == "ellm_cpu" else ""
 
 
 def summary(report: DemoReport) -> str:

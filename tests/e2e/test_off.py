@@ -16,10 +16,14 @@ from tests.e2e.load import ask, greedy, prompts, token_ids
 pytestmark = pytest.mark.slow
 
 
-def test_off_is_stock(server: ServerProcess) -> None:
+@pytest.mark.parametrize("backend", ["ellm_cpu", "torch_native"])
+def test_off_is_stock(server: ServerProcess, backend: str) -> None:
+    """On our attention backend, the platform's default, and on SGLang's own."""
     bodies = [greedy(p, 24) for p in prompts(6, 1, 300)]
     expected = token_ids(ask(server.url, bodies))
-    with ServerProcess([*DEMO_ARGUMENTS, "--max-total-tokens", "8000"]) as stock:
+    asked_for = ["--attention-backend", backend] if backend == "torch_native" else []
+    with ServerProcess([*DEMO_ARGUMENTS, "--max-total-tokens", "8000", *asked_for]) as stock:
+        assert stock.attention_backend() == backend
         assert token_ids(ask(stock.url, bodies)) == expected
         assert httpx.get(f"{stock.url}/ellm/state").status_code == 404
         assert "eLLM pool" not in stock.log.read_text()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ellm_sgl.kernels import torch_paged
+from ellm_sgl.kernels import reference, torch_paged
 from ellm_sgl.kernels.choose import choose
 from ellm_sgl.kernels.cpu import library
 from ellm_sgl.kernels.cpu.attention import copy_units, mixed_attention
 from ellm_sgl.kernels.cpu.build import BuildError, build
-from tests.kernels.cpu_steps import F32, Sizes, make
+from tests.kernels.cpu_steps import BF16, F16, F32, Sizes, make
 
 built = pytest.mark.skipif(library.load().library is None, reason=library.load().problem or "built")
 STEP = Sizes(((3000, 1), (300, 64), (900, 1)), 16, 2, 2, 64, F32, F32, 0.0)
@@ -150,6 +152,26 @@ def test_the_library_attends_where_it_can() -> None:
     assert kernel is mixed_attention
     assert chosen.startswith("C++ kernels (")
     assert choose(torch.device("cpu"), 30, F32, F32)[0] is torch_paged.mixed_attention
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_load")
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_builds_without_warnings_and_attends(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} on this machine")
+    monkeypatch.setenv("CXX", compiler)
+    build(tmp_path / library.LIBRARY, ("-Werror", "-O1"))
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    assert library.load().problem == ""
+    for dtype in (F32, BF16, F16):
+        inputs = make(replace(STEP, row_type=dtype, pool_type=dtype))
+        expected, _, _ = inputs.run(reference.mixed_attention)
+        out, _, _ = inputs.run(mixed_attention)
+        tolerance = inputs.tolerance(3001)
+        torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
 
 
 def test_a_build_without_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -32,7 +32,13 @@ def stream(
 
 def a_run(name: str, *records: StreamRecord, **more: Any) -> ServerRun:
     run = ServerRun(
-        name, pool_tokens=96, records=records, retractions=0, start_s=12.0, other_cores=0.0
+        name,
+        pool_tokens=96,
+        records=records,
+        retractions=0,
+        start_s=12.0,
+        other_cores=0.0,
+        attention="ellm_cpu",
     )
     return dataclasses.replace(run, **more)
 

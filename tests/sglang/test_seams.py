@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ellm_sgl.sglang.platform_entry import activate
 from ellm_sgl.sglang.seams import SEAMS, Seam, When, moved_seams
 from ellm_sgl.sglang.torchvision_ops import declare
 
@@ -16,6 +17,8 @@ declare()
 PARAMETERS = {
     # What our hooks take for granted of the functions they stand around.
     "add_cli_args": ["parser"],
+    "support_triton": ["backend"],
+    "get_last_loc": ["req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"],
     "_validate_one_request": ["self", "obj", "input_ids"],
     "from_cli_args": ["args"],
     "alloc_for_extend": ["batch"],
@@ -89,7 +92,7 @@ def test_models_have_the_modules_we_hook() -> None:
         assert "self.model(" in source or "self.model =" in source
 
 
-def test_off_registers_only_inert_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_registers_only_what_stock_sglang_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from ellm_sgl.config import ENV
@@ -101,4 +104,5 @@ def test_off_registers_only_inert_hooks(monkeypatch: pytest.MonkeyPatch) -> None
         HookRegistry, "register", lambda target, *_, **__: registered.append(target)
     )
     plugin.register()
-    assert registered == [seam.target for seam in SEAMS if seam.when is When.MAIN]
+    off = (When.MAIN, When.PLATFORM) if activate() else (When.MAIN,)
+    assert registered == [seam.target for seam in SEAMS if seam.when in off]
