@@ -1,4 +1,4 @@
-"""The CPU platform's attention backend agrees with SGLang's `torch_native` on SGLang's own pools."""
+"""The CPU platform's attention backend agrees with `torch_native` on SGLang's own pools."""
 
 from __future__ import annotations
 
