@@ -19,7 +19,7 @@ from ellm_sgl.kernels import reference, torch_paged
 from ellm_sgl.kernels.choose import choose
 from ellm_sgl.kernels.cpu import library
 from ellm_sgl.kernels.cpu.attention import copy_units, mixed_attention
-from ellm_sgl.kernels.cpu.build import BuildError, build
+from ellm_sgl.kernels.cpu.build import LIBRARY, BuildError, build
 from tests.kernels.cpu_steps import BF16, F16, F32, Sizes, make
 
 built = pytest.mark.skipif(library.load().library is None, reason=library.load().problem or "built")
@@ -163,7 +163,7 @@ def test_builds_without_warnings_and_attends(
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler} on this machine")
     monkeypatch.setenv("CXX", compiler)
-    build(tmp_path / library.LIBRARY, ("-Werror", "-O1"))
+    build(tmp_path / LIBRARY, ("-Werror", "-O1"))
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     assert library.load().problem == ""
     for dtype in (F32, BF16, F16):

@@ -44,14 +44,14 @@ class Step:
             places += own[before : before + new]
         self.rows = len(places)
         self.dtype, self.page, self.table = dtype, page, table
-        before, new = (torch.tensor(x, dtype=torch.int32) for x in zip(*requests, strict=True))
-        decoding = bool((new == 1).all())
+        prefix_lens, new_lens = torch.tensor(requests, dtype=torch.int32).unbind(1)
+        decoding = bool((new_lens == 1).all())
         self.batch: Any = SimpleNamespace(
             forward_mode=ForwardMode.DECODE if decoding else ForwardMode.EXTEND,
             req_pool_indices=torch.arange(1, len(requests) + 1),
-            seq_lens=(before + new).long(),
-            extend_prefix_lens=None if decoding else before,
-            extend_seq_lens=None if decoding else new,
+            seq_lens=(prefix_lens + new_lens).long(),
+            extend_prefix_lens=None if decoding else prefix_lens,
+            extend_seq_lens=None if decoding else new_lens,
             out_cache_loc=torch.tensor(places),
             encoder_lens=None,
             spec_info=None,
