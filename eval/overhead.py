@@ -1,4 +1,4 @@
-"""What eLLM costs when it is off, and when it is on but has nothing to do.
+"""What eLLM costs when it is off or has nothing to do, and what the C++ kernels gain.
 
 `python -m ellm_sgl.eval.overhead [--rounds N] [--json]` runs four servers on the demo model side
 by side and loads one at a time, in turn, so that a machine whose speed drifts hits all alike:
@@ -19,6 +19,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import click
@@ -27,8 +28,7 @@ from rich.console import Console
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
 from ellm_sgl.serve.verify import generate
 
-POOL_TOKENS = "20000"
-PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 24, 128, 128
+POOL_TOKENS = "40000"
 SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "stock": (["--max-total-tokens", POOL_TOKENS], {"SGLANG_PLUGINS": "ellm_cpu"}),
     "off": (["--max-total-tokens", POOL_TOKENS, "--attention-backend", "torch_native"], {}),
@@ -37,6 +37,15 @@ SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 AGAINST = {"off": "stock", "off, ellm_cpu": "stock", "r = 0": "off, ellm_cpu"}
 """What each is compared with."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of one size, sent at once."""
+
+    requests: int = 24
+    prompt_tokens: int = 128
+    output_tokens: int = 128
 
 
 @dataclass(frozen=True)
@@ -49,25 +58,27 @@ class Overhead:
     ratio_max: dict[str, float]
 
 
-def measure(rounds: int, console: Console) -> Overhead:
-    """Run the servers and load them in turn."""
+def measure(load: Load, names: Sequence[str], rounds: int, console: Console) -> Overhead:
+    """Run the servers called `names` and load them in turn."""
     rng = random.Random(0)
-    speeds: dict[str, list[float]] = {name: [] for name in SERVERS}
+    speeds: dict[str, list[float]] = {name: [] for name in SERVERS if name in names}
     with contextlib.ExitStack() as stack:
         servers = {
             name: stack.enter_context(
                 ServerProcess([*DEMO_ARGUMENTS, *arguments], {"OMP_NUM_THREADS": "1", **variables})
             )
             for name, (arguments, variables) in SERVERS.items()
+            if name in names
         }
         for turn in range(rounds + 1):
             prompts = [
-                [rng.randrange(32, 127) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)
+                [rng.randrange(32, 127) for _ in range(load.prompt_tokens)]
+                for _ in range(load.requests)
             ]
             # Reverse every other round: whoever comes second is second only half of the time.
             for name in list(servers)[:: -1 if turn % 2 else 1]:
                 begin = time.perf_counter()
-                outputs = generate(servers[name].url, prompts, OUTPUT_TOKENS)
+                outputs = generate(servers[name].url, prompts, load.output_tokens)
                 seconds = time.perf_counter() - begin
                 if turn:  # the first round warms up
                     speeds[name].append(sum(len(o.token_ids) for o in outputs) / seconds)
@@ -77,6 +88,7 @@ def measure(rounds: int, console: Console) -> Overhead:
     ratios = {
         name: [a / b for a, b in zip(speeds[name], speeds[other], strict=True)]
         for name, other in AGAINST.items()
+        if name in names and other in names
     }
     return Overhead(
         tokens_per_second=speeds,
@@ -88,10 +100,24 @@ def measure(rounds: int, console: Console) -> Overhead:
 
 @click.command()
 @click.option("--rounds", default=7, show_default=True)
+@click.option("--requests", default=Load.requests, show_default=True)
+@click.option("--prompt-tokens", default=Load.prompt_tokens, show_default=True)
+@click.option("--output-tokens", default=Load.output_tokens, show_default=True)
+@click.option(
+    "--server",
+    "names",
+    multiple=True,
+    type=click.Choice(list(SERVERS)),
+    help="Only these; may be repeated.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
-def main(rounds: int, as_json: bool) -> None:
+def main(
+    rounds: int, requests: int, prompt_tokens: int, output_tokens: int, names: tuple[str, ...],
+    as_json: bool,
+) -> None:  # fmt: skip
     """Measure eLLM's overhead against stock SGLang on this machine."""
-    result = measure(rounds, Console(stderr=True))
+    load = Load(requests, prompt_tokens, output_tokens)
+    result = measure(load, names or tuple(SERVERS), rounds, Console(stderr=True))
     if as_json:
         click.echo(json.dumps(asdict(result)))
         return

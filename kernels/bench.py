@@ -96,6 +96,11 @@ def measure(case: Case, rounds: int) -> Result:
     )
 
 
+def peers(case: Case) -> dict[str, Run]:
+    """What is compared in a case, by name; each call computes the same attention."""
+    return _Setting(case).runs()
+
+
 def machine_limits(rounds: int) -> dict[str, float]:
     """GB/s of reading and of copying (bytes read, not read + written), GFLOP/s of products."""
     source = torch.ones(LIMIT_BYTES // 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import click
@@ -39,6 +40,10 @@ def bench(rounds: int, threads: int | None, largest_context: int, as_json: bool)
 
     `read` and `mul.`: share of the machine's read bandwidth and of its fp32 matrix-product rate.
     """
+    from ellm_sgl.serve.process import SERVER_ENVIRONMENT
+
+    for name, value in SERVER_ENVIRONMENT.items():  # before PyTorch reads it: as servers run
+        os.environ.setdefault(name, value)
     import torch
 
     from ellm_sgl.kernels import bench as benchmark

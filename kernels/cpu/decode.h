@@ -24,10 +24,11 @@ struct Count {
 // fewer that memory is read in the order in which it lies there.
 constexpr int kKeyBytes = 4096, kValueBytes = 8192;
 
-// Tokens of a run, a multiple of `least`.
+// Tokens of a run: a power of two, so that runs begin where vectors of scores do, or lie in one.
 INLINE int run_of(const Call& call, int64_t bytes, int64_t head_bytes, int least) {
-  const int64_t tokens = bytes / (call.kv_heads * head_bytes) / least * least;
-  return static_cast<int>(tokens < least ? least : tokens > kDecodeStep ? kDecodeStep : tokens);
+  int tokens = kDecodeStep;
+  while (tokens > least && tokens * call.kv_heads * head_bytes > bytes) tokens /= 2;
+  return tokens;
 }
 
 // o[i][0..DV·W) = rescale[i] · o[i] + Σ_n weights[n][i] v[n]; null: 1.
