@@ -182,18 +182,19 @@ def _targets_fit_the_device(subject: Subject) -> None:
         if not some_ratios_fit(state):
             continue
         with _on(told):
-            _, ratios, _ = _checked(policy, state)
+            batch, ratios, _ = _checked(policy, state)
             targets = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
-            missing = missing_tokens(state, float(targets.sum()))
+            restored = float(np.delete(targets, list(batch.pause)).sum())
+            missing = missing_tokens(state, float(targets.sum()), restored)
             if missing > 0:
                 raise BrokenRuleError(
                     f"its targets leave {targets.sum():,} tokens uncached, {missing:,.0f} device "
                     "tokens too few"
                 )
-            if targets.sum() > state.memory.transient_tokens:
+            if restored > state.memory.transient_tokens:
                 raise BrokenRuleError(
-                    f"its targets leave {targets.sum():,} tokens uncached; one step restores at "
-                    f"most {state.memory.transient_tokens:,}"
+                    f"its targets leave {restored:,} tokens for one step to restore, which can "
+                    f"restore at most {state.memory.transient_tokens:,}"
                 )
 
 

@@ -52,21 +52,24 @@ def with_memory(state: SystemState, share: float) -> SystemState:
     return replace(state, running=running, waiting=requests([]), memory=memory, last_step=None)
 
 
-def missing_tokens(state: SystemState, uncached: float) -> float:
+def missing_tokens(state: SystemState, uncached: float, restored: float) -> float:
     """Device tokens that are too few if `uncached` tokens of the running requests are; Eq. (1).
 
     What is resident now and what is free is there to use; a step takes M_o per restored token.
+
+    Args:
+        restored: those of `uncached` that the step restores: of requests that take part in it.
     """
     now = float(state.running.uncached_tokens.sum())
-    restored = now - uncached
-    return restored + state.memory.overhead_tokens * uncached - state.memory.device_free_tokens
+    overhead = state.memory.overhead_tokens * restored
+    return now - uncached + overhead - state.memory.device_free_tokens
 
 
 def some_ratios_fit(state: SystemState) -> bool:
     """Whether the most that may be uncached, or as much as one step can restore, fits."""
     most = float(evictable_tokens(state.running, state.memory.block_tokens).sum())
     most = min(most, float(state.memory.transient_tokens))
-    return missing_tokens(state, most) <= 0
+    return missing_tokens(state, most, most) <= 0
 
 
 def _extremes() -> Iterator[Described]:

@@ -21,6 +21,7 @@ from ellm_sgl.policies.feasible import (
     work_of,
 )
 from ellm_sgl.policies.relaxation import Relaxation
+from ellm_sgl.policies.rotation import JOINING_RATIO, Rotation, Turn, can_rotate
 from ellm_sgl.policies.sitting_out import given_up, participants
 from ellm_sgl.policies.threads import plan_threads
 
@@ -59,9 +60,17 @@ class Fcfs(Policy):
         solver: "scan" looks at every batch size, which is exact. "slsqp" is the paper's way: a
             local optimum of the continuous relaxation, from the last one on, then the best of
             the whole batch sizes near it.
+        rotate: where there is a host tier and every request has a TPOT SLO, more requests run than
+            memory holds, and take turns on the device (`rotation`).
     """
 
-    def __init__(self, lookahead: int = 128, sit_out: bool = True, solver: str = "scan") -> None:
+    def __init__(
+        self,
+        lookahead: int = 128,
+        sit_out: bool = True,
+        solver: str = "scan",
+        rotate: bool = False,
+    ) -> None:
         if lookahead < 0:
             raise ValueError(f"lookahead must not be negative, got {lookahead}")
         if solver not in ("scan", "slsqp"):
@@ -78,9 +87,16 @@ class Fcfs(Policy):
         """Who takes part."""
         self._out_span: IntArray | None = None
         """n_i of the running requests while some sit out; computed with `_counted`."""
+        self._rotation = Rotation() if rotate else None
+        self._turn: Turn | None = None
+        """What rotation wants of this iteration; None where it does not apply."""
 
     def batch(self, state: SystemState) -> Batch:
         count = len(state.running)
+        self._turn = None
+        if count and self._rotation is not None and can_rotate(state):
+            self._turn = self._rotation.turn(state)
+            return self._turn.batch()
         if count and self._sit_out:
             active = self._active(state)
             memory = (state.memory.device_tokens,)
@@ -104,6 +120,8 @@ class Fcfs(Policy):
         return Batch(join=tuple(range(joining)))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        if self._turn is not None:
+            return self._ratios_of(state, batch, self._turn)
         if batch.pause:
             if self._out_span is None:
                 active = len(state.running) - len(batch.pause)
@@ -113,7 +131,7 @@ class Fcfs(Policy):
             return Ratios(running=ratios, joining=NOBODY)
         lineup = line_up(state, batch.join)
         count = len(state.running)
-        span = self._spans(state, lineup, batch)
+        span = self._spans(state, lineup, batch, 0)
         joining = np.zeros(len(batch.join))
         if batch.join and self._lookahead:
             joining += eventual_ratio(state, batch.join, self._lookahead)
@@ -122,6 +140,19 @@ class Fcfs(Policy):
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
         ratios = np.where(span > 0, (span + 0.5) / lineup.tokens, 0.0)
         return Ratios(running=ratios[:count], joining=np.maximum(ratios[count:], joining))
+
+    def _ratios_of(self, state: SystemState, batch: Batch, turn: Turn) -> Ratios:
+        """Who is out gives up all; those inside the same share, the least that fits; the one that
+        comes nothing, so that its KV is fetched."""
+        lineup = line_up(state, [])
+        gone, inside = turn.gone(), ~turn.out
+        held = int(np.where(gone, lineup.charged - lineup.evictable, lineup.charged)[~inside].sum())
+        span = np.where(gone, lineup.evictable, 0)
+        given = self._spans(state, lineup.only(inside), batch, held)
+        if given is not None:
+            span[inside] = given
+        ratios = np.where(span > 0, (span + 0.5) / lineup.tokens, 0.0)
+        return Ratios(running=ratios, joining=np.full(len(batch.join), JOINING_RATIO))
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
         return plan_threads(state, plan)
@@ -133,10 +164,16 @@ class Fcfs(Policy):
             return len(state.running)
         return max(1, int(np.searchsorted(state.running.request_id, self._first_out)))
 
-    def _spans(self, state: SystemState, lineup: Lineup, batch: Batch) -> IntArray | None:
-        """n_i of each request; None if all is cached. Keeps or renews the share."""
+    def _spans(
+        self, state: SystemState, lineup: Lineup, batch: Batch, held: int
+    ) -> IntArray | None:
+        """n_i of each request; None if all is cached. Keeps or renews the share.
+
+        Args:
+            held: device tokens of running requests that are not in the line-up.
+        """
         memory, block = state.memory, state.memory.block_tokens
-        short = int(lineup.charged.sum()) + unowned_tokens(state) - memory.device_tokens
+        short = int(lineup.charged.sum()) + held + unowned_tokens(state) - memory.device_tokens
         if short <= 0:
             self._share = 0.0
             return None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, Requests, SystemState
@@ -34,7 +35,11 @@ class Lineup:
 
     def first(self, count: int) -> Lineup:
         """The first so many requests."""
-        return Lineup(**{name: column[:count] for name, column in vars(self).items()})
+        return self.only(slice(count))
+
+    def only(self, chosen: slice | npt.NDArray[np.bool_]) -> Lineup:
+        """These requests."""
+        return Lineup(**{name: column[chosen] for name, column in vars(self).items()})
 
 
 def line_up(state: SystemState, join: slice | Sequence[int], ahead: int = 0) -> Lineup:

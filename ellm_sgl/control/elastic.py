@@ -41,12 +41,18 @@ class Totals:
     restored_units: int = 0
     recomputed_tokens: int = 0
     fetched_units: int = 0
-    """Units streamed in from the host tier."""
+    """Units streamed in from the host tier,"""
+    fetched_ahead_units: int = 0
+    """and those of them that came for requests which sat the step out."""
+    borrowed_units: int = 0
+    """Units of the ring that fetched units pass through, summed over steps."""
     swap_stall_s: float = 0.0
     """Seconds that steps waited for units from the host tier."""
     retractions: int = 0
     sat_out: int = 0
     """Times that a running request began to sit out."""
+    page_table_s: float = 0.0
+    """Seconds spent on bookkeeping: blocks and units found, given and freed, and steps planned."""
 
 
 class ElasticMemory:
@@ -98,7 +104,7 @@ class ElasticMemory:
 
     def uncached_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Tokens of each request that a step has to restore."""
-        return np.fromiter(map(self.table.uncached_tokens, seq_ids), np.int64, len(seq_ids))
+        return self.table.uncached_tokens_of(seq_ids)
 
     def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Tokens of each request in blocks that others use too; these stay cached."""
@@ -169,7 +175,7 @@ class ElasticMemory:
             what is evicted beyond the targets: while requests miss more than the policy wants,
             none should join. A token restored in each step takes `overhead_tokens` all the same.
         """
-        owed = sum(map(self._owed_blocks, self.table.sequence_ids))
+        owed = int(self._owed_blocks(self.table.sequence_ids).sum())
         free = self.free_tokens() + reclaimable - owed * self.table.shape.block_tokens
         gained = 1.0 - self.overhead_tokens()
         now = free + int(gained * self._yields(ratio))
@@ -225,14 +231,14 @@ class ElasticMemory:
             sitting_out: these requests take no part in the step, which need not restore them.
         """
         block_tokens = self.table.shape.block_tokens
-        room = self.transient_tokens - sum(map(self.table.uncached_tokens, seq_ids))
+        uncached = self.table.uncached_tokens_of(seq_ids)
+        room = self.transient_tokens - int(uncached.sum())
         if sitting_out:
             room = sum(map(self.table.length_of, seq_ids))
-        for seq_id, ratio in zip(seq_ids, ratios, strict=True):
+        for seq_id, ratio, lacking in zip(seq_ids, ratios, uncached.tolist(), strict=True):
             target = int(ratio * self.table.length_of(seq_id)) // block_tokens * block_tokens
             self._targets[seq_id] = target
-            missing = target - self.table.uncached_tokens(seq_id)
-            count = min(missing, room) // block_tokens
+            count = min(target - lacking, room) // block_tokens
             if count <= 0:
                 continue
             blocks = self._evictable(seq_id, shared=False)
@@ -257,16 +263,18 @@ class ElasticMemory:
         if not len(missing):
             return []
         groups = self.table.shape.num_groups
-        wanted = sum(map(self._owed_blocks, seq_ids)) * groups
+        owed = self._owed_blocks(seq_ids)
+        wanted = int(owed.sum()) * groups
         # Besides growth, room for what this step fetches; less by what is placed for good.
         growth = len(seq_ids) * groups + self.slots * self._fetched_blocks(missing)
         cost = groups - self.slots if self._save is not None and groups > self.slots else groups
         self._reclaim_until(growth + wanted)
         restored: list[int] = []
         before = self.table.used_units
-        for seq_id in seq_ids:
+        for seq_id in np.array(seq_ids)[owed > 0].tolist():
             spare = (self.table.free_units - growth) // cost
-            count = min(spare, self._owed_blocks(seq_id))
+            # Anew: blocks may have returned for another request that shares them.
+            count = min(spare, int(self._owed_blocks([seq_id])[0]))
             if count > 0:
                 blocks = self.table.blocks_of(seq_id)
                 own = blocks[(self.table.units[blocks] == NONE).any(axis=1)]
@@ -274,12 +282,46 @@ class ElasticMemory:
         self.totals.restored_units += self.table.used_units - before
         return restored
 
+    def fetch_ahead(
+        self, seq_ids: Sequence[int], growth_blocks: int, most_units: int
+    ) -> tuple[IntArray, IntArray]:
+        """Place missing blocks of requests that sit the coming step out, oldest first, as far as
+        they miss more than their targets, the host has what they lack, and units are free.
+
+        The caller must fetch the units from the host in this step.
+
+        Args:
+            growth_blocks: so many blocks stay free, for those who decode.
+            most_units: units that there is time to fetch.
+
+        Returns:
+            Host units, and the device units that they are to be copied to.
+        """
+        groups = self.table.shape.num_groups
+        room = min(self.table.free_units - growth_blocks * groups, most_units) // groups
+        placed = [np.empty(0, np.int32)]
+        for seq_id, owed in zip(seq_ids, self._owed_blocks(seq_ids).tolist(), strict=True):
+            count = min(owed, room)
+            if count > 0:
+                blocks = self.table.blocks_of(seq_id)
+                lacking = blocks[(self.table.units[blocks] == NONE).any(axis=1)]
+                placed.append(lacking[self.table.depth(lacking) == 0][:count])
+                room -= len(placed[-1])
+        blocks = np.concatenate(placed)
+        rows, columns = np.nonzero(self.table.units[blocks] == NONE)
+        self.table.place(blocks)
+        self.totals.fetched_units += len(rows)
+        self.totals.fetched_ahead_units += len(rows)
+        pairs = blocks[rows], columns
+        return self.table.host.units[pairs], self.table.units[pairs]
+
     # -- internals --------------------------------------------------------------------------
 
-    def _owed_blocks(self, seq_id: int) -> int:
-        """Blocks that a request misses beyond its policy's target."""
-        excess = self.table.uncached_tokens(seq_id) - self._targets.get(seq_id, 0)
-        return self.table.shape.blocks_for(max(excess, 0))
+    def _owed_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
+        """Blocks that each request misses beyond its policy's target."""
+        targets = np.array([self._targets.get(s, 0) for s in seq_ids], np.int64)
+        excess = np.maximum(self.table.uncached_tokens_of(seq_ids) - targets, 0)
+        return np.asarray(-(-excess // self.table.shape.block_tokens), np.int64)
 
     def _yields(self, ratio: float) -> int:
         """Tokens that all requests give up beyond their targets when brought to this ratio."""

@@ -1,11 +1,17 @@
 """From page table to rows: the step plan, and the rows' way through the model."""
 
 from ellm_sgl.forward.plan import NewTokens, StepPlan, plan_step
-from ellm_sgl.forward.restoration import Missing, Restoration, plan_restoration
+from ellm_sgl.forward.restoration import (
+    GroupTransfer,
+    Missing,
+    Restoration,
+    plan_restoration,
+)
 from ellm_sgl.forward.rows import MixedRows
 from ellm_sgl.forward.streamer import Streamer
 
 __all__ = [
+    "GroupTransfer",
     "Missing",
     "MixedRows",
     "NewTokens",

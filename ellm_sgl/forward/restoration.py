@@ -36,6 +36,11 @@ class GroupTransfer:
     targets: torch.Tensor
     """int64 [n]: device units."""
 
+    @staticmethod
+    def of(sources: IntArray, targets: IntArray, device: str | torch.device) -> GroupTransfer:
+        """From unit numbers; `device` is where the device's units are."""
+        return GroupTransfer(_index(sources, "cpu"), _index(targets, device))
+
 
 @dataclass(frozen=True)
 class Missing:
@@ -157,9 +162,7 @@ def _transfers(
     if not fetch.any():
         return ()
     return tuple(
-        GroupTransfer(
-            _index(sources[fetch[:, g], g], "cpu"), _index(targets[fetch[:, g], g], device)
-        )
+        GroupTransfer.of(sources[fetch[:, g], g], targets[fetch[:, g], g], device)
         for g in range(fetch.shape[1])
     )
 

@@ -2,6 +2,7 @@
 
 One worker copies, group by group, in the order in which the layers need them. At most `slots`
 groups are in flight: a group's copy begins when the layers that used its slot before it are done.
+What a later step needs (requests that sit this one out and come back) is copied last.
 
 On a CPU host the worker is a thread, whose copies release the interpreter's lock. With overlap
 off, each group is copied when its first layer asks for it.
@@ -47,6 +48,9 @@ class Streamer:
         self._worker = ThreadPoolExecutor(1, "ellm-transfer") if overlap else None
         self._groups: Sequence[GroupTransfer] = ()
         self._arriving: dict[int, Future[None]] = {}
+        self._ahead: GroupTransfer | None = None
+        """To be sent once the step's own groups have been."""
+        self._ahead_arriving: Future[None] | None = None
         self.stall_s = 0.0
         """Seconds that the last step waited for copies."""
 
@@ -57,18 +61,23 @@ class Streamer:
         self._copy_units(self._host, target, self._device, source)
 
     @contextmanager
-    def running(self, groups: Sequence[GroupTransfer]) -> Iterator[None]:
-        """The step inside this context fetches `groups`."""
-        self._groups, self.stall_s = groups, 0.0
+    def running(
+        self, groups: Sequence[GroupTransfer], ahead: GroupTransfer | None = None
+    ) -> Iterator[None]:
+        """The step inside this context fetches `groups`, and `ahead` for a later step: that has
+        arrived, too, when the context is left."""
+        self._groups, self._ahead, self.stall_s = groups, ahead, 0.0
         for group in range(self._slots):
             self._send(group)
         try:
             yield
+            self._wait_ahead()
         finally:  # a step that failed must not be written into later
-            for future in self._arriving.values():
-                future.exception()
+            for future in (*self._arriving.values(), self._ahead_arriving):
+                if future is not None:
+                    future.exception()
             self._arriving.clear()
-            self._groups = ()
+            self._groups, self._ahead, self._ahead_arriving = (), None, None
 
     def wait(self, group: int) -> None:
         """Return once the units of `group` are on the device."""
@@ -85,10 +94,23 @@ class Streamer:
         """The layers of `group` have attended; the units of its slot may be written over."""
         self._send(group + self._slots)
 
-    def _send(self, group: int) -> None:
-        if self._worker is None or group >= len(self._groups):
+    def _wait_ahead(self) -> None:
+        if self._ahead is None:
             return
-        if len(self._groups[group].sources):
+        began = time.perf_counter()
+        if self._ahead_arriving is None:
+            self._copy(self._ahead)
+        else:
+            self._ahead_arriving.result()
+        self.stall_s += time.perf_counter() - began
+
+    def _send(self, group: int) -> None:
+        if self._worker is None:
+            return
+        if group >= len(self._groups):
+            if self._ahead is not None and self._ahead_arriving is None:
+                self._ahead_arriving = self._worker.submit(self._copy, self._ahead)
+        elif len(self._groups[group].sources):
             self._arriving[group] = self._worker.submit(self._copy, self._groups[group])
 
     def _copy(self, group: GroupTransfer) -> None:

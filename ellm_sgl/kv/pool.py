@@ -46,6 +46,10 @@ class KVPool:
     def nbytes(self) -> int:
         return self.buffer.numel() * self.buffer.element_size()
 
+    @property
+    def unit_bytes(self) -> int:
+        return self.nbytes // (self.num_units + 1)
+
     def keys(self, layer: int) -> torch.Tensor:
         """K of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""
         return self.buffer[:, layer % self.shape.layer_group, 0]

@@ -57,6 +57,10 @@ class Deciding:
         ratios = [self.ratios.get(s, 0.0) for s in seq_ids]
         runtime.current().elastic.apply_targets(seq_ids, ratios, sitting_out)
 
+    def sitting_out(self) -> list[int]:
+        """`seq_id` of the requests that sit out the step under way."""
+        return [] if self.paused is None else [runtime.row_of(r) for r in self.paused.reqs]
+
     # -- observe ----------------------------------------------------------------------------
 
     def slots(self, reqs: list[Req]) -> Any:

@@ -221,11 +221,12 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
         self, before: torch.Tensor, after: torch.Tensor, last_slot: torch.Tensor
     ) -> torch.Tensor | None:
         count = int(pages_to_add(before, after, self.page_size).sum())
-        try:
-            blocks = self._table.allocate(count)
-        except OutOfBlocksError:
-            return None
-        self._elastic.place(blocks)
+        with runtime.current().bookkeeping():
+            try:
+                blocks = self._table.allocate(count)
+            except OutOfBlocksError:
+                return None
+            self._elastic.place(blocks)
         pages = torch.from_numpy(blocks.astype("int64"))
         return extend_slots(before, after, last_slot.cpu(), pages, self.page_size).to(self.device)
 
@@ -248,6 +249,7 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
 
     def _free_pages(self, pages: torch.Tensor) -> None:
         if self._group is None:
-            self._table.release(torch.unique(pages).numpy())
+            with runtime.current().bookkeeping():
+                self._table.release(torch.unique(pages).numpy())
         else:
             self._group.append(pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.control import ElasticMemory
 from ellm_sgl.forward import (
+    GroupTransfer,
     Missing,
     MixedRows,
     NewTokens,
@@ -24,6 +26,7 @@ from ellm_sgl.forward import (
 from ellm_sgl.kv import KVPool, PageTable
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.policies import Threads
+from ellm_sgl.policies.rotation_limits import LINK_SHARE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -63,6 +66,9 @@ class Runtime:
         self._requests: dict[int, Req] = {}
         self._rows: MixedRows | None = None
         self._restoration: Restoration | None = None
+        self._ahead: GroupTransfer | None = None
+        """What the step fetches for a later one."""
+        self._keeping_books = False
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -95,19 +101,37 @@ class Runtime:
             )
         return ids
 
+    @contextmanager
+    def bookkeeping(self) -> Iterator[None]:
+        """Counts the time of the work in this context; within another such context, once."""
+        if self._keeping_books:
+            yield
+            return
+        self._keeping_books, began = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._keeping_books = False
+            self.elastic.totals.page_table_s += time.perf_counter() - began
+
     # -- steps ------------------------------------------------------------------------------
 
     def plan_decode(self, seq_ids: Sequence[int]) -> StepPlan:
-        """Plan one more token for each request, restoring blocks where there is room."""
+        """Plan one more token for each request, restoring blocks where there is room; and fetch
+        what requests that sit the step out will need when they come back."""
         lengths = [self.table.length_of(s) for s in seq_ids]
         new = [NewTokens(s, n - 1, n) for s, n in zip(seq_ids, lengths, strict=True)]
-        return self._plan(new, restore=True)
+        with self.bookkeeping():
+            plan = self._plan(new, restore=True)
+            self._ahead = self._fetch_ahead(len(new))
+        return plan
 
     def plan_extend(self, seq_ids: Sequence[int], counts: Sequence[int]) -> StepPlan:
         """Plan the last `counts` tokens of each request (a prompt, or a chunk of one)."""
         lengths = [self.table.length_of(s) for s in seq_ids]
         new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
-        return self._plan(new, restore=False)
+        with self.bookkeeping():
+            return self._plan(new, restore=False)
 
     def _plan(self, new: list[NewTokens], restore: bool) -> StepPlan:
         table, seq_ids = self.table, [n.seq_id for n in new]
@@ -123,7 +147,23 @@ class Runtime:
         )
         self.elastic.totals.recomputed_tokens += plan.span_rows
         self.elastic.totals.fetched_units += self._restoration.fetched_units
+        self.elastic.totals.borrowed_units += len(self._restoration.borrowed)
         return plan
+
+    def _fetch_ahead(self, decoding: int) -> GroupTransfer | None:
+        """As much as the link brings in LINK_SHARE of a step like the last one."""
+        if self.streamer is None or self.deciding is None or self.hardware is None:
+            return None
+        resting = self.deciding.sitting_out()
+        last = self.deciding.loop.steps.last
+        if not resting or last is None:
+            return None
+        seconds = LINK_SHARE * last.seconds
+        most = int(seconds * self.hardware.link_bytes_per_s / self.pool.unit_bytes)
+        sources, targets = self.elastic.fetch_ahead(resting, decoding, most)
+        if not len(sources):
+            return None
+        return GroupTransfer.of(sources, targets, self.pool.buffer.device)
 
     def _recompute_share(self) -> float:
         """φ = l2 / (l1 + l2), as the policy answered the threads question."""
@@ -136,7 +176,9 @@ class Runtime:
     def running(self, runner: ModelRunner, plan: StepPlan) -> Iterator[None]:
         """The forward pass inside this context follows `plan`."""
         self.plan = plan
-        streaming = self.streamer.running(plan.transfers) if self.streamer else nullcontext()
+        ahead, self._ahead = self._ahead, None
+        streamer = self.streamer
+        streaming = streamer.running(plan.transfers, ahead) if streamer else nullcontext()
         try:
             with streaming, self.mixed_rows(runner).running(plan):
                 yield

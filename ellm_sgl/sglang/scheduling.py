@@ -22,22 +22,24 @@ def map_extended(result: Any, batch: ScheduleBatch) -> Any:
     """After `alloc_for_extend`: note the blocks of every request in a prefill batch."""
     ours = runtime.current()
     rows = batch.req_to_token_pool.req_to_token
-    for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-        ours.map_request(req, rows[runtime.row_of(req), :length].cpu().numpy(), length)
+    with ours.bookkeeping():
+        for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+            ours.map_request(req, rows[runtime.row_of(req), :length].cpu().numpy(), length)
     return result
 
 
 def map_decoded(out_cache_loc: Any, batch: ScheduleBatch, token_per_req: int) -> Any:
     """After `alloc_for_decode`: note the block a request begins, if it begins one."""
-    table = runtime.current().table
+    ours = runtime.current()
+    table, block_tokens = ours.table, ours.table.shape.block_tokens
     deciding().token_decoded(batch.reqs)
-    block_tokens = table.shape.block_tokens
     slots = out_cache_loc.cpu().numpy()
-    for req, slot in zip(batch.reqs, slots, strict=True):
-        length = table.length_of(runtime.row_of(req)) + 1
-        begun = length % block_tokens == 1 or block_tokens == 1
-        blocks = np.array([slot // block_tokens] if begun else [], np.int32)
-        table.extend(runtime.row_of(req), length, blocks)
+    with ours.bookkeeping():
+        for req, slot in zip(batch.reqs, slots, strict=True):
+            length = table.length_of(runtime.row_of(req)) + 1
+            begun = length % block_tokens == 1 or block_tokens == 1
+            blocks = np.array([slot // block_tokens] if begun else [], np.int32)
+            table.extend(runtime.row_of(req), length, blocks)
     return out_cache_loc
 
 
@@ -53,12 +55,14 @@ def check_decode_memory(
     """
     if not original(batch, selected_indices=selected_indices):
         return False
-    elastic, shape = runtime.current().elastic, runtime.current().table.shape
+    ours = runtime.current()
+    elastic, shape = ours.elastic, ours.table.shape
     tokens = batch.new_tokens_required_next_decode(selected_indices)
     reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
     seq_ids = [runtime.row_of(req) for req in reqs]
     units = tokens // shape.block_tokens * shape.num_groups
-    return elastic.make_room_for_step(units, seq_ids) and elastic.fits_transient(seq_ids)
+    with ours.bookkeeping():
+        return elastic.make_room_for_step(units, seq_ids) and elastic.fits_transient(seq_ids)
 
 
 def count_retractions(result: Any, batch: ScheduleBatch, *args: Any) -> Any:

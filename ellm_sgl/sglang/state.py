@@ -56,10 +56,13 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "host_units_free": statistics.host_units_free,
         "saved_units_total": totals.saved_units,
         "fetched_units_total": totals.fetched_units,
+        "fetched_ahead_units_total": totals.fetched_ahead_units,
+        "borrowed_units_total": totals.borrowed_units,
         "swap_stall_ms_total": totals.swap_stall_s * 1e3,
         "restored_units_total": totals.restored_units,
         "retractions_total": totals.retractions,
         "sat_out_total": totals.sat_out,
+        "page_table_ms_total": totals.page_table_s * 1e3,
         "integrity": _integrity(),
         "pool": dataclasses.asdict(statistics),
     }

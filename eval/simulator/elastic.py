@@ -13,6 +13,7 @@ from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn, missing_token
 from ellm_sgl.eval.traces import IntArray
 from ellm_sgl.kv import NONE, PageTable
 from ellm_sgl.kv.shape import IntArray as Units
+from ellm_sgl.policies.rotation_limits import LINK_SHARE
 
 
 class Elastic(Mode):
@@ -38,6 +39,8 @@ class Elastic(Mode):
         self.book = RequestBook()
         self._ratios: dict[int, float] = {}
         self._joining_ratio = 0.0
+        self._resting: Sequence[int] = ()
+        """Who sits out the coming step."""
 
     def arrived(self, request: int, now_s: float) -> None:
         load = self.load
@@ -123,6 +126,21 @@ class Elastic(Mode):
             # Steps at once take their room at once; they would have taken it one by one.
             return Grown(Span.of(begun if steps > 1 else before), Span.of(before))
         return Grown(Span.of(before), Span.of(missing_tokens(self.table, ids)))
+
+    def sit_out(self, requests: Sequence[int]) -> None:
+        self._resting = requests
+        ratios = [self._ratios.get(i, 0.0) for i in requests]
+        self.elastic.apply_targets(requests, ratios, sitting_out=True)
+
+    def fetch_ahead(self, decoding: int, step_s: float) -> float:
+        if not self._resting:
+            return 0.0
+        shape, limits = self.table.shape, self.loop.limits
+        unit_tokens = shape.block_tokens / shape.num_groups
+        token_s = limits.model.kv_bytes_per_token / limits.hardware.link_bytes_per_s
+        most = int(LINK_SHARE * step_s / (token_s * unit_tokens))
+        units, _ = self.elastic.fetch_ahead(self._resting, decoding, most)
+        return len(units) * unit_tokens
 
     def forget(self, request: int) -> None:
         self.elastic.forget(request)

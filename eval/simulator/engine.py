@@ -12,6 +12,7 @@ them. A stride of 1 is the server's own granularity.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -98,8 +99,7 @@ class Simulation:
         if chunks:
             self._prefill(chunks)
         elif self._running:
-            self._decode([i for i in self._running if i not in turn.pause] or self._running,
-                         steady=not turn.pause)  # fmt: skip
+            self._decode(turn.pause)
         elif self._arrived < len(self.load):
             self._rest()
         else:
@@ -238,8 +238,10 @@ class Simulation:
             self._tokens_came(np.array([request]), np.array([self.clock.now_s]))
             self._end_finished()
 
-    def _decode(self, decoding: list[int], steady: bool) -> None:
-        steps = self._stride(decoding) if steady else 1
+    def _decode(self, pause: frozenset[int]) -> None:
+        decoding = [i for i in self._running if i not in pause] or self._running
+        self.mode.sit_out([i for i in self._running if i in pause])
+        steps = 1 if pause else self._stride(decoding)
         while (fitting := self.mode.steps_that_fit(np.array(decoding), steps)) == 0:
             victim = self.mode.victim(decoding)
             decoding = [i for i in decoding if i != victim]
@@ -249,7 +251,9 @@ class Simulation:
         ids = np.array(decoding)
         work = self._decode_work(ids, fitting, self.mode.grow(ids, fitting))
         self._log(work)
-        seconds = np.broadcast_to(self._device.step_seconds(work), fitting)
+        ahead = self.mode.fetch_ahead(len(ids), self._step_s)
+        moved = dataclasses.replace(work, span_rows=work.span_rows + ahead)
+        seconds = np.broadcast_to(self._device.step_seconds(moved), fitting)
         ends = self.clock.now_s + np.cumsum(seconds)
         self.progress.kv_tokens[ids] += fitting
         self.record.blocks(self.progress.kv_tokens[ids], self.settings.block_tokens)

@@ -91,6 +91,21 @@ class Mode(ABC):
     def grow(self, ids: IntArray, steps: int) -> Grown:
         """Memory for the next tokens of each of these requests."""
 
+    def sit_out(self, requests: Sequence[int]) -> None:  # noqa: B027 (optional)
+        """These running requests take no part in the coming step."""
+
+    def fetch_ahead(self, decoding: int, step_s: float) -> float:
+        """Bring back KV of those who sit the step out, beside it. `grow` comes before.
+
+        Args:
+            decoding: requests that take part.
+            step_s: about how long the step takes.
+
+        Returns:
+            Tokens of KV fetched.
+        """
+        return 0.0
+
     def victim(self, running: Sequence[int]) -> int:
         """Who goes when memory is short. As SGLang: who has generated least, of these the one
         with the longest prompt, of these the latest."""

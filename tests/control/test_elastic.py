@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ellm_sgl.control import ElasticMemory
-from ellm_sgl.kv import NONE
-from tests.control.scene import BLOCK, GROUPS, Scene
+from ellm_sgl.kv import NONE, PageTable
+from tests.control.scene import BLOCK, GROUPS, SHAPE, Scene
 
 # -- make_room: order -----------------------------------------------------------------------
 
@@ -246,3 +246,45 @@ def test_policies_are_told_of_the_memory_that_is_theirs_to_divide() -> None:
     assert memory.device_free_tokens == 5 * BLOCK + 4
     assert (memory.host_tokens, memory.host_free_tokens, memory.overhead_tokens) == (0, 0, 0.0)
     assert memory.transient_tokens == scene.elastic.transient_tokens
+
+
+def with_host(room: int) -> tuple[Scene, list[tuple[list[int], list[int]]]]:
+    """A scene whose table has a host tier, and the copies made to it."""
+    scene = Scene(room)
+    scene.table = PageTable(SHAPE, 100, room * GROUPS, host_units=100)
+    copies: list[tuple[list[int], list[int]]] = []
+    scene.elastic = ElasticMemory(
+        scene.table, 1000, scene.reclaim, lambda d, h: copies.append((d.tolist(), h.tolist()))
+    )
+    return scene, copies
+
+
+def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
+    scene, copies = with_host(room=8)
+    table, elastic = scene.table, scene.elastic
+    out, coming = scene.request(1, 13), scene.request(2, 13)
+    elastic.apply_targets([1, 2], [12 / 13, 12 / 13], sitting_out=True)
+    assert elastic.uncached_tokens([1, 2]).tolist() == [12, 12]
+    saved = {h: d for device, host in copies for d, h in zip(device, host, strict=True)}
+    assert len(saved) == 12
+    elastic.apply_targets([1, 2], [12 / 13, 0.0], sitting_out=True)
+    # Six blocks are free, of which three are for those who decode; the link brings two.
+    host, device = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=2 * GROUPS + 1)
+    assert elastic.uncached_tokens([1, 2]).tolist() == [12, 4]
+    assert host.tolist() == table.host.units[coming[:2]].flatten().tolist()
+    assert device.tolist() == table.units[coming[:2]].flatten().tolist()
+    host, _ = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=100)
+    assert len(host) == GROUPS and elastic.uncached_tokens([2]).tolist() == [0]
+    assert elastic.fetch_ahead([1, 2], 0, 100)[0].tolist() == []  # 1 is not to come back
+    assert (table.units[out[:3]] == NONE).all() and elastic.totals.fetched_ahead_units == 6
+    table.check_integrity()
+
+
+def test_what_the_host_lacks_is_not_fetched_ahead() -> None:
+    scene, _ = with_host(room=6)
+    blocks = scene.request(1, 13)
+    scene.elastic.apply_targets([1], [12 / 13], sitting_out=True)
+    scene.table.host.drop(np.array(blocks[:1], np.int32))
+    scene.elastic.apply_targets([1], [0.0], sitting_out=True)
+    host, _ = scene.elastic.fetch_ahead([1], 0, 100)
+    assert len(host) == 2 * GROUPS and scene.missing(1) == [0]

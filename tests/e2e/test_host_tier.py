@@ -86,3 +86,17 @@ def test_a_request_of_sixteen_times_the_device(server: ServerProcess, small: Ser
         small.adjust(ellm_device_kv_tokens=POOL)
     assert state["integrity"] == "ok" and state["retractions_total"] == 0
     assert state["fetched_units_total"] > fetched
+
+
+def test_turns_on_the_device_change_no_output(server: ServerProcess, small: ServerProcess) -> None:
+    lengths = (16, 32, 48, 64, 80)
+    bodies = [greedy(p, lengths[i % 5]) for i, p in enumerate(prompts(15, 60, 160, seed=4))]
+    expected = token_ids(ask(server.url, bodies))
+    small.switch_policy("fcfs", rotate=True)
+    before = small.state()
+    # An SLO so far off that time decides nothing: whoever has a token may leave for another.
+    assert token_ids(ask(small.url, [b | {"tpot_slo_ms": 60_000} for b in bodies])) == expected
+    state = small.state()
+    assert state["integrity"] == "ok" and state["retractions_total"] == 0
+    assert state["saved_units_total"] > before["saved_units_total"]
+    assert state["fetched_units_total"] > before["fetched_units_total"]

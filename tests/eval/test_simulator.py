@@ -10,6 +10,7 @@ import pytest
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.simulator import MODES, Load, Settings, Simulation, preset, simulate
+from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.report import sum_up
 from ellm_sgl.eval.traces import Trace
 from ellm_sgl.eval.workloads import paper_workload
@@ -22,6 +23,7 @@ SERVERS = [
     Settings("ellm", "slo-priority", conservativeness=0.1),
     Settings("ellm", "stock", conservativeness=0.1),
     Settings("ellm", "fixed-ratio", {"ratio": 0.4}, "swap", layer_group=8),
+    Settings("ellm", "fcfs", {"rotate": True}, "swap", tpot_slo_s=0.2),
     Settings("recompute", conservativeness=0.02),
     Settings("swap", conservativeness=0.02),
     Settings("hcache", conservativeness=0.02, chunk_tokens=128),
@@ -142,3 +144,20 @@ def test_slos_are_judged_per_request():
     for slo, met in ((10.0, 1.0), (1e-6, 0.0), (math.inf, 1.0)):
         load = Load.of(trace, tpot_slo_s=slo)
         assert simulate(L4, Settings(), load).summary.slo_attainment == met
+
+
+def test_turns_on_the_device_bring_first_tokens_earlier_at_no_loss():
+    trace = paper_workload("sharegpt", 40, 0, per_second=30.0).scaled(lengths=0.05)
+    load = Load.of(trace, tpot_slo_s=0.2)
+    machine = preset("llama2-13b").limited(1000, None)
+    settings = Settings("ellm", "fcfs", {}, "swap", tpot_slo_s=0.2, stride=1)
+    plain = simulate(machine, settings, load).summary
+    turns = dataclasses.replace(settings, policy_options={"rotate": True})
+    simulation = Simulation(machine, turns, load)
+    simulation.run()
+    rotating = sum_up(simulation).summary
+    assert isinstance(simulation.mode, Elastic)
+    assert simulation.mode.elastic.totals.fetched_ahead_units > 0
+    assert rotating.ttft.mean < 0.5 * plain.ttft.mean
+    assert rotating.tokens_per_s > 0.97 * plain.tokens_per_s
+    assert rotating.slo_attainment == 1.0

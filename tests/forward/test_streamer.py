@@ -81,6 +81,26 @@ def test_steps_without_transfers_wait_for_nothing() -> None:
     assert streamer.stall_s == 0.0
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_what_a_later_step_needs_has_come_when_the_step_ends(overlap: bool, count: int) -> None:
+    host, device = pools(20)
+    streamer = Streamer(host, device, 2, overlap)
+    groups = [transfer([10 + g], [1 + g % 2]) for g in range(count)]
+    with streamer.running(groups, transfer([7, 8], [15, 16])):
+        for g in range(count):
+            streamer.wait(g)
+            assert held(device, 1 + g % 2) == 10 + g
+            streamer.done(g)
+    assert (held(device, 15), held(device, 16)) == (7, 8)
+    device.fill_(-1.0)
+    with streamer.running(groups):  # the next step fetches nothing ahead
+        for g in range(count):
+            streamer.wait(g)
+            streamer.done(g)
+    assert held(device, 15) == -1
+
+
 def test_a_step_that_fails_leaves_nothing_under_way() -> None:
     host, device = pools(20)
     streamer = Streamer(host, device, slots=2)

@@ -159,6 +159,8 @@ class PageTableModel:
 
     def assert_same_sequences(self, table: PageTable, random: Random) -> None:
         assert set(table.sequence_ids) == self.sequences.keys()
+        every = list(self.sequences)
+        assert table.uncached_tokens_of(every).tolist() == [*map(self.uncached_tokens, every)]
         for seq_id, (blocks, length) in self.sequences.items():
             assert seq_id in table
             assert table.blocks_of(seq_id).tolist() == blocks

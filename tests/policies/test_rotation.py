@@ -1,0 +1,225 @@
+"""Turns on the device: arithmetic, and a loop of steps in plain numbers in which SLOs must hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from ellm_sgl.latency import HardwareProfile, LatencyModel, StepWork
+from ellm_sgl.latency.base import FloatArray
+from ellm_sgl.policies import SystemState
+from ellm_sgl.policies.checks import check_batch, check_ratios
+from ellm_sgl.policies.conformance import check_policy
+from ellm_sgl.policies.fcfs import Fcfs
+from ellm_sgl.policies.generate import PROFILES, SHAPES, make_state, requests
+from ellm_sgl.policies.plan import planned_tokens
+from ellm_sgl.policies.rotation import _say_once, can_rotate
+from ellm_sgl.policies.rotation_limits import LINK_SHARE, Deadlines
+
+BLOCK = 16
+SLO_S = 0.060
+STEP_S, ROW_S, PREFILL_ROW_S = 0.008, 0.0002, 0.0001
+
+
+class Linear(LatencyModel):
+    def step_seconds(self, work: StepWork) -> FloatArray:
+        rows = ROW_S * work.decode_rows + PREFILL_ROW_S * (work.prefill_rows + work.span_rows)
+        return np.asarray(STEP_S + rows)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        raise AssertionError("a policy must not teach the model")
+
+
+@dataclass
+class One:
+    """A request of the loop below."""
+
+    number: int
+    prompt: int
+    output: int
+    at_s: float
+    tokens: int = 0
+    missing: int = 0
+    first_s: float = np.nan
+    last_s: float = np.nan
+    done: list[float] = field(default_factory=list)
+
+
+class Loop:
+    """A server in plain numbers: blocks, a link, steps that take what the model says."""
+
+    def __init__(self, policy: Fcfs, device: int, link_tokens_per_s: float) -> None:
+        self.policy, self.device = policy, device
+        bytes_per_s = link_tokens_per_s * SHAPES["tiny"].kv_bytes_per_token
+        self.hardware: HardwareProfile = dataclasses.replace(
+            PROFILES["cpu"], link_bytes_per_s=bytes_per_s
+        )
+        self.link = link_tokens_per_s
+        self.now_s = 0.0
+        self.running: list[One] = []
+        self.most = 0
+        self.tokens = 0
+        self.overflow = 0
+        """Steps in which more was on the device than it holds."""
+        self.recomputed = 0
+
+    def state(self, waiting: list[One]) -> SystemState:
+        run = self.running
+        gaps = [np.nan if len(r.done) < 2 else (r.last_s - r.first_s) / (len(r.done) - 1)
+                for r in run]  # fmt: skip
+        return make_state(
+            requests(
+                [r.tokens for r in run],
+                request_id=[r.number for r in run],
+                prompt_tokens=[r.prompt for r in run],
+                uncached_tokens=[r.missing for r in run],
+                waited_s=[self.now_s - r.last_s for r in run],
+                max_new_tokens=4096,
+                tpot_s=gaps,
+            ),
+            requests([r.prompt for r in waiting], request_id=[r.number for r in waiting]),
+            device_tokens=self.device,
+            device_free_tokens=max(self.device - self._resident(), 0),
+            host_tokens=10**6,
+            hardware=self.hardware,
+            model=SHAPES["tiny"],
+            latency=Linear(),
+            tpot_slo_s=SLO_S,
+        )
+
+    def _resident(self) -> int:
+        return sum((r.tokens // BLOCK + 1) * BLOCK - r.missing for r in self.running)
+
+    def iterate(self, waiting: list[One]) -> None:
+        state = self.state(waiting)
+        batch = self.policy.batch(state)
+        check_batch(state, batch)
+        ratios = self.policy.ratio(state, batch)
+        check_ratios(state, batch, ratios)
+        targets = planned_tokens(state.running, ratios.running, BLOCK)
+        if batch.join:
+            self._prefill([waiting[w] for w in batch.join], waiting)
+        else:
+            self._decode(set(batch.pause), targets.tolist())
+
+    def _prefill(self, joining: list[One], waiting: list[One]) -> None:
+        rows = sum(r.prompt for r in joining)
+        self.now_s += float(Linear().step_seconds(StepWork(0, 0, prefill_rows=rows)))
+        for one in joining:
+            waiting.remove(one)
+            one.tokens, one.first_s, one.last_s = one.prompt, self.now_s, self.now_s
+            one.done.append(self.now_s)
+            self.running.append(one)
+        self.most = max(self.most, len(self.running))
+
+    def _decode(self, pause: set[int], targets: list[int]) -> None:
+        inside = [r for i, r in enumerate(self.running) if i not in pause]
+        for i in pause:
+            one = self.running[i]
+            if targets[i] > one.missing:
+                one.missing = targets[i]
+            elif targets[i] < one.missing:
+                fetched = int(self.link * LINK_SHARE * STEP_S) // BLOCK * BLOCK
+                one.missing = max(one.missing - fetched, 0)
+        restored = sum(one.missing for one in inside)
+        self.recomputed += restored
+        self.now_s += float(Linear().step_seconds(StepWork(len(inside), 0, restored)))
+        for one in inside:
+            one.missing = 0
+            one.tokens += 1
+            one.done.append(self.now_s)
+            one.last_s = self.now_s
+            self.tokens += 1
+        self.overflow += self._resident() > self.device
+        self.running = [r for r in self.running if len(r.done) < r.output]
+
+    def serve(self, load: list[One]) -> None:
+        coming, waiting = sorted(load, key=lambda r: r.at_s), []
+        for _ in range(60_000):
+            while coming and coming[0].at_s <= self.now_s:
+                waiting.append(coming.pop(0))
+            if not self.running and not waiting:
+                if not coming:
+                    return
+                self.now_s = coming[0].at_s
+                continue
+            self.iterate(waiting)
+        raise AssertionError("the load does not end")
+
+
+def load(count: int, seed: int, every_s: float) -> list[One]:
+    rng = np.random.default_rng(seed)
+    return [
+        One(i, int(rng.integers(60, 260)), int(rng.integers(20, 400)), i * every_s)
+        for i in range(count)
+    ]
+
+
+def serve(rotate: bool, seed: int, device: int = 3200, link: float = 1e6) -> tuple[Loop, list[One]]:
+    requests_ = load(40, seed, every_s=0.05)
+    loop = Loop(Fcfs(rotate=rotate), device, link)
+    loop.serve(requests_)
+    return loop, requests_
+
+
+def tpots(load: list[One]) -> FloatArray:
+    return np.array([(r.last_s - r.first_s) / (len(r.done) - 1) for r in load])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("link", [1e6, 40_000.0])
+def test_more_run_and_start_earlier_within_the_slo(seed: int, link: float) -> None:
+    plain, before = serve(False, seed)
+    rotating, after = serve(True, seed, link=link)
+    assert rotating.most > plain.most
+    wait = [np.mean([r.first_s - r.at_s for r in x]) for x in (before, after)]
+    assert wait[1] < wait[0]
+    assert tpots(after).max() <= SLO_S
+    assert rotating.now_s <= 1.03 * plain.now_s  # to serve the same tokens
+    assert rotating.overflow == 0
+    assert rotating.recomputed == 0, "somebody came back before its KV"
+
+
+def test_no_host_tier_or_no_slo_is_no_rotation(caplog: pytest.LogCaptureFixture) -> None:
+    _say_once.cache_clear()
+    running = requests([100, 200])
+    for host, slo, reason in ((0, SLO_S, "--ellm-host-kv-tokens"), (999, np.inf, "TPOT SLO")):
+        state = make_state(running, device_tokens=320, host_tokens=host, tpot_slo_s=slo)
+        assert not can_rotate(state) and not can_rotate(state)
+        assert reason in caplog.messages[-1]
+        rotating, plain = Fcfs(rotate=True), Fcfs()
+        assert rotating.batch(state) == plain.batch(state)
+    assert len(caplog.messages) == 2, "each is said once"
+
+
+def deadlines(slack: list[float], fetch: list[float]) -> Deadlines:
+    return Deadlines(np.array(slack), np.array(fetch), step_s=0.01, slo_s=0.05)
+
+
+def test_they_come_back_one_after_the_other() -> None:
+    out = np.ones(3, bool)
+    # In the order of their deadlines they are there after 40 ms for the steps before, and 30,
+    # 40 (a step at least), 140 ms.
+    assert deadlines([0.5, 0.1, 0.1], [0.1, 0.03, 0.001]).spare_s(out) == pytest.approx(0.02)
+    assert deadlines([0.15, 0.1, 0.1], [0.1, 0.03, 0.001]).spare_s(out) == pytest.approx(-0.03)
+    assert deadlines([0.1], [0.1]).spare_s(np.zeros(1, bool)) == np.inf
+
+
+def test_a_place_serves_as_many_as_the_slo_is_steps_long() -> None:
+    assert deadlines([], []).most_running(8) == pytest.approx(40)
+
+
+def test_slack_is_what_a_reader_at_the_slos_pace_has_in_store() -> None:
+    running = requests(
+        [110, 101], prompt_tokens=[100, 100], tpot_s=[0.02, np.nan], waited_s=[0.05, 0.03]
+    )
+    state = make_state(running, device_tokens=999, host_tokens=99, tpot_slo_s=0.1)
+    found = Deadlines.of(state, np.ones(2, bool)).slack_s
+    assert found == pytest.approx([0.9 * 10 * 0.1 - 9 * 0.02 - 0.05, 0.9 * 0.1 - 0.03])
+
+
+def test_conforms() -> None:
+    check_policy(lambda: Fcfs(rotate=True), budget_ms=None)
