@@ -20,8 +20,11 @@ MOST_JOINS = 64
 """Requests that one iteration admits; the next one can go on."""
 
 
-def joining(state: SystemState, levels: Levels, lookahead: int, pace: Pace) -> tuple[int, ...]:
-    """Positions in `state.waiting` of the requests that join, in order.
+def joining(
+    state: SystemState, levels: Levels, lookahead: int, pace: Pace
+) -> tuple[int, ...] | None:
+    """Positions in `state.waiting` of the requests that join, in order; None if those whose turn
+    it is have to wait for `pace`.
 
     In one iteration requests of one level join, since the first token of each has to wait for
     the prefill of all. How many is Eq. (1)'s answer; but of requests more urgent than some that
@@ -40,7 +43,7 @@ def joining(state: SystemState, levels: Levels, lookahead: int, pace: Pace) -> t
     if head > most_urgent and not pace.affords(float(_prompts_s(state, order[:1])[0])):
         order = order[levels.waiting[order] <= most_urgent]
         if len(order) == 0:
-            return ()
+            return None
     order = order[:places]
     level = levels.waiting[order]
     order = order[: _leading(level == level[0])]

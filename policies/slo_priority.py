@@ -107,8 +107,8 @@ class SloPriority(Policy):
         if ranked.still_refuses(state):
             return ()
         join = joining(state, ranked.levels, self._lookahead, self._pace)
-        ranked.note(state, refused=not join and not self._pace.contended)
-        return join
+        ranked.note(state, refused=join == ())
+        return join or ()
 
     def _draw_up(self, state: SystemState, ranked: _Ranked, queue: bool) -> Rota:
         spans = state.running.uncached_tokens
