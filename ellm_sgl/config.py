@@ -20,6 +20,7 @@ Set: eLLM is enabled in this process and its children. Unset: SGLang is stock.
 LATENCY_MODELS = ("roofline", "paper")
 ELLM, RECOMPUTE, SWAP, HCACHE = MODES = ("ellm", "recompute", "swap", "hcache")
 """The first decides by a policy; the others are baselines and decide by themselves."""
+HOST_KEEPS = ("kv", "hidden", "mixed")
 
 
 class ConfigError(ValueError):
@@ -43,6 +44,7 @@ class EllmConfig:
     device_kv_tokens: int | None = None
     host_kv_tokens: int = 0
     host_path: str | None = None
+    host_keeps: str = "kv"
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -79,6 +81,16 @@ class EllmConfig:
         if self.host_path is not None and self.host_kv_tokens == 0:
             raise ConfigError(
                 f"--ellm-host-path {self.host_path} needs --ellm-host-kv-tokens, the size of the "
+                "host tier"
+            )
+        if self.host_keeps not in HOST_KEEPS and not self.host_keeps.isdecimal():
+            raise ConfigError(
+                f"--ellm-host-keeps {self.host_keeps}: give {', '.join(HOST_KEEPS)} or a number of "
+                "layers"
+            )
+        if self.host_keeps not in ("kv", "0") and self.host_kv_tokens == 0:
+            raise ConfigError(
+                f"--ellm-host-keeps {self.host_keeps} needs --ellm-host-kv-tokens, the size of the "
                 "host tier"
             )
         if self.latency_model not in LATENCY_MODELS:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ellm_sgl.config import LATENCY_MODELS, MODES
+from ellm_sgl.config import HOST_KEEPS, LATENCY_MODELS, MODES
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,10 @@ FLAGS: tuple[Flag, ...] = (
          "Tokens of KV that host memory holds for what left the device. Default 0: none."),
     Flag("host_path", str, "a file", "FILE",
          "Keep the host tier in this file, mapped into memory. Default: in memory."),
+    Flag("host_keeps", str, f"{', '.join(HOST_KEEPS)} or a whole number", "WHAT",
+         "What the host tier keeps of a token: its kv, the hidden states of the layers, from which "
+         "KV is projected again, or hidden states of as many of the lowest layers as balance link "
+         "and processor (mixed), or of this many layers. Default kv."),
     Flag("overlap", _switch, "on or off", "on|off",
          "Fetch from host memory while layers compute. Default on."),
 )  # fmt: skip

@@ -27,6 +27,7 @@ def _no_settings_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ratio": 1.5}, "--ellm-ratio 1.5"),
         ({"ratio": math.nan}, "--ellm-ratio nan"),
         ({"layer_group": 0}, "--ellm-layer-group 0"),
+        ({"host_keeps": "all", "host_kv_tokens": 99}, "--ellm-host-keeps all"),
         ({"block_tokens": 0}, "--ellm-block-tokens 0"),
         ({"device_kv_tokens": 15}, "--ellm-device-kv-tokens 15"),
         ({"device_kv_tokens": -1}, "--ellm-device-kv-tokens -1"),

@@ -46,6 +46,8 @@ class Totals:
     """and those of them that came for requests which sat the step out."""
     borrowed_units: int = 0
     """Units of the ring that fetched units pass through, summed over steps."""
+    projected_units: int = 0
+    """Fetched units that came as hidden states."""
     swap_stall_s: float = 0.0
     """Seconds that steps waited for units from the host tier."""
     retractions: int = 0
@@ -378,6 +380,7 @@ class ElasticMemory:
             leaving[groups] = True
             leaving &= self.table.units[block] != NONE
             unsaved = leaving & (self.table.host.units[block] == NONE)
+            unsaved[: self.table.host.hidden_groups] = False  # captured as they were computed
             wanted = np.flatnonzero(unsaved).astype(np.int32)
             kept = self.table.host.keep(block, wanted, self.table.units)
             if len(kept):

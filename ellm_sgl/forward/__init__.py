@@ -1,5 +1,6 @@
 """From page table to rows: the step plan, and the rows' way through the model."""
 
+from ellm_sgl.forward.hidden import Capture, HiddenStates, plan_capture
 from ellm_sgl.forward.plan import NewTokens, StepPlan, plan_step
 from ellm_sgl.forward.restoration import (
     GroupTransfer,
@@ -11,13 +12,16 @@ from ellm_sgl.forward.rows import MixedRows
 from ellm_sgl.forward.streamer import Streamer
 
 __all__ = [
+    "Capture",
     "GroupTransfer",
+    "HiddenStates",
     "Missing",
     "MixedRows",
     "NewTokens",
     "Restoration",
     "StepPlan",
     "Streamer",
+    "plan_capture",
     "plan_restoration",
     "plan_step",
 ]

@@ -7,6 +7,9 @@ units it fetches from the host, and where to.
                     └ rows of the step ┘  └ streamed from host ┘ groups 0 and 1, no further
 ```
 
+Of the lowest groups the host may keep hidden states instead of KV: these are fetched like units
+of KV, and projected to KV as they arrive (`ellm_sgl.forward.hidden`).
+
 Fetched units go to the block's own unit if it has been given one again, otherwise to a unit
 borrowed for the step. Borrowed units form a ring over the layer groups: with `slots` groups in
 flight, group g uses those that group g - slots has finished with.
@@ -32,9 +35,11 @@ class GroupTransfer:
     """What the layers of one group need from the host."""
 
     sources: torch.Tensor
-    """int64 [n]: host units."""
+    """int64 [n]: host units, of KV or, with `positions`, of hidden states."""
     targets: torch.Tensor
     """int64 [n]: device units."""
+    positions: torch.Tensor | None = None
+    """int64 [n, block_tokens]: of the tokens whose hidden states are to be projected."""
 
     @staticmethod
     def of(sources: IntArray, targets: IntArray, device: str | torch.device) -> GroupTransfer:
@@ -75,6 +80,11 @@ class Restoration:
     @property
     def fetched_units(self) -> int:
         return sum(len(t.sources) for t in self.transfers)
+
+    @property
+    def projected_units(self) -> int:
+        """Those of the fetched units that come as hidden states."""
+        return sum(len(t.sources) for t in self.transfers if t.positions is not None)
 
     def depths_of(self, blocks: IntArray) -> IntArray:
         """The depth of each of these blocks; 0 for those not restored."""
@@ -138,7 +148,7 @@ def plan_restoration(
         blocks=missing.blocks,
         depths=depths,
         staged=staged,
-        transfers=_transfers(table.host.units[missing.blocks], targets, fetch, device),
+        transfers=_transfers(table, missing.blocks, targets, fetch, device),
         borrowed=borrowed,
     )
 
@@ -157,13 +167,24 @@ def _ring(borrowed: IntArray, slots: int, groups: int) -> list[IntArray]:
 
 
 def _transfers(
-    sources: IntArray, targets: IntArray, fetch: BoolArray, device: str | torch.device
+    table: PageTable,
+    blocks: IntArray,
+    targets: IntArray,
+    fetch: BoolArray,
+    device: str | torch.device,
 ) -> tuple[GroupTransfer, ...]:
     if not fetch.any():
         return ()
+    sources = table.host.units[blocks]
+    places = np.arange(table.shape.block_tokens, dtype=np.int32)
+    positions = table.starts_of(blocks)[:, None] + places
     return tuple(
-        GroupTransfer.of(sources[fetch[:, g], g], targets[fetch[:, g], g], device)
-        for g in range(fetch.shape[1])
+        GroupTransfer(
+            _index(sources[wanted, g], "cpu"),
+            _index(targets[wanted, g], device),
+            _index(positions[wanted], device) if g < table.host.hidden_groups else None,
+        )
+        for g, wanted in enumerate(fetch.T)
     )
 
 

@@ -4,6 +4,9 @@ One worker copies, group by group, in the order in which the layers need them. A
 groups are in flight: a group's copy begins when the layers that used its slot before it are done.
 What a later step needs (requests that sit this one out and come back) is copied last.
 
+Where the host has hidden states instead of KV, the worker projects them to KV as well, so that
+for the layers they arrive like any other units.
+
 On a CPU host the worker is a thread, whose copies release the interpreter's lock. With overlap
 off, each group is copied when its first layer asks for it.
 """
@@ -11,7 +14,7 @@ off, each group is copied when its first layer asks for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -21,6 +24,9 @@ import torch
 from ellm_sgl.forward.restoration import GroupTransfer
 from ellm_sgl.kernels.choose import CopyUnits, torch_copy_units
 from ellm_sgl.kv.shape import IntArray
+
+Project = Callable[[int, GroupTransfer], None]
+"""Projects the hidden states of a layer group to KV, in the transfer's device units."""
 
 
 class Streamer:
@@ -32,6 +38,7 @@ class Streamer:
         slots: groups whose units the device holds at once.
         overlap: copy ahead while layers compute.
         copy: copies units between the buffers.
+        project: brings units of which the host has hidden states.
     """
 
     def __init__(
@@ -41,9 +48,11 @@ class Streamer:
         slots: int,
         overlap: bool = True,
         copy: CopyUnits = torch_copy_units,
+        project: Project | None = None,
     ) -> None:
         self._host, self._device = host, device
         self._copy_units = copy
+        self._project = project
         self._slots = slots
         self._worker = ThreadPoolExecutor(1, "ellm-transfer") if overlap else None
         self._groups: Sequence[GroupTransfer] = ()
@@ -85,7 +94,7 @@ class Streamer:
             return
         began = time.perf_counter()
         if self._worker is None:
-            self._copy(self._groups[group])
+            self._bring(group, self._groups[group])
         else:
             self._arriving.pop(group).result()
         self.stall_s += time.perf_counter() - began
@@ -111,7 +120,14 @@ class Streamer:
             if self._ahead is not None and self._ahead_arriving is None:
                 self._ahead_arriving = self._worker.submit(self._copy, self._ahead)
         elif len(self._groups[group].sources):
-            self._arriving[group] = self._worker.submit(self._copy, self._groups[group])
+            self._arriving[group] = self._worker.submit(self._bring, group, self._groups[group])
 
-    def _copy(self, group: GroupTransfer) -> None:
-        self._copy_units(self._device, group.targets, self._host, group.sources)
+    def _bring(self, group: int, transfer: GroupTransfer) -> None:
+        if transfer.positions is None:
+            self._copy(transfer)
+        else:
+            assert self._project is not None, "hidden states on the host, nothing to project them"
+            self._project(group, transfer)
+
+    def _copy(self, transfer: GroupTransfer) -> None:
+        self._copy_units(self._device, transfer.targets, self._host, transfer.sources)

@@ -2,11 +2,12 @@
 
 from ellm_sgl.kv.host import HostTier
 from ellm_sgl.kv.page_table import IntegrityError, OutOfBlocksError, PageTable
-from ellm_sgl.kv.pool import KVPool
+from ellm_sgl.kv.pool import HiddenPool, KVPool
 from ellm_sgl.kv.shape import NONE, MapEntry, Placement, PoolShape, PoolStatistics
 
 __all__ = [
     "NONE",
+    "HiddenPool",
     "HostTier",
     "IntegrityError",
     "KVPool",

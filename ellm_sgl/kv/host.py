@@ -1,4 +1,4 @@
-"""The host tier: copies of units in host memory, so that what left the device can come back.
+"""The host tier: copies in host memory, so that what left the device can come back.
 
 ```
  block 12, group 0:   device unit 3     host NONE     resident, never evicted
@@ -9,6 +9,15 @@
 
 A full block never changes, so one copy serves for the block's whole life. Only numbers live
 here; the copies are in a `KVPool` of the same shape on the host.
+
+Of the lowest `hidden_groups` layer groups the host keeps hidden states instead of KV, in a
+`HiddenPool`. KV is copied when a block leaves the device; hidden states exist only while rows go
+through the layers, so they are captured then. A block being filled takes its room with its first
+token and counts as a copy once it is full:
+
+```
+ begin_hidden ──▶ filling[block]: room for all hidden groups ──▶ finish_hidden ──▶ units[block, :H]
+```
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.kv.free_list import FreeList
-from ellm_sgl.kv.shape import NONE, IntArray
+from ellm_sgl.kv.shape import NONE, IntArray, Placement
 
 
 class HostTier:
@@ -26,23 +35,50 @@ class HostTier:
     Args:
         num_blocks: logical blocks of the page table.
         num_groups: layer groups.
-        num_units: host units; 0 is no host tier.
+        num_units: host units, of both kinds; 0 is no host tier.
+        hidden_groups: H, the groups whose hidden states are kept: 0 to H-1.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int, num_units: int) -> None:
+    def __init__(
+        self, num_blocks: int, num_groups: int, num_units: int, hidden_groups: int = 0
+    ) -> None:
+        self.hidden_groups = hidden_groups
         self.units: IntArray = np.full((num_blocks + 1, num_groups), NONE, np.int32)
-        self._free = FreeList(num_units)
+        """Of a hidden group, units of the `HiddenPool`; of the others, of the `KVPool`."""
+        self.filling: IntArray = np.full(num_blocks + 1, NONE, np.int32)
+        """Slot of the `HiddenPool` that each block's hidden states are captured in."""
+        slots = num_units // num_groups if hidden_groups else 0
+        self._slots = FreeList(slots)
+        self._free = FreeList(num_units - slots * hidden_groups)
 
     @property
-    def num_units(self) -> int:
+    def kv_units(self) -> int:
+        """Units that hold KV."""
         return self._free.capacity
 
     @property
+    def hidden_slots(self) -> int:
+        """Blocks whose hidden states there is room for."""
+        return self._slots.capacity
+
+    @property
+    def num_units(self) -> int:
+        return self._free.capacity + self._slots.capacity * self.hidden_groups
+
+    @property
     def free_units(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._slots) * self.hidden_groups
+
+    def placement(self, block: int, group: int) -> Placement:
+        """Where the KV of what is not on the device comes from."""
+        if self.units[block, group] == NONE:
+            return Placement.NONE
+        return Placement.HIDDEN if group < self.hidden_groups else Placement.HOST
+
+    # -- KV ---------------------------------------------------------------------------------
 
     def keep(self, block: int, groups: IntArray, device: IntArray) -> IntArray:
-        """Take host units for `groups` of one block, as far as there are any.
+        """Take host units for the KV of `groups` of one block, as far as there are any.
 
         When none is free, copies of what is on the device too make way.
 
@@ -51,7 +87,7 @@ class HostTier:
 
         Returns:
             The leading groups that got a unit, to be filled by the caller. Groups that have a
-            copy already must not be among `groups`.
+            copy already, and hidden groups, must not be among `groups`.
         """
         if len(groups) > len(self._free):
             self._drop_duplicates(len(groups) - len(self._free), device)
@@ -59,28 +95,74 @@ class HostTier:
         self.units[block, kept] = self._free.take(len(kept))
         return kept
 
+    # -- hidden states ----------------------------------------------------------------------
+
+    def begin_hidden(self, blocks: IntArray) -> None:
+        """Take room for the hidden states of these blocks, in order, while there is any.
+
+        The caller captures each block's tokens from the first on. Blocks that have room or a copy
+        are passed over; `blocks` names each once.
+        """
+        new = blocks[(self.filling[blocks] == NONE) & (self.units[blocks, 0] == NONE)]
+        new = new[: len(self._slots)]
+        self.filling[new] = self._slots.take(len(new))
+
+    def finish_hidden(self, blocks: IntArray) -> None:
+        """These blocks are full and captured as a whole: from now on they are copies."""
+        groups = np.arange(self.hidden_groups)
+        slots = self.filling[blocks][:, None]
+        self.units[blocks, : self.hidden_groups] = slots * self.hidden_groups + groups
+        self.filling[blocks] = NONE
+
+    # -- both -------------------------------------------------------------------------------
+
     def drop(self, blocks: IntArray) -> None:
-        """Forget the copies of these blocks."""
-        units = self.units[blocks]
+        """Forget the copies of these blocks, also those being captured."""
+        units = self.units[blocks, self.hidden_groups :]
         self._free.give(units[units != NONE])
+        slots = self._slots_of(blocks)
+        self._slots.give(slots[slots != NONE])
         self.units[blocks] = NONE
+        self.filling[blocks] = NONE
 
     def clear(self) -> None:
         self.units[:] = NONE
-        self._free = FreeList(self.num_units)
+        self.filling[:] = NONE
+        self._free = FreeList(self._free.capacity)
+        self._slots = FreeList(self._slots.capacity)
 
     def contradiction(self, allocated: npt.NDArray[np.bool_]) -> str | None:
         """What is wrong, if anything: units lost or owned twice, copies of free blocks."""
-        owned = self.units[self.units != NONE]
-        accounted = np.sort(np.concatenate([owned, self._free.ids]))
-        if not np.array_equal(accounted, np.arange(1, self.num_units + 1)):
+        hidden, kv = np.split(self.units, [self.hidden_groups], axis=1)
+        if not _all_there(kv[kv != NONE], self._free):
             return "host units: some unit is lost, or owned more than once"
-        if np.any(self.units[~allocated] != NONE):
+        slots = self._slots_of(np.arange(len(self.units), dtype=np.int32))
+        if not _all_there(slots[slots != NONE], self._slots):
+            return "host units: some room for hidden states is lost, or owned more than once"
+        expected = hidden[:, :1] + np.arange(self.hidden_groups)
+        if np.any(np.where(hidden[:, :1] == NONE, NONE, expected) != hidden):
+            return "host units: a block's hidden states are kept for some groups only"
+        if np.any(self.units[~allocated] != NONE) or np.any(self.filling[~allocated] != NONE):
             return "host units: a free block still has copies"
         return None
 
+    def _slots_of(self, blocks: IntArray) -> IntArray:
+        """The slot in which a block's hidden states are, or are being captured."""
+        if not self.hidden_groups:
+            return self.filling[blocks]
+        kept = self.units[blocks, 0]
+        slots: IntArray = np.where(kept == NONE, self.filling[blocks], kept // self.hidden_groups)
+        return slots
+
     def _drop_duplicates(self, count: int, device: IntArray) -> None:
-        blocks, groups = np.nonzero((self.units != NONE) & (device != NONE))
+        kept = (self.units != NONE) & (device != NONE)
+        kept[:, : self.hidden_groups] = False  # what is dropped could not be captured again
+        blocks, groups = np.nonzero(kept)
         blocks, groups = blocks[:count], groups[:count]
         self._free.give(self.units[blocks, groups])
         self.units[blocks, groups] = NONE
+
+
+def _all_there(owned: IntArray, free: FreeList) -> bool:
+    accounted = np.sort(np.concatenate([owned, free.ids]))
+    return np.array_equal(accounted, np.arange(1, free.capacity + 1))

@@ -72,10 +72,16 @@ class PageTable:
         num_blocks: logical capacity in blocks; may exceed what the units can back.
         num_units: physical capacity in units.
         host_units: capacity of the host tier in units; 0 is none.
+        hidden_groups: layer groups, from the lowest, whose hidden states the host keeps.
     """
 
     def __init__(
-        self, shape: PoolShape, num_blocks: int, num_units: int, host_units: int = 0
+        self,
+        shape: PoolShape,
+        num_blocks: int,
+        num_units: int,
+        host_units: int = 0,
+        hidden_groups: int = 0,
     ) -> None:
         if num_blocks < 1 or num_units < shape.num_groups:
             raise ValueError(
@@ -90,7 +96,8 @@ class PageTable:
         self._free_blocks = FreeList(num_blocks)
         self._free_units = FreeList(num_units)
         self._unit_limit = num_units
-        self.host = HostTier(num_blocks, shape.num_groups, host_units)
+        self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
+        self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._sequences: dict[int, _Sequence] = {}
         self._none_units = 0
         self.sharing_version = 0
@@ -289,6 +296,7 @@ class PageTable:
         self.sharing_version += 1
         self.unmap(seq_id)
         self._sequences[seq_id] = _Sequence(ids, length)
+        self._starts[ids] = np.arange(len(ids)) * self.shape.block_tokens
         self._mark_filled(ids, length)
 
     def extend(self, seq_id: int, length: int, blocks: Blocks = ()) -> None:
@@ -303,6 +311,9 @@ class PageTable:
         first_changed = max(sequence.count - 1, 0)
         if len(ids):
             self._refs[ids] += 1
+            self._starts[ids] = np.arange(sequence.count, sequence.count + len(ids)) * (
+                self.shape.block_tokens
+            )
             sequence.append(ids)
         sequence.length = length
         self._mark_filled(
@@ -325,6 +336,10 @@ class PageTable:
     def blocks_of(self, seq_id: int) -> IntArray:
         """Logical blocks of a request in token order. A view: valid until the next change."""
         return self._sequences[seq_id].blocks
+
+    def starts_of(self, blocks: Blocks) -> IntArray:
+        """Position of each mapped block's first token: the same in all requests that share it."""
+        return self._starts[np.asarray(blocks, np.int32)]
 
     def length_of(self, seq_id: int) -> int:
         return self._sequences[seq_id].length
@@ -383,7 +398,7 @@ class PageTable:
         if device != NONE:
             placement, unit = Placement.DEVICE, device
         else:
-            placement, unit = (Placement.NONE if host == NONE else Placement.HOST), host
+            placement, unit = self.host.placement(block, group), host
         return MapEntry(
             seq_id=seq_id,
             token_id=token_id,

@@ -1,4 +1,4 @@
-"""Physical KV memory: one buffer of units."""
+"""Physical memory: one buffer of units of KV, and one of hidden states."""
 
 from __future__ import annotations
 
@@ -35,12 +35,7 @@ class KVPool:
         # Not zeroed: nothing is read before it is written (the kernel tests poison the rest), and
         # on a CPU host memory that no request has used yet is not taken from the others.
         size = (num_units + 1, shape.layer_group, 2, shape.block_tokens, kv_heads, head_dim)
-        if path is None:
-            self.buffer = torch.empty(size, dtype=dtype, device=device)
-        else:
-            self.buffer = torch.from_file(
-                str(path), shared=True, size=math.prod(size), dtype=dtype
-            ).view(size)
+        self.buffer = _buffer(size, dtype, device, path)
 
     @property
     def nbytes(self) -> int:
@@ -57,3 +52,48 @@ class KVPool:
     def values(self, layer: int) -> torch.Tensor:
         """V of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""
         return self.buffer[:, layer % self.shape.layer_group, 1]
+
+
+class HiddenPool:
+    """Hidden states on the host: one buffer `[units, F, block_tokens, hidden]`.
+
+    A slot is the room for one block: a unit for each of the H lowest layer groups. Slot s holds
+    group g in unit s H + g; slot 0 is scratch. What is kept of a token is what the K and V
+    projections of a layer are given: the layer's input behind its norm, as large as the input
+    itself, and exact where the model adds and norms in one go.
+    """
+
+    def __init__(
+        self,
+        shape: PoolShape,
+        num_groups: int,
+        num_slots: int,
+        hidden: int,
+        dtype: torch.dtype,
+        path: Path | None = None,
+    ) -> None:
+        self.shape = shape
+        self.num_groups = num_groups
+        size = ((num_slots + 1) * num_groups, shape.layer_group, shape.block_tokens, hidden)
+        self.buffer = _buffer(size, dtype, "cpu", path)
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+    def states(self, layer: int) -> torch.Tensor:
+        """Of one layer, a view `[units, block_tokens, hidden]`."""
+        return self.buffer[:, layer % self.shape.layer_group]
+
+    def slots(self, layer: int) -> torch.Tensor:
+        """Of one layer, a view `[slots + 1, block_tokens, hidden]`."""
+        return self.states(layer)[self.shape.group_of(layer) :: self.num_groups]
+
+
+def _buffer(
+    size: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, path: Path | None
+) -> torch.Tensor:
+    """Uninitialised memory; with `path`, that file, created or grown as needed."""
+    if path is None:
+        return torch.empty(size, dtype=dtype, device=device)
+    return torch.from_file(str(path), shared=True, size=math.prod(size), dtype=dtype).view(size)

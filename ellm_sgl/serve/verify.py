@@ -1,8 +1,9 @@
 """`ellm-sgl verify`: the same prompts with everything cached and with parts of the KV missing.
 
 The reference is stock SGLang (eLLM off). It is compared with eLLM at several uncached ratios, and
-with a pool so small that blocks are evicted under pressure, and again with a host tier, at every
-split between layers that are fetched and layers that are recomputed.
+with a pool so small that blocks are evicted under pressure, and again with a host tier: at every
+split between layers that are fetched and layers that are recomputed, and with hidden states of
+all layers, or of half of them, on the host instead of KV.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ FORCED = "forced eviction"
 HOST_RATIO = 0.75
 SPLITS = ((1, 0), (3, 1), (2, 1), (3, 2), (1, 1), (2, 2), (1, 2))
 """(l1, l2): layers fetched from the host to layers recomputed."""
-QUICK_SPLITS = ((0, 1), (1, 1))
-"""All recomputed, and half of each."""
+HIDDEN_SPLITS = ((1, 0), (3, 1))
+QUICK_SPLITS = ((0, 1), (1, 1), (1, 0))
+"""All recomputed, half of each, all fetched."""
 LOGPROB_TOLERANCE = 1e-4
 """Largest |Δ log-probability| accepted in fp32."""
 POOL_TOKENS = 16_384
@@ -64,6 +66,8 @@ class Comparison:
     recomputed_tokens: int
     evicted_units: int
     fetched_units: int
+    projected_units: int
+    """Those of the fetched ones that came as hidden states."""
     retractions: int
     sat_out: int
     """Times that a running request began to sit out."""
@@ -119,7 +123,8 @@ def verify(
         output_tokens: generated per prompt, greedily, whatever the model says.
         layer_group: of eLLM's pool, but 1 where all splits are tried.
         block_tokens: of eLLM's pool.
-        quick: one ratio and two splits instead of all.
+        quick: one ratio and three splits instead of all, the host with hidden states of half of
+            the layers.
         seed: of the random prompts.
         mode: eLLM, or the baseline to verify instead.
 
@@ -146,18 +151,25 @@ def verify(
         small = max(max(lengths) // 2, 64)
         host = ["--ellm-host-kv-tokens", str(POOL_TOKENS)]
         group = ["--ellm-layer-group", str(layer_group)]
+        half = str(-(-_model_config(path).num_hidden_layers // 2))
         if quick:
-            with ServerProcess([*common, *group, *host]) as server:
-                comparisons += compared.splits(server, QUICK_SPLITS, small)
+            with ServerProcess([*common, *group, *host, "--ellm-host-keeps", half]) as server:
+                comparisons += compared.splits(server, "half hidden", QUICK_SPLITS, small)
             continue
         with ServerProcess([*common, *group]) as server:
             comparisons += [compared.with_ratio(server, f"r = {r}", ratio=r) for r in RATIOS]
             server.adjust(ellm_device_kv_tokens=small)
             comparisons.append(compared.with_ratio(server, FORCED))
         # Each split gives other layers only where a group is one layer.
-        with ServerProcess([*common, "--ellm-layer-group", "1", *host]) as server:
-            splits = SPLITS if dtype == EXACT else SPLITS[:1]
-            comparisons += compared.splits(server, splits, small)
+        for name, keeps, splits in (
+            ("host", "kv", SPLITS),
+            ("hidden", "hidden", HIDDEN_SPLITS),
+            ("half hidden", half, HIDDEN_SPLITS),
+        ):
+            tier = ["--ellm-layer-group", "1", *host, "--ellm-host-keeps", keeps]
+            with ServerProcess([*common, *tier]) as server:
+                tried = splits if dtype == EXACT else splits[:1]
+                comparisons += compared.splits(server, name, tried, small)
     return VerifyReport(path, len(prompts), output_tokens, tuple(comparisons))
 
 
@@ -184,15 +196,15 @@ class _Compared:
         return compare(self.dtype, setting, self.reference, outputs, before, server.state())
 
     def splits(
-        self, server: ServerProcess, splits: Sequence[tuple[int, int]], small: int
+        self, server: ServerProcess, name: str, splits: Sequence[tuple[int, int]], small: int
     ) -> list[Comparison]:
         """`splits` with a host tier, then a device of `small` tokens."""
         done = [
-            self.with_ratio(server, f"host {l1}:{l2}", ratio=HOST_RATIO, layers=(l1, l2))
+            self.with_ratio(server, f"{name} {l1}:{l2}", ratio=HOST_RATIO, layers=(l1, l2))
             for l1, l2 in splits
         ]
         server.adjust(ellm_device_kv_tokens=small)
-        return [*done, self.with_ratio(server, f"host, {FORCED}")]
+        return [*done, self.with_ratio(server, f"{name}, {FORCED}")]
 
 
 def _baseline(compared: _Compared, common: Sequence[str], mode: str) -> Iterator[Comparison]:
@@ -215,18 +227,24 @@ def _baseline(compared: _Compared, common: Sequence[str], mode: str) -> Iterator
 
 def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
     """Token ids: a random prompt of each length, and English text where there is a tokenizer."""
-    from ellm_sgl.sglang.torchvision_ops import declare
-
-    declare()
-    from transformers import AutoConfig, AutoTokenizer
-
-    vocabulary = AutoConfig.from_pretrained(model_path).vocab_size
+    vocabulary = _model_config(model_path).vocab_size
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
     if any(Path(model_path).glob("tokenizer*")):
+        from transformers import AutoTokenizer
+
         text = AutoTokenizer.from_pretrained(model_path).encode(str(Path.__doc__) * 20)
         prompts += [text[start : start + n] for start, n in ((0, 20), (7, 150), (40, 600))]
     return prompts
+
+
+def _model_config(model_path: str) -> Any:
+    from ellm_sgl.sglang.torchvision_ops import declare
+
+    declare()
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model_path)
 
 
 def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
@@ -277,6 +295,7 @@ def compare(
         recomputed_tokens=gained("recomputed_tokens_total"),
         evicted_units=gained("evicted_units_total"),
         fetched_units=gained("fetched_units_total"),
+        projected_units=gained("projected_units_total"),
         retractions=gained("retractions_total"),
         sat_out=gained("sat_out_total"),
         integrity=str(after["integrity"]),

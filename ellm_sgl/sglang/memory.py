@@ -11,12 +11,14 @@ import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
-from ellm_sgl.config import RECOMPUTE, EllmConfig
+from ellm_sgl.config import RECOMPUTE, ConfigError, EllmConfig
 from ellm_sgl.control import ElasticMemory
-from ellm_sgl.forward import Streamer
+from ellm_sgl.forward import HiddenStates, Streamer
 from ellm_sgl.kernels.choose import choose_copy
-from ellm_sgl.kv import KVPool, OutOfBlocksError, PageTable, PoolShape
+from ellm_sgl.kv import HiddenPool, KVPool, OutOfBlocksError, PageTable, PoolShape
+from ellm_sgl.latency import hidden_layers
 from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.calibration import measure_device, model_shape
 from ellm_sgl.sglang.slots import extend_slots, pages_to_add
 
 logger = logging.getLogger(__name__)
@@ -66,13 +68,13 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
     assert _device_tokens is not None
     units = shape.blocks_for(_device_tokens) * shape.num_groups
     host_units = settings.host_kv_tokens // shape.block_tokens * shape.num_groups
-    table = PageTable(
-        shape, sizes.max_total_num_tokens // shape.block_tokens, units, host_units=host_units
-    )
+    hidden_groups = _hidden_groups(settings, shape, configurator)
+    logical_blocks = sizes.max_total_num_tokens // shape.block_tokens
+    table = PageTable(shape, logical_blocks, units, host_units, hidden_groups)
     heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
     dtype = configurator.kv_cache_dtype
     pool = KVPool(shape, units, heads, model.head_dim, dtype, configurator.device)
-    streamer = None
+    streamer, hidden = None, None
     if host_units:
         if shape.num_groups <= SLOTS:
             logger.warning(
@@ -81,9 +83,12 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
                 shape.layer_group, shape.num_groups, SLOTS,
             )  # fmt: skip
         path = None if settings.host_path is None else Path(settings.host_path)
-        host = KVPool(shape, host_units, heads, model.head_dim, dtype, "cpu", path)
+        host = KVPool(shape, table.host.kv_units, heads, model.head_dim, dtype, "cpu", path)
+        if hidden_groups:
+            hidden = HiddenStates(_hidden_pool(table, model, path), pool)
         copy = choose_copy(pool.buffer.device, host.buffer.device)
-        streamer = Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy)
+        project = None if hidden is None else hidden.restore
+        streamer = Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
     ours: runtime.Runtime
     elastic = ElasticMemory(
         table,
@@ -92,7 +97,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
         None if streamer is None else streamer.save,
         SLOTS,
     )
-    ours = runtime.Runtime(settings, table, pool, elastic, streamer)
+    ours = runtime.Runtime(settings, table, pool, elastic, streamer, hidden)
     runtime.install(ours)
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
@@ -121,6 +126,39 @@ def _transient_tokens(configurator: Any) -> int:
     """Rows a step may recompute: as many as the longest request has, or a prefill may bring."""
     context: int = configurator.model_config.context_len
     return max(context, configurator.server_args.max_prefill_tokens)
+
+
+def _hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> int:
+    """Layer groups, from the lowest, of which the host keeps hidden states."""
+    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.runtime_context import get_parallel
+
+    keeps = settings.host_keeps
+    if keeps in ("kv", "0"):
+        return 0
+    if configurator.device != "cpu":
+        raise ConfigError(
+            f"--ellm-host-keeps {keeps}: hidden states are captured on CPU hosts only so far "
+            "(replayed CUDA graphs run no hooks); give kv"
+        )
+    if keeps == "hidden":
+        groups = shape.num_groups
+    elif keeps == "mixed":
+        model = model_shape(configurator.model_config, get_parallel().attn_tp_size)
+        hardware = get_tp_group().broadcast_object(measure_device(configurator.device))
+        groups = round(hidden_layers(model, hardware) / shape.layer_group)
+    else:
+        groups = -(-int(keeps) // shape.layer_group)
+    logger.info("eLLM host tier: hidden states of %d of %d layer groups", groups, shape.num_groups)
+    return groups
+
+
+def _hidden_pool(table: PageTable, model: Any, path: Path | None) -> HiddenPool:
+    file = None if path is None else path.with_name(path.name + ".hidden")
+    host = table.host
+    return HiddenPool(
+        table.shape, host.hidden_groups, host.hidden_slots, model.hidden_size, model.dtype, file
+    )
 
 
 def _settings() -> EllmConfig:

@@ -13,13 +13,16 @@ import numpy.typing as npt
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.control import ElasticMemory
 from ellm_sgl.forward import (
+    Capture,
     GroupTransfer,
+    HiddenStates,
     Missing,
     MixedRows,
     NewTokens,
     Restoration,
     StepPlan,
     Streamer,
+    plan_capture,
     plan_restoration,
     plan_step,
 )
@@ -27,6 +30,7 @@ from ellm_sgl.kv import KVPool, PageTable
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.policies import Threads
 from ellm_sgl.policies.rotation_limits import LINK_SHARE
+from ellm_sgl.sglang.projections import Projections
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -46,6 +50,7 @@ class Runtime:
         pool: KVPool,
         elastic: ElasticMemory,
         streamer: Streamer | None,
+        hidden: HiddenStates | None = None,
     ) -> None:
         self.config = config
         self.table = table
@@ -53,6 +58,8 @@ class Runtime:
         self.elastic = elastic
         self.streamer = streamer
         """Fetches units from the host tier; None without one."""
+        self.hidden = hidden
+        """Keeps hidden states on the host; None where it keeps only KV."""
         self.prefix_cache: BasePrefixCache | None = None
         self.deciding: Deciding | None = None
         """Set once the scheduler exists."""
@@ -69,6 +76,7 @@ class Runtime:
         self._ahead: GroupTransfer | None = None
         """What the step fetches for a later one."""
         self._keeping_books = False
+        self._capture: Capture | None = None
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -148,11 +156,16 @@ class Runtime:
         self.elastic.totals.recomputed_tokens += plan.span_rows
         self.elastic.totals.fetched_units += self._restoration.fetched_units
         self.elastic.totals.borrowed_units += len(self._restoration.borrowed)
+        self.elastic.totals.projected_units += self._restoration.projected_units
+        if self.hidden is not None:
+            self._capture = plan_capture(table, seq_ids, plan)
         return plan
 
     def _fetch_ahead(self, decoding: int) -> GroupTransfer | None:
         """As much as the link brings in LINK_SHARE of a step like the last one."""
         if self.streamer is None or self.deciding is None or self.hardware is None:
+            return None
+        if self.hidden is not None:  # these are projected group by group, in the step that needs them
             return None
         resting = self.deciding.sitting_out()
         last = self.deciding.loop.steps.last
@@ -177,10 +190,11 @@ class Runtime:
         """The forward pass inside this context follows `plan`."""
         self.plan = plan
         ahead, self._ahead = self._ahead, None
-        streamer = self.streamer
+        streamer, rows = self.streamer, self.mixed_rows(runner)
         streaming = streamer.running(plan.transfers, ahead) if streamer else nullcontext()
+        capturing = self.hidden.capturing(self._capture) if self.hidden else nullcontext()
         try:
-            with streaming, self.mixed_rows(runner).running(plan):
+            with streaming, capturing, rows.running(plan):
                 yield
         finally:
             self.plan = None
@@ -199,7 +213,11 @@ class Runtime:
     def mixed_rows(self, runner: ModelRunner) -> MixedRows:
         """The hooks on this process's model; installed when first asked for."""
         if self._rows is None:
-            self._rows = MixedRows(runner.model.model, self.table.shape)
+            decoder = runner.model.model
+            self._rows = MixedRows(decoder, self.table.shape)
+            if self.hidden is not None:
+                projections = Projections(decoder, self.hidden.num_layers)
+                self.hidden.attach(projections.inputs, projections)
         return self._rows
 
     # -- memory -----------------------------------------------------------------------------

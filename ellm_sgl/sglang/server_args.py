@@ -136,6 +136,12 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--model-path {args.model_path}: architecture {', '.join(architectures)} is not "
             f"supported by eLLM ({', '.join(sorted(ARCHITECTURES))} are); use --ellm-policy {OFF}"
         )
+    layers = args.get_model_config().num_hidden_layers
+    if config.host_keeps.isdecimal() and int(config.host_keeps) > layers:
+        _refuse(
+            f"--ellm-host-keeps {config.host_keeps}: the model has {layers} layers; give as many "
+            "at most"
+        )
     return None
 
 

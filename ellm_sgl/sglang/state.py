@@ -58,6 +58,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "fetched_units_total": totals.fetched_units,
         "fetched_ahead_units_total": totals.fetched_ahead_units,
         "borrowed_units_total": totals.borrowed_units,
+        "projected_units_total": totals.projected_units,
         "swap_stall_ms_total": totals.swap_stall_s * 1e3,
         "restored_units_total": totals.restored_units,
         "retractions_total": totals.retractions,

@@ -15,6 +15,7 @@ from ellm_sgl.kv import KVPool
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 24
 SCALE = HEAD_DIM**-0.5
+MAX_TOKENS = 128
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, q, k, v), each [rows, heads, head_dim] → [rows, heads, head_dim]."""
@@ -39,6 +40,7 @@ class TinyLayer(nn.Module):
         self.input_layernorm = TinyNorm()
         self.post_attention_layernorm = TinyNorm()
         self.qkv = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        self.turn = nn.Embedding(MAX_TOKENS, HEAD_DIM)
         self.out = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
         self.mlp = nn.Sequential(
             nn.Linear(HIDDEN, 2 * HIDDEN), nn.SiLU(), nn.Linear(2 * HIDDEN, HIDDEN)
@@ -53,20 +55,27 @@ class TinyLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, residual = self.input_layernorm(hidden, residual)
         assert len(positions) == len(hidden)
-        rows = self.qkv(hidden).view(len(hidden), -1, HEAD_DIM)
-        q, k, v = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        q, k, v = self.project(self.qkv(hidden), positions)
         hidden = self.out(attend(self.index, q, k, v).flatten(1))
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
+
+    def project(
+        self, qkv: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Q, K and V; K tells where its token is."""
+        rows = qkv.view(len(qkv), -1, HEAD_DIM)
+        q, k, v = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        return q, k + self.turn(positions)[:, None], v
 
 
 class TinyDecoder(nn.Module):
     """`decoder(input_ids, positions, attend)` → hidden states, [rows, HIDDEN]."""
 
-    def __init__(self, layers: int, vocabulary: int, max_tokens: int = 128) -> None:
+    def __init__(self, layers: int, vocabulary: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, HIDDEN)
-        self.position = nn.Embedding(max_tokens, HIDDEN)
+        self.position = nn.Embedding(MAX_TOKENS, HIDDEN)
         self.layers = nn.ModuleList(map(TinyLayer, range(layers)))
         self.norm = TinyNorm()
 

@@ -13,9 +13,11 @@ SHAPE = PoolShape(num_layers=6, layer_group=2, block_tokens=4)
 BOTH = np.array([0, 1], np.int32)
 
 
-def table_with(host_units: int, blocks: int = 4) -> tuple[PageTable, list[int]]:
+def table_with(
+    host_units: int, blocks: int = 4, hidden_groups: int = 0
+) -> tuple[PageTable, list[int]]:
     """A table and `blocks` placed blocks of it."""
-    table = PageTable(SHAPE, num_blocks=8, num_units=blocks * 3, host_units=host_units)
+    table = PageTable(SHAPE, 8, blocks * 3, host_units, hidden_groups)
     ids = table.allocate(blocks)
     table.place(ids)
     return table, ids.tolist()
@@ -109,12 +111,39 @@ def test_contradictions_are_found(fault: str) -> None:
         table.check_integrity()
 
 
-EVENTS = st.tuples(st.sampled_from(["keep", "evict", "place", "release"]), st.integers(0, 5))
+def test_hidden_states_of_all_groups_are_kept_or_none() -> None:
+    table, (block, other, *_) = table_with(host_units=3, hidden_groups=2)
+    host, both = table.host, np.array([block, other], np.int32)
+    host.begin_hidden(both)
+    assert host.free_units == 1 and (host.filling[both] != NONE).tolist() == [True, False]
+    assert table.depth([block]).tolist() == [0] and (host.units[both] == NONE).all()
+    host.finish_hidden(both[:1])
+    table.evict(block, slice(0, 2))
+    assert table.depth([block]).tolist() == [0]
+    table.map(7, [block], 4)
+    assert table.lookup(7, 0, layer_id=3).placement is Placement.HIDDEN
+    assert host.units[block, :2].tolist() == [2, 3]  # slot 1 of two groups
+    table.check_integrity()
 
 
-@given(st.lists(EVENTS), st.integers(0, 12))
-def test_any_order_of_events_adds_up(events: list[tuple[str, int]], host_units: int) -> None:
-    table = PageTable(SHAPE, num_blocks=6, num_units=12, host_units=host_units)
+def test_a_block_released_while_it_fills_gives_its_room_back() -> None:
+    table, (block, *_) = table_with(host_units=6, hidden_groups=3)
+    table.host.begin_hidden(np.array([block], np.int32))
+    table.release([block])
+    assert table.host.free_units == 6
+    table.check_integrity()
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["keep", "evict", "place", "release", "begin", "finish"]), st.integers(0, 5)
+)
+
+
+@given(st.lists(EVENTS), st.integers(0, 12), st.integers(0, 3))
+def test_any_order_of_events_adds_up(
+    events: list[tuple[str, int]], host_units: int, hidden_groups: int
+) -> None:
+    table = PageTable(SHAPE, 6, 12, host_units, hidden_groups)
     blocks: list[int | None] = [None] * 6
     for event, which in events:
         block = blocks[which]
@@ -123,12 +152,18 @@ def test_any_order_of_events_adds_up(events: list[tuple[str, int]], host_units: 
             table.place([blocks[which]])  # type: ignore[list-item]
         elif event == "keep":
             held = (table.units[block] != NONE) & (table.host.units[block] == NONE)
+            held[:hidden_groups] = False
             table.host.keep(block, np.flatnonzero(held).astype(np.int32), table.units)
         elif event == "evict":
             table.evict(block)
         elif event == "place":
             table.place([block])
-        else:
+        elif event == "begin" and hidden_groups:
+            table.host.begin_hidden(np.array([block], np.int32))
+        elif event == "finish":
+            if table.host.filling[block] != NONE:
+                table.host.finish_hidden(np.array([block], np.int32))
+        elif event == "release":
             table.release([block])
             blocks[which] = None
         table.check_integrity()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ellm_sgl.kv import KVPool, PoolShape
+from ellm_sgl.kv import HiddenPool, KVPool, PoolShape
 
 LAYERS, GROUP, BLOCK_TOKENS, KV_HEADS, HEAD_DIM = 5, 2, 4, 3, 8
 UNITS = 6
@@ -35,6 +35,19 @@ def test_a_layer_is_a_view_of_its_column(pool: KVPool, layer: int) -> None:
     assert (pool.buffer[:, column, 0] == 1).all() and (pool.buffer[:, column, 1] == 2).all()
     others = [c for c in range(GROUP) if c != column]
     assert not pool.buffer[:, others].any()
+
+
+def test_a_slot_of_hidden_states_is_a_unit_of_each_hidden_group() -> None:
+    pool = HiddenPool(SHAPE, 2, 3, hidden=6, dtype=torch.float32)
+    pool.buffer.zero_()
+    assert pool.buffer.shape == (4 * 2, GROUP, BLOCK_TOKENS, 6)
+    assert pool.nbytes == pool.buffer.numel() * 4
+    for layer in range(2 * GROUP):
+        pool.slots(layer)[3, 1] = layer + 1
+        unit = 3 * 2 + SHAPE.group_of(layer)
+        assert (pool.states(layer)[unit, 1] == layer + 1).all()
+        assert (pool.buffer[unit, layer % GROUP, 1] == layer + 1).all()
+    assert len(pool.buffer.unique()) == 2 * GROUP + 1
 
 
 def test_layers_of_one_group_do_not_share_memory(pool: KVPool) -> None:
