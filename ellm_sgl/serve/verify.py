@@ -154,7 +154,7 @@ def verify(
         half = str(-(-_model_config(path).num_hidden_layers // 2))
         if quick:
             with ServerProcess([*common, *group, *host, "--ellm-host-keeps", half]) as server:
-                comparisons += compared.splits(server, "half hidden", QUICK_SPLITS, small)
+                comparisons += compared.splits(server, "mixed", QUICK_SPLITS, small)
             continue
         with ServerProcess([*common, *group]) as server:
             comparisons += [compared.with_ratio(server, f"r = {r}", ratio=r) for r in RATIOS]
@@ -164,7 +164,7 @@ def verify(
         for name, keeps, splits in (
             ("host", "kv", SPLITS),
             ("hidden", "hidden", HIDDEN_SPLITS),
-            ("half hidden", half, HIDDEN_SPLITS),
+            ("mixed", half, HIDDEN_SPLITS),
         ):
             tier = ["--ellm-layer-group", "1", *host, "--ellm-host-keeps", keeps]
             with ServerProcess([*common, *tier]) as server:
