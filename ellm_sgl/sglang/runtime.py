@@ -165,7 +165,7 @@ class Runtime:
         """As much as the link brings in LINK_SHARE of a step like the last one."""
         if self.streamer is None or self.deciding is None or self.hardware is None:
             return None
-        if self.hidden is not None:  # these are projected group by group, in the step that needs them
+        if self.hidden is not None:  # projected by the step that needs them
             return None
         resting = self.deciding.sitting_out()
         last = self.deciding.loop.steps.last
