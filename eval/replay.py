@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,9 @@ class Request:
     priority: int | None = None
     tpot_slo_ms: float | None = None
     ttft_slo_ms: float | None = None
+    stop_after: int | None = None
+    """Tokens after which the client wants no more and aborts, as one with a stop rule of its own
+    does: an early stop that the server cannot foresee. SGLang's native API only."""
 
     def body(self) -> dict[str, Any]:
         """For `POST /generate`."""
@@ -89,6 +93,19 @@ class Outcome:
         return self.finish in ("length", "stop")
 
     @property
+    def stopped(self) -> bool:
+        """Whether the client has all that it wants."""
+        wanted = self.request.stop_after
+        return wanted is not None and len(self.token_s) >= wanted
+
+    def cut(self) -> None:
+        """Forget the tokens that still came after the client had all that it wants."""
+        if self.stopped:
+            self.finish = "stop"
+            del self.token_s[self.request.stop_after :]
+            del self.output_ids[self.request.stop_after :]
+
+    @property
     def ttft_s(self) -> float:
         """Time to first token; nan if none came."""
         return self.token_s[0] - self.sent_s if self.token_s else float("nan")
@@ -141,6 +158,7 @@ async def _replay(
                 await _stream(client, outcome, start, openai_model)
             except (httpx.HTTPError, ValueError, KeyError) as error:
                 outcome.finish = f"{type(error).__name__}: {error}"
+            outcome.cut()
             ended += 1
             progress(ended)
 
@@ -156,6 +174,9 @@ async def _stream(
     else:
         path, take = "/v1/completions", _take_openai
         body = outcome.request.openai_body(openai_model)
+    rid = uuid.uuid4().hex
+    if outcome.request.stop_after is not None:
+        body["rid"] = rid
     async with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             outcome.finish = f"HTTP {response.status_code}: {(await response.aread())[:200]!r}"
@@ -167,7 +188,10 @@ async def _stream(
             if "error" in chunk:
                 outcome.finish = str(chunk["error"])
                 return
+            satisfied = outcome.stopped
             take(outcome, chunk, time.perf_counter() - start)
+            if outcome.stopped and not satisfied:
+                await client.post("/abort_request", json={"rid": rid})
 
 
 def _take_native(outcome: Outcome, chunk: dict[str, Any], now: float) -> None:

@@ -17,6 +17,7 @@ from ellm_sgl import __version__
 from ellm_sgl.config import ELLM, MODES, ConfigError
 from ellm_sgl.flags import FLAGS
 from ellm_sgl.serve.cli_calibrate import calibrate
+from ellm_sgl.serve.cli_compare import compare
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
@@ -240,6 +241,7 @@ def doctor(as_json: bool) -> None:
 
 main.add_command(policies)
 main.add_command(calibrate)
+main.add_command(compare)
 main.add_command(simulate)
 main.add_command(paper)
 main.add_command(kernels)

@@ -24,6 +24,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.bodies.append(body)
         self.send_response(200)
         self.end_headers()
+        if self.path == "/abort_request":
+            return
         native = self.path == "/generate"
         dies = (body["input_ids"] if native else body["prompt"])[0] == 7
         for count in (1, 2, 3):
@@ -99,3 +101,11 @@ def test_after_ctrl_c_finished_requests_are_kept(server):
 
     outcomes = replay(server[0], [Request(0.0, (1,), 3), Request(60.0, (1,), 3)], interrupt)
     assert [o.finish for o in outcomes] == ["length", "interrupted"]
+
+
+def test_a_client_that_has_enough_aborts(server: tuple[str, list[dict[str, Any]]]) -> None:
+    url, bodies = server
+    [outcome] = replay(url, [Request(0.0, (5, 6), 100, exact=False, stop_after=2)])
+    assert outcome.complete and len(outcome.token_s) == 2 and outcome.output_ids == [0, 1]
+    assert [body["rid"] for body in bodies] == [bodies[0]["rid"]] * 2
+    assert "sampling_params" not in bodies[1], "the second is the abort"

@@ -1,0 +1,30 @@
+"""Output tokens per second over time, one panel per cell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ellm_sgl.eval.compare.results import Comparison, in_order
+
+WINDOW_S = 1.0
+
+
+def plot(comparison: Comparison, file: Path) -> None:
+    """Write the first round's time series as PNG or SVG, by the name of `file`."""
+    from matplotlib.figure import Figure
+
+    cells = comparison.scenario.cells
+    figure = Figure(figsize=(9, 3 * len(cells)), layout="constrained")
+    panels = figure.subplots(len(cells), 1, squeeze=False)[:, 0]
+    for panel, cell in zip(panels, cells, strict=True):
+        for server in in_order(comparison, cell):
+            times = comparison.of(cell, server)[0].tokens_at_s
+            edges = np.arange(0.0, max(times, default=0.0) + 2 * WINDOW_S, WINDOW_S)
+            counts, _ = np.histogram(times, edges)
+            panel.step(edges[:-1], counts / WINDOW_S, where="post", label=server)
+        panel.set(title=cell.title, ylabel="output tokens/s", ylim=(0, None))
+    panels[-1].set_xlabel("seconds from the first request")
+    panels[0].legend(ncols=4, fontsize=8)
+    figure.savefig(file, dpi=110)

@@ -1,0 +1,132 @@
+"""What is compared: servers, loads, and how far the loads exceed memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from ellm_sgl.eval.replay import Request
+from ellm_sgl.eval.workloads import Lengths, LogNormal, drawn, poisson_arrivals, to_requests
+from ellm_sgl.serve.process import DEMO_ARGUMENTS
+
+BLOCK_TOKENS = 16
+AMPLE, ELLM, STOCK = "ample", "ellm", "stock"
+KNOWN, UNKNOWN = "known", "unknown"
+OUTPUTS = (KNOWN, UNKNOWN)
+
+LENGTHS = Lengths(LogNormal(96, 0.5, 256), LogNormal(256, 0.5, 640))
+"""Tokens of prompts and outputs."""
+UNKNOWN_MAX_TOKENS = 1024
+"""What requests allow for where output lengths are unknown."""
+PER_SECOND = 16.0
+"""Requests that arrive: faster than any server ends them, so that memory is what is short."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One load."""
+
+    factor: float
+    """KV tokens of all requests at their ends, as a multiple of the device's."""
+    outputs: str
+    """`KNOWN`: the server may rely on the lengths. `UNKNOWN`: clients stop early."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.factor:g} x memory, output lengths {self.outputs}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One server."""
+
+    name: str
+    arguments: tuple[str, ...]
+    baseline: bool = True
+    """Whether it moves whole requests; eLLM is compared with the best of these."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The oversubscribed scenario: requests whose KV is a multiple of device memory."""
+
+    requests: int = 24
+    """At the largest factor; at smaller ones fewer, so that the device is the same."""
+    rounds: int = 2
+    factors: tuple[float, ...] = (1.5, 3.0)
+    outputs: tuple[str, ...] = OUTPUTS
+    """Whether servers know how long outputs will be: `KNOWN`, `UNKNOWN` or both."""
+    conservativeness: tuple[float, ...] = (0.3,)
+    """Of admission, SGLang's `--schedule-conservativeness`, tried beside its default of 1."""
+    servers: tuple[str, ...] = ()
+    """Names of those to run; empty: all."""
+    model_path: str | None = None
+    policy: str = "fcfs"
+    layer_group: int = 1
+    tpot_slo_ms: float = 50.0
+    ttft_slo_s: float = 10.0
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(f, outputs) for f in self.factors for outputs in self.outputs]
+
+    def load(self, cell: Cell, seed: int) -> list[Request]:
+        """The requests of one cell; the same for every server.
+
+        Where output lengths are unknown, prompts, arrivals and the lengths that clients take are
+        those of `KNOWN`, unless the model ends sooner.
+        """
+        rng = np.random.default_rng(seed)
+        count = max(round(self.requests * cell.factor / max(self.factors)), 2)
+        trace = drawn(LENGTHS, poisson_arrivals(count, PER_SECOND, rng), rng)
+        requests = to_requests(trace, seed)
+        if cell.outputs == KNOWN:
+            return requests
+        return [
+            dataclasses.replace(
+                r, output_tokens=UNKNOWN_MAX_TOKENS, exact=False, stop_after=r.output_tokens
+            )
+            for r in requests
+        ]
+
+    @property
+    def device_tokens(self) -> int:
+        """KV tokens of the device: the mean of what the load needs, over its factor."""
+        need = self.requests * (LENGTHS.prompt.mean + LENGTHS.output.mean)
+        return int(need / max(self.factors)) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    @property
+    def ample_tokens(self) -> int:
+        """More than any load needs, with room for what admission keeps free."""
+        longest = LENGTHS.prompt.longest + UNKNOWN_MAX_TOKENS
+        return self.requests * longest // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def contenders(self) -> list[Contender]:
+        """The servers, in the order of the table; `AMPLE` is `ELLM`'s with more memory."""
+        model = DEMO_ARGUMENTS
+        if self.model_path is not None:
+            model = ("--model-path", self.model_path)
+        common = (*model, "--disable-radix-cache")
+        device = ("--ellm-device-kv-tokens", str(self.device_tokens),
+                  "--ellm-layer-group", str(self.layer_group))  # fmt: skip
+        host = ("--ellm-host-kv-tokens", str(self.ample_tokens))
+        # One process serves both: its pool is ample, and is used in part.
+        wide = ("--ellm-device-kv-tokens", str(self.ample_tokens), *device[2:])
+        ellm = Contender(ELLM, (*common, "--ellm-policy", self.policy, *wide, *host), False)
+        whole = [
+            Contender("recompute", (*common, "--ellm-mode", "recompute", *device)),
+            Contender("swap", (*common, "--ellm-mode", "swap", *device, *host)),
+            Contender(STOCK, (*common, "--max-total-tokens", str(self.device_tokens))),
+        ]
+        tuned = [
+            Contender(
+                f"{c.name} {value:g}", (*c.arguments, "--schedule-conservativeness", str(value))
+            )
+            for c in whole
+            if c.name != "swap"
+            for value in self.conservativeness
+        ]
+        every = [ellm, *sorted([*whole, *tuned], key=lambda c: c.name)]
+        return [c for c in every if not self.servers or c.name in self.servers]

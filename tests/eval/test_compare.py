@@ -1,0 +1,101 @@
+"""The comparison's load and ratios; servers themselves are tested in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from ellm_sgl.eval.compare.measure import _run
+from ellm_sgl.eval.compare.plot import plot
+from ellm_sgl.eval.compare.results import Comparison, Run
+from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, KNOWN, UNKNOWN, Cell, Scenario
+from ellm_sgl.eval.compare.table import render
+from ellm_sgl.eval.replay import Outcome, Request
+from ellm_sgl.serve.cli import main
+
+CELL = Cell(3.0, KNOWN)
+SCENARIO = Scenario(requests=8, rounds=2, factors=(3.0,), outputs=(KNOWN,))
+
+
+def test_the_load_exceeds_memory_by_the_factor_on_average() -> None:
+    scenario = Scenario(requests=60)
+    for cell in (Cell(1.5, KNOWN), Cell(3.0, KNOWN)):
+        needs = [
+            sum(len(r.prompt) + r.output_tokens for r in scenario.load(cell, seed))
+            for seed in range(20)
+        ]
+        mean = sum(needs) / len(needs)
+        assert mean / scenario.device_tokens == pytest.approx(cell.factor, rel=0.1)
+
+
+def test_unknown_lengths_are_the_known_ones_that_clients_stop_at() -> None:
+    known, unknown = (SCENARIO.load(Cell(3.0, outputs), seed=4) for outputs in (KNOWN, UNKNOWN))
+    for a, b in zip(known, unknown, strict=True):
+        assert (a.at_s, a.prompt, a.output_tokens) == (b.at_s, b.prompt, b.stop_after)
+        assert b.output_tokens > a.output_tokens and a.exact and not b.exact
+    assert SCENARIO.load(CELL, seed=4) == known and SCENARIO.load(CELL, seed=5) != known
+
+
+def test_servers_share_every_argument_but_their_own() -> None:
+    contenders = {c.name: c.arguments for c in SCENARIO.contenders()}
+    assert list(contenders) == [ELLM, "recompute", "recompute 0.3", "stock", "stock 0.3", "swap"]
+    assert contenders["recompute 0.3"][: len(contenders["recompute"])] == contenders["recompute"]
+    size = str(SCENARIO.device_tokens)
+    assert all(size in arguments for name, arguments in contenders.items() if name != ELLM)
+    assert [c.name for c in Scenario(servers=("swap",)).contenders()] == ["swap"]
+
+
+def outcome(seconds: float, tokens: int = 11) -> Outcome:
+    times = [0.5 + seconds * i / (tokens - 1) for i in range(tokens)]
+    return Outcome(Request(0.0, (1,), tokens), 0.0, times, list(range(tokens)), "length")
+
+
+def run(server: str, seconds: float, number: int = 0, baseline: bool = True) -> Run:
+    counted = {"retracted": 1, "sat_out_total": 2, "recomputed_tokens_total": 0,
+               "fetched_units_total": 0, "swap_stall_ms_total": 0}  # fmt: skip
+    outcomes = [outcome(seconds), outcome(seconds / 2)]
+    return _run(SCENARIO, CELL, number, (server, baseline), outcomes, counted, outcomes)
+
+
+@pytest.fixture
+def found() -> Comparison:
+    runs = []
+    for number in range(2):
+        runs += [run(AMPLE, 0.5, number, False), run(ELLM, 1.0, number, False)]
+        runs += [run("recompute", 3.0, number), run("swap", 2.0, number)]
+    return Comparison(SCENARIO, tuple(runs))
+
+
+def test_a_run_counts_what_happened() -> None:
+    one = run("swap", 1.0)
+    assert one.preempted == 3 and one.longest_pause_s == pytest.approx(0.1)
+    assert one.slo_attainment == 0.5, "100 ms per token is beyond the 50 ms, 50 ms is not"
+    assert one.same_output == 1.0 and len(one.tokens_at_s) == 22
+
+
+def test_ellm_is_held_against_the_best_baseline(found: Comparison) -> None:
+    (ratios,) = found.ratios()
+    assert ratios.best == "swap"
+    assert ratios.of_best == pytest.approx(2.5 / 1.5) and ratios.of_ample == pytest.approx(1 / 1.5)
+    assert ratios.tpot_p99_of_best == pytest.approx(0.5)
+
+
+def test_table_plot_and_json(found: Comparison, tmp_path: Path) -> None:
+    console = Console(width=80, record=True)
+    for part in render(found):
+        console.print(part)
+    text = console.export_text()
+    assert "recompute" in text and "1.67 x the tokens/s of swap" in text
+    assert max(map(len, text.splitlines())) <= 80
+    plot(found, tmp_path / "series.png")
+    assert (tmp_path / "series.png").stat().st_size > 1000
+    assert len(json.loads(json.dumps(found.to_json()))["runs"]) == 8
+
+
+def test_a_server_that_does_not_exist_is_named() -> None:
+    done = CliRunner().invoke(main, ["compare", "--servers", "ellm,vllm"])
+    assert done.exit_code == 1 and "--servers vllm: give some of ellm, recompute" in done.output
