@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -91,7 +91,7 @@ def _run(
     number: int,
     server: tuple[str, bool],
     outcomes: Sequence[Outcome],
-    counted: dict[str, float],
+    counted: Mapping[str, float],
     expected: Sequence[Outcome] | None,
 ) -> Run:
     gaps = [float(np.diff(o.token_s).max()) for o in outcomes if len(o.token_s) > 1]

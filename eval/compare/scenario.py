@@ -105,7 +105,7 @@ class Scenario:
 
     def contenders(self) -> list[Contender]:
         """The servers, in the order of the table; `AMPLE` is `ELLM`'s with more memory."""
-        model = DEMO_ARGUMENTS
+        model: tuple[str, ...] = DEMO_ARGUMENTS
         if self.model_path is not None:
             model = ("--model-path", self.model_path)
         common = (*model, "--disable-radix-cache")
