@@ -17,8 +17,9 @@ def mixed_attention(
     layout: GroupLayout,
     scale: float,
     out_rows: int | None = None,
+    delta: float = 0.5,
 ) -> torch.Tensor:
-    """See `reference.mixed_attention`: same arguments, same result."""
+    """See `reference.mixed_attention`: same arguments, same result, one request at a time."""
     write = layout.write_units, layout.write_offsets
     keys[write] = k[layout.write_rows].to(keys.dtype)
     values[write] = v[layout.write_rows].to(values.dtype)

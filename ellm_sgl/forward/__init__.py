@@ -1,5 +1,6 @@
 """From page table to rows: the step plan, and the rows' way through the model."""
 
+from ellm_sgl.forward.device_streamer import DeviceStreamer
 from ellm_sgl.forward.hidden import Capture, HiddenStates, plan_capture
 from ellm_sgl.forward.plan import NewTokens, StepPlan, plan_step
 from ellm_sgl.forward.restoration import (
@@ -13,6 +14,7 @@ from ellm_sgl.forward.streamer import Streamer
 
 __all__ = [
     "Capture",
+    "DeviceStreamer",
     "GroupTransfer",
     "HiddenStates",
     "Missing",

@@ -22,6 +22,7 @@ import torch
 
 from ellm_sgl.forward.restoration import GroupTransfer, Restoration
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
+from ellm_sgl.kernels.upload import upload
 from ellm_sgl.kv import NONE, PageTable
 from ellm_sgl.kv.shape import IntArray
 
@@ -245,4 +246,4 @@ def _concatenate(
 def _tensor(
     array: npt.NDArray[np.int32] | npt.NDArray[np.int64], device: str | torch.device
 ) -> torch.Tensor:
-    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device, non_blocking=True)
+    return upload(array.astype(np.int64, copy=False), device)

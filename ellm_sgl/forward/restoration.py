@@ -35,16 +35,17 @@ class GroupTransfer:
     """What the layers of one group need from the host."""
 
     sources: torch.Tensor
-    """int64 [n]: host units, of KV or, with `positions`, of hidden states."""
+    """int64 [n]: host units, of KV or, with `positions`, of hidden states.
+    All three are on the host."""
     targets: torch.Tensor
     """int64 [n]: device units."""
     positions: torch.Tensor | None = None
     """int64 [n, block_tokens]: of the tokens whose hidden states are to be projected."""
 
     @staticmethod
-    def of(sources: IntArray, targets: IntArray, device: str | torch.device) -> GroupTransfer:
-        """From unit numbers; `device` is where the device's units are."""
-        return GroupTransfer(_index(sources, "cpu"), _index(targets, device))
+    def of(sources: IntArray, targets: IntArray) -> GroupTransfer:
+        """From unit numbers."""
+        return GroupTransfer(_index(sources), _index(targets))
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,6 @@ def plan_restoration(
     missing: Missing,
     recompute_share: float,
     slots: int,
-    device: str | torch.device = "cpu",
 ) -> Restoration:
     """Choose, per missing block, the layers to compute again; fetch the rest. Borrows units.
 
@@ -122,7 +122,6 @@ def plan_restoration(
         recompute_share: φ, the share of the layers to compute again where the host has a copy;
             without one, blocks are computed again as far as needed.
         slots: layer groups in flight.
-        device: where index tensors go.
     """
     groups = np.arange(table.shape.num_groups)
     on_host = np.asarray(table.host.units[missing.blocks] != NONE)
@@ -148,7 +147,7 @@ def plan_restoration(
         blocks=missing.blocks,
         depths=depths,
         staged=staged,
-        transfers=_transfers(table, missing.blocks, targets, fetch, device),
+        transfers=_transfers(table, missing.blocks, targets, fetch),
         borrowed=borrowed,
     )
 
@@ -167,11 +166,7 @@ def _ring(borrowed: IntArray, slots: int, groups: int) -> list[IntArray]:
 
 
 def _transfers(
-    table: PageTable,
-    blocks: IntArray,
-    targets: IntArray,
-    fetch: BoolArray,
-    device: str | torch.device,
+    table: PageTable, blocks: IntArray, targets: IntArray, fetch: BoolArray
 ) -> tuple[GroupTransfer, ...]:
     if not fetch.any():
         return ()
@@ -180,13 +175,13 @@ def _transfers(
     positions = table.starts_of(blocks)[:, None] + places
     return tuple(
         GroupTransfer(
-            _index(sources[wanted, g], "cpu"),
-            _index(targets[wanted, g], device),
-            _index(positions[wanted], device) if g < table.host.hidden_groups else None,
+            _index(sources[wanted, g]),
+            _index(targets[wanted, g]),
+            _index(positions[wanted]) if g < table.host.hidden_groups else None,
         )
         for g, wanted in enumerate(fetch.T)
     )
 
 
-def _index(units: IntArray, device: str | torch.device) -> torch.Tensor:
-    return torch.from_numpy(units.astype(np.int64)).to(device, non_blocking=True)
+def _index(units: IntArray) -> torch.Tensor:
+    return torch.from_numpy(units.astype(np.int64))

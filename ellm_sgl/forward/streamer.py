@@ -7,8 +7,8 @@ What a later step needs (requests that sit this one out and come back) is copied
 Where the host has hidden states instead of KV, the worker projects them to KV as well, so that
 for the layers they arrive like any other units.
 
-On a CPU host the worker is a thread, whose copies release the interpreter's lock. With overlap
-off, each group is copied when its first layer asks for it.
+The worker is a thread, whose copies release the interpreter's lock: this is for CPU hosts
+(`device_streamer` for CUDA). With overlap off, each group is copied when its first layer asks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Streamer:
 
     def save(self, device_units: IntArray, host_units: IntArray) -> None:
         """Copy device units to host units; returns when the copy is made."""
-        source = torch.from_numpy(device_units.astype(np.int64)).to(self._device.device)
+        source = torch.from_numpy(device_units.astype(np.int64))
         target = torch.from_numpy(host_units.astype(np.int64))
         self._copy_units(self._host, target, self._device, source)
 

@@ -18,6 +18,7 @@ class KVPool:
     are interchangeable, which is worth more than those columns.
 
     With `path` the buffer is that file, mapped into memory; it is created, or grown, as needed.
+    `pinned` is for a pool in host memory with which a CUDA device exchanges units.
     """
 
     def __init__(
@@ -29,13 +30,14 @@ class KVPool:
         dtype: torch.dtype,
         device: str | torch.device,
         path: Path | None = None,
+        pinned: bool = False,
     ) -> None:
         self.shape = shape
         self.num_units = num_units
         # Not zeroed: nothing is read before it is written (the kernel tests poison the rest), and
         # on a CPU host memory that no request has used yet is not taken from the others.
         size = (num_units + 1, shape.layer_group, 2, shape.block_tokens, kv_heads, head_dim)
-        self.buffer = _buffer(size, dtype, device, path)
+        self.buffer = _buffer(size, dtype, device, path, pinned)
 
     @property
     def nbytes(self) -> int:
@@ -91,9 +93,13 @@ class HiddenPool:
 
 
 def _buffer(
-    size: tuple[int, ...], dtype: torch.dtype, device: str | torch.device, path: Path | None
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str | torch.device,
+    path: Path | None,
+    pinned: bool = False,
 ) -> torch.Tensor:
     """Uninitialised memory; with `path`, that file, created or grown as needed."""
     if path is None:
-        return torch.empty(size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
     return torch.from_file(str(path), shared=True, size=math.prod(size), dtype=dtype).view(size)

@@ -1,4 +1,4 @@
-"""`ellm-sgl kernels`: build the C++ attention kernels, and measure them."""
+"""`ellm-sgl kernels`: build the C++ attention kernels; measure these, or a CUDA device's."""
 
 from __future__ import annotations
 
@@ -32,14 +32,23 @@ def build() -> None:
 
 @kernels.command()
 @click.option("--rounds", default=9, show_default=True, help="Odd, for a median.")
-@click.option("--threads", type=int, help="[default: PyTorch's]")
-@click.option("--largest-context", default=65536, show_default=True, help="From 32768 on, doubled.")
+@click.option("--threads", type=int, help="CPU only.  [default: PyTorch's]")
+@click.option(
+    "--largest-context", default=65536, show_default=True, help="CPU only. From 32768 on, doubled."
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
-def bench(rounds: int, threads: int | None, largest_context: int, as_json: bool) -> None:
-    """Time the kernels against PyTorch's and against the machine's limits.
+def bench(
+    rounds: int, threads: int | None, largest_context: int, device: str, as_json: bool
+) -> None:
+    """Time the kernels against PyTorch's (on CUDA: FlashInfer's) and the machine's limits.
 
-    `read` and `mul.`: share of the machine's read bandwidth and of its fp32 matrix-product rate.
+    `read` and `mul.`: share of the machine's read bandwidth and of its matrix-product rate (fp32
+    on the CPU; copy bandwidth and bf16 on CUDA).
     """
+    if device == "cuda":
+        _bench_cuda(rounds, as_json)
+        return
     from ellm_sgl.serve.process import SERVER_ENVIRONMENT
 
     for name, value in SERVER_ENVIRONMENT.items():  # before PyTorch reads it: as servers run
@@ -74,6 +83,38 @@ def bench(rounds: int, threads: int | None, largest_context: int, as_json: bool)
     Console().print(_table(results))
     line = ", ".join(f"{name} {value:.0f}" for name, value in limits.items())
     Console().print(f"machine (GB/s, GFLOP/s): {line}; {torch.get_num_threads()} threads")
+
+
+def _bench_cuda(rounds: int, as_json: bool) -> None:
+    import torch
+
+    from ellm_sgl.kernels import bench_gpu as benchmark
+
+    if not torch.cuda.is_available():
+        raise click.ClickException("--device cuda: there is no CUDA device; leave it out")
+    limits = benchmark.limits()
+    results = []
+    for case in benchmark.cases():
+        click.echo(f"{case}", err=True)
+        results.append(benchmark.measure(case, rounds, limits))
+    if as_json:
+        found = [result.to_json() for result in results]
+        name = torch.cuda.get_device_name()
+        click.echo(json.dumps({"device": name, "machine": limits, "results": found}))
+        return
+    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    for heading in ("batch×context", "r", "heads/kv", "ms", "δ", "read", "mul.", "times faster"):
+        table.add_column(heading, no_wrap=True)
+    for result in results:
+        case = result.case
+        table.add_row(
+            f"{case.batch}×{case.context}", f"{case.missing:g}", f"{case.heads}/{case.kv_heads}",
+            f"{result.milliseconds[f'fused {result.best_delta}']:.3f}", str(result.best_delta),
+            f"{result.read_share:.0%}", f"{result.multiply_share:.0%}",
+            "\n".join(f"{name} {ratio:.2f}" for name, ratio in result.ratio.items()),
+        )  # fmt: skip
+    Console().print(table)
+    Console().print(", ".join(f"{name} {value:.0f}" for name, value in limits.items()))
 
 
 def _table(results: list[Any]) -> Table:

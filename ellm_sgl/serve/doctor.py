@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import sys
 import warnings
@@ -84,15 +85,19 @@ def _sglang() -> Iterator[Finding]:
 def _accelerator() -> Iterator[Finding]:
     import torch
 
+    from ellm_sgl.sglang import cuda
     from ellm_sgl.sglang.platform_entry import activate
 
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
+        tried = cuda.available() and os.environ.get(cuda.EXPERIMENTAL) == "1"
         yield Finding(
             "platform",
-            False,
-            f"{device}: SGLang runs as stock here",
-            "eLLM itself runs on x86 CPU hosts so far",
+            tried,
+            f"{device}: {'eLLM runs experimentally' if tried else 'SGLang runs as stock'} here",
+            ""
+            if tried
+            else f"eLLM has not been run on a device yet; to try it set {cuda.EXPERIMENTAL}=1",
         )
     elif activate() is None:
         yield Finding(

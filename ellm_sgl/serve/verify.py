@@ -20,6 +20,7 @@ import httpx
 
 from ellm_sgl.config import ELLM, RECOMPUTE
 from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.sglang import cuda
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
 """Prompt lengths in tokens: around block boundaries, and up to many blocks."""
@@ -40,6 +41,8 @@ BASELINE_OUTPUT_TOKENS = 160
 """At least so many, where a baseline is verified: prompts alone preempt nobody."""
 EAGER = ("--schedule-conservativeness", "0.05")
 """SGLang admits with hardly a thought of outputs, so that requests get in each other's way."""
+ON_CUDA = ("--attention-backend", "torch_native")
+"""The one of stock SGLang's backends there that computes fp32 as fp32."""
 Say = Callable[[str], None]
 
 
@@ -139,7 +142,8 @@ def verify(
     for dtype in dtypes:
         common = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
         say(f"{dtype}: stock SGLang, everything cached")
-        with ServerProcess([*common, "--max-total-tokens", str(2 * POOL_TOKENS)]) as server:
+        stock = [*common, "--max-total-tokens", str(2 * POOL_TOKENS)]
+        with ServerProcess([*stock, *(ON_CUDA if cuda.available() else ())]) as server:
             reference = generate(server.url, prompts, output_tokens)
         compared = _Compared(dtype, prompts, output_tokens, reference, say)
         common += ["--ellm-block-tokens", str(block_tokens)]

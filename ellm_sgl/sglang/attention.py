@@ -8,22 +8,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.runtime_context import get_parallel
 
 from ellm_sgl.kernels.choose import choose
-from ellm_sgl.sglang import runtime
-from ellm_sgl.sglang.platform import ATTENTION_BACKEND
+from ellm_sgl.sglang import cuda, runtime
+from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from ellm_sgl.forward import StepPlan
+    from ellm_sgl.kernels.triton.graph import GraphSteps
+
 logger = logging.getLogger(__name__)
 
 
 def register_backend() -> None:
-    """Stand in for SGLang's `torch_native`, the name under which it avoids Triton kernels."""
+    """Stand in for SGLang's `torch_native`, the name under which it avoids Triton kernels; and
+    go by a name of our own where it should not."""
     register_attention_backend(ATTENTION_BACKEND)(EllmAttention)
+    register_attention_backend(cuda.ATTENTION_BACKEND)(EllmAttention)
 
 
 class EllmAttention(AttentionBackend):
@@ -36,10 +42,41 @@ class EllmAttention(AttentionBackend):
         self._runtime = runtime.current()
         pool = self._runtime.pool.buffer
         self._kernel, chosen = choose(pool.device, pool.shape[-1], runner.dtype, pool.dtype)
+        self._model_config = runner.model_config
+        self._graphs: GraphSteps | None = None
         logger.info("eLLM attention: %s", chosen)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare: the plan was made before the forward pass."""
+
+    # -- CUDA graphs, of decode steps with nothing missing ------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        from ellm_sgl.kernels.triton.attention import FusedAttention
+        from ellm_sgl.kernels.triton.graph import GraphSteps
+
+        pool, heads = self._runtime.pool, self._model_config.num_attention_heads
+        heads //= get_parallel().attn_tp_size
+        groups = pool.shape.num_groups
+        # What the device holds, and again as much for prefixes that requests share.
+        most_blocks = 2 * pool.num_units // groups + max_bs
+        kernel, keys = FusedAttention(pool.buffer.device), pool.keys(0)
+        self._graphs = GraphSteps(kernel, groups, max_bs, most_blocks, keys, heads)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def may_replay(self, plan: StepPlan) -> bool:
+        """Whether a captured graph does what `plan` says."""
+        nothing_missing = not plan.span_rows and not plan.transfers
+        return self._graphs is not None and nothing_missing and self._graphs.fits(plan.groups)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        if not in_capture:
+            assert self._graphs is not None and self._runtime.plan is not None
+            self._graphs.load(self._runtime.plan.groups)
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._attend(*args, **kwargs)
@@ -57,22 +94,30 @@ class EllmAttention(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         plan, pool = self._runtime.plan, self._runtime.pool
-        assert plan is not None, "attention outside of a planned step"
         shape, index = pool.shape, layer.layer_id
         group = shape.group_of(index)
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
+        v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        keys, values = pool.keys(index), pool.values(index)
+        if plan is None:
+            assert self._graphs is not None, "attention outside of a planned step"
+            out = self._graphs.run(q, k, v, keys, values, group, layer.scaling)
+            return out.view(len(out), -1)
         streamer = self._runtime.streamer
         if streamer is not None and index % shape.layer_group == 0:
             streamer.wait(group)
         out = self._kernel(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            pool.keys(index),
-            pool.values(index),
+            q,
+            k,
+            v,
+            keys,
+            values,
             plan.groups[group],
             layer.scaling,
             # What the next layer needs: in a group's last layer some rows have done their part.
             out_rows=plan.rows_in(group + 1 if shape.ends_group(index) else group),
+            delta=self._runtime.delta(),
         )
         if streamer is not None and shape.ends_group(index):
             streamer.done(group)

@@ -1,4 +1,4 @@
-"""Hook around the forward pass."""
+"""Hooks around the forward pass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from ellm_sgl.control import planned_work
 from ellm_sgl.sglang import runtime
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+_SEQ_IDS = "_ellm_seq_ids"
+"""Attribute of a `ForwardBatch`: its requests' rows, known to the host."""
+
+
+def note_requests(result: ForwardBatch, _: type, batch: ScheduleBatch, *__: Any, **___: Any) -> Any:
+    """After `ForwardBatch.init_new`: asking the device whose rows these are would wait for it."""
+    rows = batch.req_pool_indices_cpu
+    setattr(result, _SEQ_IDS, [] if rows is None else rows.tolist())
+    return result
 
 
 def run_step(
@@ -24,7 +36,7 @@ def run_step(
     ours = runtime.current()
     if forward_batch.forward_mode.is_idle():
         return original(runner, forward_batch, *args, **kwargs)
-    seq_ids = forward_batch.req_pool_indices.tolist()
+    seq_ids = getattr(forward_batch, _SEQ_IDS)
     if forward_batch.forward_mode.is_decode():
         plan = ours.plan_decode(seq_ids)
         decoding = True

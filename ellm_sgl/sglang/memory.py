@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import RECOMPUTE, ConfigError, EllmConfig
 from ellm_sgl.control import ElasticMemory
-from ellm_sgl.forward import HiddenStates, Streamer
+from ellm_sgl.forward import DeviceStreamer, HiddenStates, Streamer
 from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.kv import HiddenPool, KVPool, OutOfBlocksError, PageTable, PoolShape
 from ellm_sgl.latency import hidden_layers
@@ -74,7 +74,8 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
     heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
     dtype = configurator.kv_cache_dtype
     pool = KVPool(shape, units, heads, model.head_dim, dtype, configurator.device)
-    streamer, hidden = None, None
+    streamer: Streamer | DeviceStreamer | None = None
+    hidden: HiddenStates | None = None
     if host_units:
         if shape.num_groups <= SLOTS:
             logger.warning(
@@ -83,12 +84,18 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
                 shape.layer_group, shape.num_groups, SLOTS,
             )  # fmt: skip
         path = None if settings.host_path is None else Path(settings.host_path)
-        host = KVPool(shape, table.host.kv_units, heads, model.head_dim, dtype, "cpu", path)
+        on_cpu = pool.buffer.device.type == "cpu"
+        host = KVPool(
+            shape, table.host.kv_units, heads, model.head_dim, dtype, "cpu", path, not on_cpu
+        )
         if hidden_groups:
             hidden = HiddenStates(_hidden_pool(table, model, path), pool)
-        copy = choose_copy(pool.buffer.device, host.buffer.device)
-        project = None if hidden is None else hidden.restore
-        streamer = Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
+        if on_cpu:
+            copy = choose_copy(pool.buffer.device, host.buffer.device)
+            project = None if hidden is None else hidden.restore
+            streamer = Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
+        else:
+            streamer = DeviceStreamer(host.buffer, pool.buffer, SLOTS, settings.overlap)
     ours: runtime.Runtime
     elastic = ElasticMemory(
         table,
@@ -288,6 +295,6 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
     def _free_pages(self, pages: torch.Tensor) -> None:
         if self._group is None:
             with runtime.current().bookkeeping():
-                self._table.release(torch.unique(pages).numpy())
+                self._table.release(torch.unique(pages).cpu().numpy())
         else:
             self._group.append(pages)

@@ -15,13 +15,11 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.kernels.cpu.library import load
+from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-ATTENTION_BACKEND = "torch_native"
-"""SGLang takes its paths without Triton kernels for this name, whatever class it stands for. With
-eLLM enabled it stands for eLLM's."""
 CPU_BACKEND = "ellm_cpu"
 """`cpu_attention.CpuAttention`, for stock SGLang."""
 GRAMMAR_BACKEND = "llguidance"

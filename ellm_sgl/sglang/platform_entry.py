@@ -7,6 +7,10 @@ import platform
 
 import torch
 
+ATTENTION_BACKEND = "torch_native"
+"""SGLang takes its paths without Triton kernels for this name, whatever class it stands for. With
+eLLM enabled on the CPU platform it stands for eLLM's."""
+
 PLATFORM = "ellm_sgl.sglang.platform:EllmCpuPlatform"
 
 

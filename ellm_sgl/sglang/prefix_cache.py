@@ -74,7 +74,7 @@ class EllmRadixCache(RadixCache):
     def insert(self, params: InsertParams) -> InsertResult:
         """Insert, and give the tree back any KV that the request has and the tree had lost."""
         cached = super().match_prefix(MatchPrefixParams(key=params.key)).device_indices
-        lost = self._table.depth(cached[:: self.page_size].numpy() // self.page_size) > 0
+        lost = self._table.depth(cached[:: self.page_size].cpu().numpy() // self.page_size) > 0
         for i in np.flatnonzero(lost):
             at = int(i) * self.page_size
             old, new = (int(t[at]) // self.page_size for t in (cached, params.value))

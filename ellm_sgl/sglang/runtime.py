@@ -14,6 +14,7 @@ from ellm_sgl.config import EllmConfig
 from ellm_sgl.control import ElasticMemory
 from ellm_sgl.forward import (
     Capture,
+    DeviceStreamer,
     GroupTransfer,
     HiddenStates,
     Missing,
@@ -30,6 +31,7 @@ from ellm_sgl.kv import KVPool, PageTable
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.policies import Threads
 from ellm_sgl.policies.rotation_limits import LINK_SHARE
+from ellm_sgl.policies.threads import ALL_THREADS
 from ellm_sgl.sglang.projections import Projections
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class Runtime:
         table: PageTable,
         pool: KVPool,
         elastic: ElasticMemory,
-        streamer: Streamer | None,
+        streamer: Streamer | DeviceStreamer | None,
         hidden: HiddenStates | None = None,
     ) -> None:
         self.config = config
@@ -147,7 +149,7 @@ class Runtime:
         if restore:
             self.elastic.restore(seq_ids, missing.blocks)
         self._restoration = plan_restoration(
-            table, missing, self._recompute_share(), self.elastic.slots, self.pool.buffer.device
+            table, missing, self._recompute_share(), self.elastic.slots
         )
         depths = [self._restoration.depths_of(table.blocks_of(s)) for s in seq_ids]
         plan = plan_step(
@@ -176,7 +178,7 @@ class Runtime:
         sources, targets = self.elastic.fetch_ahead(resting, decoding, most)
         if not len(sources):
             return None
-        return GroupTransfer.of(sources, targets, self.pool.buffer.device)
+        return GroupTransfer.of(sources, targets)
 
     def _recompute_share(self) -> float:
         """φ = l2 / (l1 + l2), as the policy answered the threads question."""
@@ -184,6 +186,10 @@ class Runtime:
             return 0.0
         l1, l2 = self.threads.swap_layers, self.threads.recompute_layers
         return l2 / (l1 + l2)
+
+    def delta(self) -> float:
+        """δ as a share of the processor, 0..1, as the policy answered the threads question."""
+        return 0.5 if self.threads is None else self.threads.delta / ALL_THREADS
 
     @contextmanager
     def running(self, runner: ModelRunner, plan: StepPlan) -> Iterator[None]:

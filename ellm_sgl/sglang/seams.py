@@ -225,6 +225,28 @@ SEAMS: tuple[Seam, ...] = (
         "SGLang's own memory check counts every running request",
     ),
     Seam(
+        f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new",
+        "AFTER",
+        f"{_OURS}.forwarding:note_requests",
+        When.ENABLED,
+        "whose rows a step has, from the host's copy of the indices",
+    ),
+    Seam(
+        f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+        ".can_run_graph",
+        "AROUND",
+        f"{_OURS}.cuda:may_replay",
+        When.ENABLED,
+        "CUDA graphs only for decode steps with nothing missing",
+    ),
+    Seam(
+        f"{_SRT}.models.utils.enable_fused_set_kv_buffer",
+        "AROUND",
+        f"{_OURS}.cuda:keep_writes",
+        When.ENABLED,
+        "on CUDA some models would write KV by slot, past the attention backend",
+    ),
+    Seam(
         f"{_RUNNER}.forward",
         "AROUND",
         f"{_OURS}.forwarding:run_step",

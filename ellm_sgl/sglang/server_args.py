@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ellm_sgl.config import ELLM, ConfigError, EllmConfig
 from ellm_sgl.flags import FLAGS, Flag
 from ellm_sgl.settings import settle
-from ellm_sgl.sglang.platform_entry import activate
+from ellm_sgl.sglang import cuda
+from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
 from ellm_sgl.sglang.seams import SGLANG_VERSIONS, moved_seams
 
 if TYPE_CHECKING:
@@ -116,16 +117,14 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
         )
     args.page_size = config.block_tokens
     args.radix_cache_backend = PREFIX_CACHE
+    if cuda.available():
+        cuda.adapt(args)
     original(args)
     if args.model_path.lower() in ("none", "dummy"):
         return None
     _refuse_unsupported(args)  # again: SGLang may have set some of them itself
-    if activate() is None:
-        _refuse(
-            f"--ellm-policy: eLLM runs on x86 CPU hosts so far, and this host is none; use "
-            f"--ellm-policy {OFF}"
-        )
-    if args.attention_backend != "torch_native":
+    backend = _attention_backend(config)
+    if args.attention_backend != backend:
         _refuse(
             f"--attention-backend {args.attention_backend}: eLLM brings its own attention; "
             "leave it out"
@@ -143,6 +142,18 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             "at most"
         )
     return None
+
+
+def _attention_backend(config: EllmConfig) -> str:
+    """The name under which SGLang finds eLLM's attention on this host; refuses other hosts."""
+    if activate() is not None:
+        return ATTENTION_BACKEND
+    problem = "eLLM runs on x86 CPU hosts so far, and this host is none"
+    if cuda.available():
+        if (found := cuda.problem(config)) is None:
+            return cuda.ATTENTION_BACKEND
+        problem = found
+    _refuse(f"--ellm-policy: {problem}; or use --ellm-policy {OFF}")
 
 
 def _refuse_other_sglang() -> None:

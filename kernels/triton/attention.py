@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from ellm_sgl.kernels.layout import GroupLayout, RequestLayout
+from ellm_sgl.kernels.layout import GroupLayout
 from ellm_sgl.kernels.triton.kernel import QUEUES, fused_attention
 from ellm_sgl.kernels.triton.plan import FIELDS, STEP, Tiles, TileSizes, cut, span_blocks
 from ellm_sgl.kernels.upload import upload
@@ -41,7 +41,6 @@ def k1_programs(delta: float, programs: int) -> int:
 class Prepared:
     """The work of one layer group as the kernel reads it, on the device."""
 
-    requests: tuple[RequestLayout, ...]
     tiles: torch.Tensor
     """int32 [1 + n, 12]: first the numbers of K1's and of K2's tiles, then the tiles."""
     blocks: torch.Tensor
@@ -103,7 +102,8 @@ class FusedAttention:
             raise ValueError(f"{q.shape[0]} rows, the layout speaks of {layout.rows}")
         prepared = self.prepare(layout, keys.shape[1], q.shape[1] // keys.shape[2])
         rows = layout.rows if out_rows is None else out_rows
-        return self.run(q, k, v, keys, values, prepared, scale, rows, delta)
+        out = q.new_empty((rows, *q.shape[1:]))
+        return self.run(q, k, v, keys, values, prepared, scale, out, delta)
 
     def prepare(self, layout: GroupLayout, block_tokens: int, group: int) -> Prepared:
         """Upload a layout's tiles. Layers of a group follow one another, so the last one is kept,
@@ -123,7 +123,6 @@ class FusedAttention:
             tiles = upload(packed(cut_tiles), self._device)
             rows, merged = cut_tiles.partial_rows, cut_tiles.merged
         prepared = Prepared(
-            layout.requests,
             tiles,
             self._blocks(layout, block_tokens),
             _row_numbers(layout, self._device),
@@ -144,10 +143,14 @@ class FusedAttention:
         values: torch.Tensor,
         work: Prepared,
         scale: float,
-        out_rows: int,
+        out: torch.Tensor,
         delta: float,
     ) -> torch.Tensor:
-        """One launch; nothing here waits for the device or depends on what is in its memory."""
+        """One launch; nothing here waits for the device or depends on what is in its memory.
+
+        Args:
+            out: [out_rows, heads, head_dim], contiguous; returned.
+        """
         heads, head_dim = q.shape[1:]
         block_tokens, kv_heads = keys.shape[1:3]
         if not supports(head_dim, q.dtype, keys.dtype):
@@ -156,11 +159,10 @@ class FusedAttention:
             raise ValueError(f"strides of keys and values: {keys.stride()}, {values.stride()}")
         self.make_room(work.partial_rows * kv_heads, work.merged * kv_heads, block_of(head_dim))
         q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
-        out = q.new_empty((out_rows, heads, head_dim))
         fused_attention[(self.programs,)](
             q, k, v, keys, values, out, work.write_rows, work.write_units, work.write_offsets,
             work.blocks, work.tiles, self._queues, self._arrived, self._sums, self._stats,
-            len(work.write_units), out_rows, k1_programs(delta, self.programs),
+            len(work.write_units), len(out), k1_programs(delta, self.programs),
             scale * math.log2(math.e),
             q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
             **constants(kv_heads, heads // kv_heads, head_dim, block_tokens, q.element_size()),

@@ -81,12 +81,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self.indptr, self.indices = paged_kv_indptr, paged_kv_indices
         self.last = paged_kv_last_page_len
 
-    def run(self, q: torch.Tensor, cache: Any, return_lse: bool) -> Any:
+    def run(self, q: torch.Tensor, cache: Any, return_lse: bool = False) -> Any:
         def kv(i: int) -> list[torch.Tensor]:
             own = self.indices[self.indptr[i] : self.indptr[i + 1]]
             return _gather(cache, own, int(self.last[i]))
 
-        return self._ranges(q, self.starts, kv, self.causal)
+        out, lse = self._ranges(q, self.starts, kv, self.causal)
+        return (out, lse) if return_lse else out
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
@@ -102,16 +103,39 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
             sm_scale,
         )
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Any:
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False
+    ) -> Any:
         assert int(self.kv_starts[-1]) == len(k) == len(v)
 
         def kv(i: int) -> list[torch.Tensor]:
             return [x[self.kv_starts[i] : self.kv_starts[i + 1]] for x in (k, v)]
 
-        return self._ranges(q, self.starts, kv, self.causal)
+        out, lse = self._ranges(q, self.starts, kv, self.causal)
+        return (out, lse) if return_lse else out
 
 
 def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     both = torch.logaddexp2(s_a.double(), s_b.double())
     shares = [torch.exp2(s - both)[..., None] for s in (s_a.double(), s_b.double())]
     return (shares[0] * v_a + shares[1] * v_b).to(v_a.dtype), both.float()
+
+
+class BatchPODWithPagedKVCacheWrapper(_Wrapper):
+    def plan(
+        self, qo_indptr_p: Any, kv_indptr_p: Any, kv_indices_p: Any, last_page_len_p: Any,
+        qo_indptr_d: Any, kv_indptr_d: Any, kv_indices_d: Any, last_page_len_d: Any,
+        num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, sm_scale: float,
+        q_data_type: Any, kv_data_type: Any,
+    ) -> None:  # fmt: skip
+        sizes = num_qo_heads, num_kv_heads, head_dim, page_size
+        self.parts = [BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), "NHD") for _ in range(2)]
+        pages = kv_indptr_p, kv_indices_p, last_page_len_p
+        self.parts[0].plan(qo_indptr_p, *pages, *sizes, causal=True, sm_scale=sm_scale)
+        pages = kv_indptr_d, kv_indices_d, last_page_len_d
+        self.parts[1].plan(qo_indptr_d, *pages, *sizes, sm_scale=sm_scale)
+
+    def run(self, q_p: Any, cache_p: Any, q_d: Any, cache_d: Any, causal_p: bool) -> Any:
+        assert causal_p
+        prefill, decode = self.parts
+        return prefill.run(q_p, cache_p), decode.run(q_d, cache_d)

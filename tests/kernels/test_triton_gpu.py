@@ -70,10 +70,12 @@ def test_a_graph_replays_the_launch() -> None:
     kernel = FusedAttention(CUDA)
     expected, _, _ = there.run(kernel)
     prepared = kernel.prepare(there.layout, there.keys.shape[1], MIXED.group)
-    keys, values, rows = there.keys.clone(), there.values.clone(), there.layout.rows
+    keys, values = there.keys.clone(), there.values.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernel.run(there.q, there.k, there.v, keys, values, prepared, there.scale, rows, 0.5)
+        out = kernel.run(
+            there.q, there.k, there.v, keys, values, prepared, there.scale, expected.clone(), 0.5
+        )
     for _ in range(3):
         out.zero_()
         graph.replay()

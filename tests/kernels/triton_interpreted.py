@@ -3,11 +3,14 @@ own: TRITON_INTERPRET=1 must be set before anything imports triton."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ellm_sgl.kernels import reference
 from ellm_sgl.kernels.triton.attention import FusedAttention
+from ellm_sgl.kernels.triton.graph import GraphSteps
 from tests.kernels.cpu_steps import F16, F32, Inputs, Sizes, make
 
 CPU = torch.device("cpu")
@@ -63,6 +66,42 @@ def test_only_the_rows_asked_for() -> None:
     assert torch.equal(out, expected[:new_rows])
     _, *expected_pool = inputs.run(reference.mixed_attention)
     torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
+
+
+def test_steps_at_fixed_addresses() -> None:
+    """What a CUDA graph would replay: the same tensors, loaded anew before each step."""
+    decoding = Sizes(((700, 1), (33, 1), (0, 1)), 16, 1, 2, 32, F32, F32, 0.0)
+    steps = [make(decoding), make(replace(decoding, requests=((20, 1), (530, 1)), seed=1))]
+    pool = steps[0].keys
+    graph = GraphSteps(FusedAttention(CPU, programs=2), 2, 4, 2 * len(pool), pool, heads=2)
+    for inputs in (*steps, steps[0]):
+        layout = replace(inputs.layout, write_rows=slice(0, inputs.layout.rows))
+        assert graph.fits([layout, layout])
+        expected, *expected_pool = inputs.run(reference.mixed_attention)
+        graph.load([layout, layout])
+        keys, values = inputs.keys.clone(), inputs.values.clone()
+        q, k, v = (
+            torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (inputs.q, inputs.k, inputs.v)
+        )
+        out = graph.run(q, k, v, keys, values, 1, inputs.scale)
+        rows = inputs.layout.rows
+        torch.testing.assert_close(
+            out[:rows], expected, rtol=0, atol=inputs.tolerance(longest(inputs))
+        )
+        assert not out[rows:].any(), "rows beyond the batch"
+        stored = [x[1:] for x in (keys, values)]  # unit 0 is scratch
+        torch.testing.assert_close(
+            stored, [x[1:] for x in expected_pool], rtol=0, atol=0, equal_nan=True
+        )
+
+
+def test_steps_that_no_graph_computes() -> None:
+    pool = make(STEPS["everything"]).keys
+    graph = GraphSteps(FusedAttention(CPU, programs=2), 1, 4, 40, pool, heads=2)
+    assert not graph.fits([make(STEPS["everything"]).layout])
+    assert not graph.fits([make(STEPS["decode, missing blocks"]).layout])
+    long = make(Sizes(((800, 1),), 16, 1, 2, 32, F32, F32, 0.0)).layout
+    assert not graph.fits([replace(long, write_rows=slice(0, 1))]), "51 blocks"
 
 
 @pytest.mark.parametrize("seed", range(4))

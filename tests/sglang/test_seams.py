@@ -29,6 +29,9 @@ PARAMETERS = {
     "add_chunked_req": ["self", "req"],
     "_build_token_to_kv_pool": ["self", "sizes"],
     "_build_token_to_kv_pool_allocator": ["self", "sizes", "token_to_kv_pool"],
+    "init_new": ["batch", "model_runner"],
+    "can_run_graph": ["self", "forward_batch"],
+    "enable_fused_set_kv_buffer": ["forward_batch"],
     "get_internal_state": ["self", "recv_req"],
     "set_internal_state": ["self", "recv_req"],
 }

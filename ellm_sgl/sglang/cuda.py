@@ -1,0 +1,67 @@
+"""What is different on a CUDA device. None of it has run on one yet: it has to be asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ellm_sgl.config import EllmConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+EXPERIMENTAL = "ELLM_SGL_EXPERIMENTAL_CUDA"
+"""Environment: 1 lets eLLM run on a CUDA device."""
+
+ATTENTION_BACKEND = "ellm"
+"""Not `torch_native` as on the CPU: for that name SGLang leaves out its Triton kernels and its
+CUDA graphs."""
+
+
+def available() -> bool:
+    """Whether this host has a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def problem(config: EllmConfig) -> str | None:
+    """Why eLLM does not run on this host's CUDA device, in words that follow a flag's name."""
+    if os.environ.get(EXPERIMENTAL) != "1":
+        return (
+            "eLLM has not been run on a CUDA device yet; to try it set "
+            f"{EXPERIMENTAL}=1, and check the outputs with `ellm-sgl verify`"
+        )
+    if config.host_path is not None:
+        return (
+            "--ellm-host-path: a device cannot fetch from a mapped file; leave it out, and the "
+            "host tier is in memory"
+        )
+    return None
+
+
+def adapt(args: ServerArgs) -> None:
+    """Before SGLang resolves its arguments: our attention, and graphs of decode steps only.
+
+    A captured prompt could not recompute what is missing, and has as many shapes as there are
+    chunks; a decode step with nothing missing has one.
+    """
+    if args.attention_backend is None:
+        args.attention_backend = ATTENTION_BACKEND
+    args.disable_prefill_cuda_graph = True
+
+
+def keep_writes(original: Callable[..., bool], *_: Any, **__: Any) -> bool:
+    """Around `enable_fused_set_kv_buffer`: never. Written by slot, KV would land anywhere."""
+    return False
+
+
+def may_replay(original: Callable[..., bool], graph_runner: Any, forward_batch: Any) -> bool:
+    """Around `can_run_graph`: a step that restores something runs layer by layer."""
+    from ellm_sgl.sglang import runtime  # the process that reads arguments has no need of it
+
+    plan = runtime.current().plan
+    if plan is not None and not graph_runner.attn_backend.may_replay(plan):
+        return False
+    return original(graph_runner, forward_batch)

@@ -1,0 +1,241 @@
+"""Everything that needs a CUDA device, in one command: correctness, kernels, serving.
+
+`python -m ellm_sgl.eval.gpu --out FILE [--part NAME ...] [--budget-gb N ...]` writes one JSON file
+and keeps it up to date after every part, so that a run that is cut off has lost only what it was
+doing. A part that fails is noted, with its last words, and the next one begins.
+
+- `tests`: the tests marked `gpu` (from a checkout);
+- `verify`: `ellm-sgl verify` on a tiny model, fp32 and bf16;
+- `bench`: `ellm-sgl kernels bench --device cuda`;
+- `serve`: a model of Llama-2-13B's shape with random weights, stock SGLang and eLLM, at each KV
+  budget. A device that holds one such model holds no two: they run one after the other.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ellm_sgl.eval.replay import Request, replay
+from ellm_sgl.eval.summary import Summary, summarize
+from ellm_sgl.serve.process import ServerError, ServerProcess
+from ellm_sgl.sglang.cuda import EXPERIMENTAL
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel")
+LLAMA_2_13B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 40,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+TOKEN_BYTES = 40 * 2 * 40 * 128 * 2
+"""KV of one token of that model."""
+REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, SECONDS = 32, 512, 256, 8.0
+HOST_SHARE = 4
+"""Tokens of the host tier, in multiples of the device's."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One server under the load."""
+
+    server: str
+    budget_gb: float | None
+    """KV memory; None: all that is left."""
+    exact: bool
+    """Whether the server may rely on the requests' lengths."""
+    summary: Summary
+    state: dict[str, Any]
+    """eLLM's counters; empty for stock."""
+
+
+def device() -> dict[str, Any]:
+    """What it ran on, and when."""
+    import torch
+
+    found = torch.cuda.get_device_properties(0)
+    return {
+        "name": found.name,
+        "memory_gb": found.total_memory / 1e9,
+        "processors": found.multi_processor_count,
+        "capability": [found.major, found.minor],
+        "driver_cuda": torch.version.cuda,
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def run_tests() -> dict[str, Any]:
+    """The tests marked `gpu`."""
+    return _command("-m", "pytest", "-q", "-m", "gpu", "tests/kernels", "tests/forward")
+
+
+def run_verify() -> dict[str, Any]:
+    """`ellm-sgl verify` with this device's kernels."""
+    from ellm_sgl.eval.tiny_models import write
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = write("llama-gqa", Path(folder) / "llama-gqa")
+        return _command(
+            "-m", "ellm_sgl.serve.cli", "verify", "--model-path", str(model), "--json"
+        )  # fmt: skip
+
+
+def run_bench() -> dict[str, Any]:
+    """`ellm-sgl kernels bench --device cuda`."""
+    return _command("-m", "ellm_sgl.serve.cli", "kernels", "bench", "--device", "cuda", "--json")
+
+
+def run_serve(budgets_gb: Sequence[float]) -> dict[str, Any]:
+    """Stock SGLang and eLLM at each KV budget; 0 is all that is left."""
+    served: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_2_13B))
+        for budget in budgets_gb:
+            for name, arguments in servers(folder, budget or None).items():
+                try:
+                    served += map(asdict, serve(name, arguments, budget or None))
+                except ServerError as error:
+                    served.append({"server": name, "budget_gb": budget, "failed": str(error)})
+    return {"ok": not any("failed" in s for s in served), "served": served}
+
+
+def servers(model: str, budget_gb: float | None) -> dict[str, list[str]]:
+    """Arguments of each server. Both have as much KV memory."""
+    common = ["--model-path", model, "--load-format", "dummy", "--dtype", "bfloat16",
+              "--skip-tokenizer-init", "--disable-radix-cache"]  # fmt: skip
+    stock = [*common, "--attention-backend", "flashinfer"]
+    ellm = [*common, "--ellm-policy", "fcfs"]
+    if budget_gb is not None:
+        tokens = int(budget_gb * 1e9 / TOKEN_BYTES) // 16 * 16
+        stock += ["--max-total-tokens", str(tokens)]
+        ellm += ["--ellm-device-kv-tokens", str(tokens)]
+        ellm += ["--ellm-host-kv-tokens", str(HOST_SHARE * tokens)]
+    return {"stock": stock, "ellm": ellm}
+
+
+def serve(name: str, arguments: Sequence[str], budget_gb: float | None) -> list[Served]:
+    """One server: warmed up, then loaded with lengths that it may, and may not, rely on."""
+    served = []
+    with ServerProcess(arguments, {EXPERIMENTAL: "1"}) as server:
+        replay(server.url, requests(exact=True, seed=0)[:4])
+        for exact in (True, False):
+            outcomes = replay(server.url, requests(exact, seed=1))
+            state = server.state() if name == "ellm" else {}
+            served.append(Served(name, budget_gb, exact, summarize(outcomes), state))
+    return served
+
+
+def requests(exact: bool, seed: int) -> list[Request]:
+    """Requests of one size, arriving over some seconds."""
+    rng = random.Random(seed)
+    return [
+        Request(
+            at_s=at,
+            prompt=tuple(rng.randrange(3, 32000) for _ in range(PROMPT_TOKENS)),
+            output_tokens=OUTPUT_TOKENS,
+            exact=exact,
+        )
+        for at in sorted(rng.uniform(0, SECONDS) for _ in range(REQUESTS))
+    ]
+
+
+def _command(*arguments: str) -> dict[str, Any]:
+    """Run Python in a process of its own; its JSON, or its last words."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, EXPERIMENTAL: "1"},
+        capture_output=True,
+        text=True,
+    )
+    result: dict[str, Any] = {"ok": done.returncode == 0}
+    try:
+        result["report"] = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        result["said"] = (done.stdout[-3000:] + done.stderr[-3000:]).splitlines()
+    return result
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    out: Path
+    parts: tuple[str, ...]
+    budgets_gb: tuple[float, ...]
+
+
+PARTS = ("tests", "verify", "bench", "serve")
+
+
+def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run the parts asked for; what `options.out` holds of others stays."""
+    found: dict[str, Any] = {}
+    if options.out.exists():
+        found = json.loads(options.out.read_text())
+    found["device"] = device()
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "tests": run_tests,
+        "verify": run_verify,
+        "bench": run_bench,
+        "serve": lambda: run_serve(options.budgets_gb),
+    }
+    for part in options.parts:
+        say(part)
+        found[part] = runs[part]()
+        options.out.write_text(json.dumps(found, indent=1))
+        say(f"{part}: {'ok' if found[part]['ok'] else 'FAILED'}")
+    return found
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="[default: all]")
+@click.option(
+    "--budget-gb", "budgets", type=float, multiple=True, default=(2.0, 8.0, 0.0),
+    show_default=True, help="KV memory in GB; 0 is all that is left.",
+)  # fmt: skip
+def main(out: Path, parts: tuple[str, ...], budgets: tuple[float, ...]) -> None:
+    """Run what needs a CUDA device; exit status 0 only if every part passed."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise click.ClickException("no CUDA device here; see docs/gpu.md")
+    options = Options(out, parts or PARTS, budgets)
+    found = measure(options, lambda line: click.echo(line, err=True))
+    sys.exit(0 if all(found[part]["ok"] for part in options.parts) else 1)
+
+
+if __name__ == "__main__":
+    main()

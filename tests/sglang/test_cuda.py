@@ -1,0 +1,47 @@
+"""CUDA hosts: refused unless asked for, and then only what a graph can replay is replayed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.sglang import cuda, runtime
+
+
+def test_a_device_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cuda.EXPERIMENTAL, raising=False)
+    assert cuda.EXPERIMENTAL in str(cuda.problem(EllmConfig()))
+    monkeypatch.setenv(cuda.EXPERIMENTAL, "1")
+    assert cuda.problem(EllmConfig()) is None
+
+
+def test_a_device_cannot_fetch_from_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cuda.EXPERIMENTAL, "1")
+    config = EllmConfig(host_kv_tokens=64, host_path="/tmp/units")
+    assert "--ellm-host-path" in str(cuda.problem(config))
+
+
+def test_prompts_are_not_captured_and_a_chosen_backend_is_left_to_be_refused() -> None:
+    args: Any = SimpleNamespace(attention_backend=None, disable_prefill_cuda_graph=False)
+    cuda.adapt(args)
+    assert (args.attention_backend, args.disable_prefill_cuda_graph) == ("ellm", True)
+    args.attention_backend = "fa3"
+    cuda.adapt(args)
+    assert args.attention_backend == "fa3"
+
+
+def test_models_never_write_kv_themselves() -> None:
+    assert cuda.keep_writes(lambda batch: True, "a batch") is False
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(True, True), (True, False), (False, True)])
+def test_a_graph_is_replayed_only_if_both_sides_say_so(
+    ours: bool, theirs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "_runtime", SimpleNamespace(plan="a plan"))
+    backend = SimpleNamespace(may_replay=lambda plan: ours)
+    runner = SimpleNamespace(attn_backend=backend)
+    assert cuda.may_replay(lambda runner, batch: theirs, runner, "a batch") is (ours and theirs)
