@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ellm_sgl.config import RECOMPUTE, ConfigError
 from ellm_sgl.kv import IntegrityError
 from ellm_sgl.latency import PaperLatencyModel
@@ -64,7 +66,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "retractions_total": totals.retractions,
         "sat_out_total": totals.sat_out,
         "page_table_ms_total": totals.page_table_s * 1e3,
-        "integrity": _integrity(),
+        "integrity": _integrity_of_all(scheduler),
         "pool": dataclasses.asdict(statistics),
     }
 
@@ -107,6 +109,24 @@ def _integrity() -> str:
         runtime.current().table.check_integrity()
     except IntegrityError as error:
         return str(error)
+    return "ok"
+
+
+def _integrity_of_all(scheduler: Scheduler) -> str:
+    """Of this rank's page table and, with tensor parallelism, of the others'. These must not only
+    be consistent but alike: each rank holds its heads of the same blocks. All ranks answer a
+    request for the state, so all get here."""
+    mine = (_integrity(), dataclasses.asdict(runtime.current().table.statistics()))
+    count = scheduler.ps.tp_size
+    if count == 1:
+        return mine[0]
+    ranks: list[Any] = [None] * count
+    torch.distributed.all_gather_object(ranks, mine, group=scheduler.tp_group.cpu_group)
+    for rank, (integrity, statistics) in enumerate(ranks):
+        if integrity != "ok":
+            return f"rank {rank}: {integrity}"
+        if statistics != ranks[0][1]:
+            return f"rank {rank} has {statistics}, rank 0 has {ranks[0][1]}"
     return "ok"
 
 
