@@ -105,8 +105,10 @@ def admit(
         return original(adder, req, *args, **kwargs)
     # SGLang foresees the growth of requests of known lengths within what is free at present. The
     # prompt has to fit into that, but growth into what there is room for in the long run.
-    prompt = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
-    if adder.ceil_paged_tokens(prompt) > adder.cur_rem_tokens:
+    blocks = runtime.current().table.shape.blocks_for(
+        len(req.origin_input_ids) + len(req.output_ids)
+    )
+    if blocks * adder.page_size > adder.cur_rem_tokens:
         return AddReqResult.NO_TOKEN
     eventual, present = getattr(adder, _SURPLUS)
     adder.cur_rem_token_offset += eventual - present
