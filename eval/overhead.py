@@ -35,7 +35,7 @@ SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "off, ellm_cpu": (["--max-total-tokens", POOL_TOKENS], {}),
     "r = 0": (["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", POOL_TOKENS], {}),
 }
-AGAINST = {"off": "stock", "off, ellm_cpu": "stock", "r = 0": "off, ellm_cpu"}
+AGAINST = {"off": "stock", "off, ellm_cpu": "off", "r = 0": "off, ellm_cpu"}
 """What each is compared with."""
 
 

@@ -43,6 +43,12 @@ struct Source {
   int64_t boundary_row;   // ... beginning with this one
 };
 
+// Tokens [begin, end) of one request.
+struct Part {
+  const Source* source;
+  int64_t begin, end;
+};
+
 // One instruction set's kernels. `scratch` is 64-byte aligned, `scratch_floats` long.
 struct Kernels {
   const char* name;
@@ -50,10 +56,10 @@ struct Kernels {
 
   int64_t (*scratch_floats)(const Call&);
 
-  // All heads of row `row` over tokens [begin, end): unnormalised sums o [heads, head_dim],
-  // maxima m [heads] and sums of weights l [heads].
-  void (*decode)(const Call&, const Source&, int64_t row, int64_t begin, int64_t end,
-                 float* scratch, float* o, float* m, float* l);
+  // All heads of row `row` over `tokens`: unnormalised sums o [heads, head_dim], maxima m [heads]
+  // and sums of weights l [heads]. `ahead`: what the thread will probably read next, or null.
+  void (*decode)(const Call&, const Part& tokens, const Part* ahead, int64_t row, float* scratch,
+                 float* o, float* m, float* l);
 
   // Columns [first, first + columns) of rows row, row + 1, ... at positions position, ...;
   // column c is row c / group, head c % group of the heads that share `kv_head`. Writes `out`.

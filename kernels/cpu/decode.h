@@ -13,23 +13,16 @@ namespace {
 
 using ellm::Call;
 using ellm::kDecodeStep;
-using ellm::Source;
+using ellm::Part;
 
 template <int N>
 struct Count {
   static constexpr int value = N;
 };
 
-// Bytes of K, or V, of all heads that are read head by head: more means less to do between heads,
-// fewer that memory is read in the order in which it lies there.
-constexpr int kKeyBytes = 4096, kValueBytes = 8192;
-
-// Tokens of a run: a power of two, so that runs begin where vectors of scores do, or lie in one.
-INLINE int run_of(const Call& call, int64_t bytes, int64_t head_bytes, int least) {
-  int tokens = kDecodeStep;
-  while (tokens > least && tokens * call.kv_heads * head_bytes > bytes) tokens /= 2;
-  return tokens;
-}
+// Tokens whose K, or V, is read for all heads before the next ones': more means less to do between
+// heads, fewer that memory is read in the order in which it lies there, which matters more.
+constexpr int kKeyRun = 4, kValueRun = 8;
 
 // o[i][0..DV·W) = rescale[i] · o[i] + Σ_n weights[n][i] v[n]; null: 1.
 template <int NQ, int DV, class T>
@@ -139,11 +132,10 @@ void attend_tokens(const Call& call, const Tokens& tokens, const Tokens* next, c
     return Run{rows + n, fetches ? next_rows + n : nullptr, all - n < size ? all - n : size,
                heads.kv_head * head_bytes, head_bytes};
   };
-  const int keys = run_of(call, kKeyBytes, head_bytes, 4);
-  for (int n = 0; n < all; n += keys) {
+  for (int n = 0; n < all; n += kKeyRun) {
     for_heads(call, [&](const Heads& heads, auto queries) {
       constexpr int NQ = decltype(queries)::value;
-      score_keys<NQ, T>(run_at(tokens.k, next != nullptr ? next->k : nullptr, n, keys, heads),
+      score_keys<NQ, T>(run_at(tokens.k, next != nullptr ? next->k : nullptr, n, kKeyRun, heads),
                         query_of<T>(row, heads.first * head_dim), head_dim, call.scale,
                         row.scores_of(heads) + Places<NQ>::of(n, 0));
     });
@@ -151,11 +143,10 @@ void attend_tokens(const Call& call, const Tokens& tokens, const Tokens* next, c
   for_heads(call, [&](const Heads& heads, auto queries) {
     weigh<decltype(queries)::value>(row.scores_of(heads), tokens.count, row.softmax_of(heads));
   });
-  const int values = run_of(call, kValueBytes, head_bytes, 8);
-  for (int n = 0; n < all; n += values) {
+  for (int n = 0; n < all; n += kValueRun) {
     for_heads(call, [&](const Heads& heads, auto queries) {
       constexpr int NQ = decltype(queries)::value;
-      Run run = run_at(tokens.v, next != nullptr ? next->v : nullptr, n, values, heads);
+      Run run = run_at(tokens.v, next != nullptr ? next->v : nullptr, n, kValueRun, heads);
       const float* const weights = row.scores_of(heads) + Places<NQ>::of(n, 0);
       const float* const rescale = n == 0 ? row.softmax_of(heads).rescale : nullptr;
       int d = 0;
@@ -185,8 +176,8 @@ INLINE void for_places(int64_t count, const F& move) {
 }
 
 template <class T>
-void decode_as(const Call& call, const Source& source, int64_t row, int64_t begin, int64_t end,
-               float* scratch, float* o, float* m, float* l) {
+void decode_as(const Call& call, const Part& part, const Part* ahead, int64_t row, float* scratch,
+               float* o, float* m, float* l) {
   constexpr int64_t kBytes = sizeof(typename T::bits);
   const int64_t size = int64_t{call.heads} * call.head_dim;
   const RowMemory memory = RowMemory::of(call, scratch);
@@ -205,16 +196,18 @@ void decode_as(const Call& call, const Source& source, int64_t row, int64_t begi
     store(softmax.total, vf{});
   });
   Tokens both[2];
-  const auto locate_keys = [&](int64_t from, Tokens& tokens) {
-    const int count = end - from < kDecodeStep ? static_cast<int>(end - from) : kDecodeStep;
-    locate(call, source, from, count, kBytes, tokens);
+  const auto locate_step = [&](const Part& from, Tokens& tokens) {
+    const int64_t left = from.end - from.begin;
+    const int count = left < kDecodeStep ? static_cast<int>(left) : kDecodeStep;
+    locate(call, *from.source, from.begin, count, kBytes, tokens);
   };
-  locate_keys(begin, both[0]);
+  locate_step(part, both[0]);
   int now = 0;
-  for (int64_t from = begin; from < end; from += kDecodeStep, now ^= 1) {
-    const bool last = from + kDecodeStep >= end;
-    if (!last) locate_keys(from + kDecodeStep, both[now ^ 1]);
-    attend_tokens<T>(call, both[now], last ? nullptr : &both[now ^ 1], memory, o);
+  for (int64_t from = part.begin; from < part.end; from += kDecodeStep, now ^= 1) {
+    const Part rest{part.source, from + kDecodeStep, part.end};
+    const Part* const next = rest.begin < rest.end ? &rest : ahead;
+    if (next != nullptr) locate_step(*next, both[now ^ 1]);
+    attend_tokens<T>(call, both[now], next != nullptr ? &both[now ^ 1] : nullptr, memory, o);
   }
   for_heads(call, [&](const Heads& heads, auto queries) {
     using P = Places<decltype(queries)::value>;

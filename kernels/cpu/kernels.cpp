@@ -21,15 +21,15 @@ void decode_bfloat(const Call& call, Rest... rest) {
   decode_as<BFloat16Pairs>(call, rest...);
 }
 
-void decode(const Call& call, const Source& source, int64_t row, int64_t begin, int64_t end,
-            float* scratch, float* o, float* m, float* l) {
+void decode(const Call& call, const Part& tokens, const Part* ahead, int64_t row, float* scratch,
+            float* o, float* m, float* l) {
   switch (call.pool_type) {
     case ellm::kFloat32:
-      return decode_as<Float32>(call, source, row, begin, end, scratch, o, m, l);
+      return decode_as<Float32>(call, tokens, ahead, row, scratch, o, m, l);
     case ellm::kBFloat16:
-      return decode_bfloat<const Source&>(call, source, row, begin, end, scratch, o, m, l);
+      return decode_bfloat<const Part&>(call, tokens, ahead, row, scratch, o, m, l);
     default:
-      return decode_as<Float16>(call, source, row, begin, end, scratch, o, m, l);
+      return decode_as<Float16>(call, tokens, ahead, row, scratch, o, m, l);
   }
 }
 

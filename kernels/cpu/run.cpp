@@ -197,14 +197,21 @@ class Work {
         part = partials_ + (row.first_part + item.begin / kDecodeKeys) * part_floats();
       }
       float* maxima = part + int64_t{call_.heads} * call_.head_dim;
-      kernels_.decode(call_, plan_.sources[range.request], range.row, item.begin, item.end,
-                      scratch, part, maxima, maxima + call_.heads);
+      const size_t next = next_decode_.load(std::memory_order_relaxed);
+      const bool more = next < decodes_.size();
+      const Part tokens = part_of(item), ahead = part_of(decodes_[more ? next : i]);
+      kernels_.decode(call_, tokens, more ? &ahead : nullptr, range.row, scratch, part, maxima,
+                      maxima + call_.heads);
       if (row.parts == 1) {
         finish(range.row, part, 1, result);
       } else if (unfinished_[item.row].fetch_sub(1, std::memory_order_acq_rel) == 1) {
         finish(range.row, partials_ + row.first_part * part_floats(), row.parts, result);
       }
     }
+  }
+
+  Part part_of(const DecodeItem& item) const {
+    return {&plan_.sources[rows_[item.row].range->request], item.begin, item.end};
   }
 
   // Merges a row's partial results, in order (log-sum-exp), and writes the row.

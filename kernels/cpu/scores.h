@@ -66,7 +66,7 @@ struct Run {
   void fetch(int n) const {
     if (next == nullptr) return;
     for (int i = n; i < n + 4; ++i) {
-      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next[i] + offset + at, 0, 2);
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next[i] + offset + at, 0, 3);
     }
   }
 };
