@@ -41,6 +41,8 @@ def compare(scenario: Scenario, say: Progress) -> Comparison:
             say(f"starting {contender.name}")
             process = ServerProcess(contender.arguments, ENVIRONMENT)
             servers[contender.name] = stack.enter_context(process)
+            if contender.name.startswith(STOCK):
+                say(f"{contender.name}: attention backend {process.attention_backend()}")
             replay(process.url, _warm_up(scenario))
         for number in range(scenario.rounds):
             for cell in scenario.cells:
