@@ -46,6 +46,7 @@ class EllmConfig:
     host_path: str | None = None
     host_keeps: str = "kv"
     overlap: bool = True
+    fusion: bool = True
 
     def __post_init__(self) -> None:
         self._check_mode()
@@ -92,6 +93,11 @@ class EllmConfig:
             raise ConfigError(
                 f"--ellm-host-keeps {self.host_keeps} needs --ellm-host-kv-tokens, the size of the "
                 "host tier"
+            )
+        if not self.fusion and self.host_keeps not in ("kv", "0"):
+            raise ConfigError(
+                "--ellm-fusion off: hidden states are captured in fused passes only; leave out "
+                f"--ellm-host-keeps {self.host_keeps}"
             )
         if self.latency_model not in LATENCY_MODELS:
             raise ConfigError(

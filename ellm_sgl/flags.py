@@ -70,5 +70,8 @@ FLAGS: tuple[Flag, ...] = (
          "and processor (mixed), or of this many layers. Default kv."),
     Flag("overlap", _switch, "on or off", "on|off",
          "Fetch from host memory while layers compute. Default on."),
+    Flag("fusion", _switch, "on or off", "on|off",
+         "Recompute in the same pass through the model as the step's own tokens; off is for "
+         "measuring what that gains. Default on."),
 )  # fmt: skip
 """All but --ellm-policy, which enables eLLM."""

@@ -28,6 +28,8 @@ class TinyModel:
     layers: int
     tied: bool
     extra: tuple[tuple[str, Any], ...] = ()
+    hidden: int = 128
+    intermediate: int = 256
 
 
 TINY_MODELS = {
@@ -50,8 +52,14 @@ TINY_MODELS = {
 }  # fmt: skip
 
 
+MEASURED_MODELS = {
+    "llama-94m": TinyModel("LlamaConfig", 12, 4, 64, 12, tied=True, hidden=768, intermediate=2560),
+}
+"""Models whose weights do not fit a CPU's caches, for measurements: no test runs them."""
+
+
 def write(name: str, directory: Path, seed: int = 0) -> Path:
-    """Write the model `name` of `TINY_MODELS` to `directory` and return that.
+    """Write the model `name` of `TINY_MODELS` or `MEASURED_MODELS` to `directory`; return that.
 
     Raises:
         KeyError: no such model.
@@ -62,13 +70,13 @@ def write(name: str, directory: Path, seed: int = 0) -> Path:
     import torch
     import transformers
 
-    tiny = TINY_MODELS[name]
+    tiny = {**TINY_MODELS, **MEASURED_MODELS}[name]
     config_class: Callable[..., Any] = getattr(transformers, tiny.config)
     model_class = getattr(transformers, tiny.config.replace("Config", "ForCausalLM"))
     config = config_class(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=tiny.hidden,
+        intermediate_size=tiny.intermediate,
         num_hidden_layers=tiny.layers,
         num_attention_heads=tiny.heads,
         num_key_value_heads=tiny.kv_heads,

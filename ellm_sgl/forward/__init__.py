@@ -10,6 +10,7 @@ from ellm_sgl.forward.restoration import (
     plan_restoration,
 )
 from ellm_sgl.forward.rows import MixedRows
+from ellm_sgl.forward.separate import SeparateRows
 from ellm_sgl.forward.streamer import Streamer
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "MixedRows",
     "NewTokens",
     "Restoration",
+    "SeparateRows",
     "StepPlan",
     "Streamer",
     "plan_capture",

@@ -76,17 +76,27 @@ class Streamer:
         """The step inside this context fetches `groups`, and `ahead` for a later step: that has
         arrived, too, when the context is left."""
         self._groups, self._ahead, self.stall_s = groups, ahead, 0.0
-        for group in range(self._slots):
-            self._send(group)
+        self.restart()
         try:
             yield
             self._wait_ahead()
-        finally:  # a step that failed must not be written into later
-            for future in (*self._arriving.values(), self._ahead_arriving):
-                if future is not None:
-                    future.exception()
-            self._arriving.clear()
+        finally:
+            self._settle()
+            if self._ahead_arriving is not None:
+                self._ahead_arriving.exception()
             self._groups, self._ahead, self._ahead_arriving = (), None, None
+
+    def restart(self) -> None:
+        """The step goes through the layers from the first on (again): fetch for that."""
+        self._settle()
+        for group in range(self._slots):
+            self._send(group)
+
+    def _settle(self) -> None:
+        """Let what is under way end, so that it cannot be written into another pass or step."""
+        for future in self._arriving.values():
+            future.exception()
+        self._arriving.clear()
 
     def wait(self, group: int) -> None:
         """Return once the units of `group` are on the device."""

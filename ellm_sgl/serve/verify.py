@@ -3,7 +3,8 @@
 The reference is stock SGLang (eLLM off). It is compared with eLLM at several uncached ratios, and
 with a pool so small that blocks are evicted under pressure, and again with a host tier: at every
 split between layers that are fetched and layers that are recomputed, and with hidden states of
-all layers, or of half of them, on the host instead of KV.
+all layers, or of half of them, on the host instead of KV; and with recomputation in a pass of its
+own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ HOST_RATIO = 0.75
 SPLITS = ((1, 0), (3, 1), (2, 1), (3, 2), (1, 1), (2, 2), (1, 2))
 """(l1, l2): layers fetched from the host to layers recomputed."""
 HIDDEN_SPLITS = ((1, 0), (3, 1))
+UNFUSED_SPLITS = ((1, 1), (0, 1))
 QUICK_SPLITS = ((0, 1), (1, 1), (1, 0))
 """All recomputed, half of each, all fetched."""
 LOGPROB_TOLERANCE = 1e-4
@@ -165,12 +167,13 @@ def verify(
             server.adjust(ellm_device_kv_tokens=small)
             comparisons.append(compared.with_ratio(server, FORCED))
         # Each split gives other layers only where a group is one layer.
-        for name, keeps, splits in (
-            ("host", "kv", SPLITS),
-            ("hidden", "hidden", HIDDEN_SPLITS),
-            ("mixed", half, HIDDEN_SPLITS),
+        for name, setting, splits in (
+            ("host", ["--ellm-host-keeps", "kv"], SPLITS),
+            ("hidden", ["--ellm-host-keeps", "hidden"], HIDDEN_SPLITS),
+            ("mixed", ["--ellm-host-keeps", half], HIDDEN_SPLITS),
+            ("unfused", ["--ellm-fusion", "off"], UNFUSED_SPLITS),
         ):
-            tier = ["--ellm-layer-group", "1", *host, "--ellm-host-keeps", keeps]
+            tier = ["--ellm-layer-group", "1", *host, *setting]
             with ServerProcess([*common, *tier]) as server:
                 tried = splits if dtype == EXACT else splits[:1]
                 comparisons += compared.splits(server, name, tried, small)

@@ -107,17 +107,14 @@ class EllmAttention(AttentionBackend):
         streamer = self._runtime.streamer
         if streamer is not None and index % shape.layer_group == 0:
             streamer.wait(group)
+        # What the next layer needs: in a group's last layer some rows have done their part.
+        out_rows = plan.rows_in(group + 1 if shape.ends_group(index) else group)
+        layout = plan.groups[group]
+        if (separate := self._runtime.separate) is not None:
+            layout, (k, v) = separate.attend(index, layout, (k, v))
+            out_rows = len(q)
         out = self._kernel(
-            q,
-            k,
-            v,
-            keys,
-            values,
-            plan.groups[group],
-            layer.scaling,
-            # What the next layer needs: in a group's last layer some rows have done their part.
-            out_rows=plan.rows_in(group + 1 if shape.ends_group(index) else group),
-            delta=self._runtime.delta(),
+            q, k, v, keys, values, layout, layer.scaling, out_rows, delta=self._runtime.delta()
         )
         if streamer is not None and shape.ends_group(index):
             streamer.done(group)

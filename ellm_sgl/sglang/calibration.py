@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ellm_sgl.forward import MixedRows, NewTokens, StepPlan, plan_step
+from ellm_sgl.forward import MixedRows, NewTokens, SeparateRows, StepPlan, plan_step
 from ellm_sgl.kv import KVPool, PageTable
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
 from ellm_sgl.latency.fit import fit_profile
@@ -118,7 +118,7 @@ def shape_of(model_path: str, dtype: str) -> ModelShape:
 
 
 def calibrate(
-    runner: ModelRunner, rows: MixedRows, shape: ModelShape, seconds: float = 3.0
+    runner: ModelRunner, rows: MixedRows | SeparateRows, shape: ModelShape, seconds: float = 3.0
 ) -> HardwareProfile:
     """Measure what this rank's device sustains with the model loaded. Nothing may be running.
 
@@ -191,7 +191,7 @@ class SyntheticSteps:
     Their page table is a private one over the first units of the real pool.
     """
 
-    def __init__(self, runner: ModelRunner, rows: MixedRows) -> None:
+    def __init__(self, runner: ModelRunner, rows: MixedRows | SeparateRows) -> None:
         self._runner = runner
         self._rows = rows
         self._pool: KVPool = runtime.current().pool

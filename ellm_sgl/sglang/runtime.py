@@ -21,6 +21,7 @@ from ellm_sgl.forward import (
     MixedRows,
     NewTokens,
     Restoration,
+    SeparateRows,
     StepPlan,
     Streamer,
     plan_capture,
@@ -73,7 +74,9 @@ class Runtime:
         self.plan: StepPlan | None = None
         """The step being computed; None between steps."""
         self._requests: dict[int, Req] = {}
-        self._rows: MixedRows | None = None
+        self.separate: SeparateRows | None = None
+        """Recomputes in a pass of its own, where fusion is off."""
+        self._rows: MixedRows | SeparateRows | None = None
         self._restoration: Restoration | None = None
         self._ahead: GroupTransfer | None = None
         """What the step fetches for a later one."""
@@ -216,11 +219,15 @@ class Runtime:
         if self.deciding is not None:
             self.deciding.loop.steps.stalled(seconds)
 
-    def mixed_rows(self, runner: ModelRunner) -> MixedRows:
+    def mixed_rows(self, runner: ModelRunner) -> MixedRows | SeparateRows:
         """The hooks on this process's model; installed when first asked for."""
         if self._rows is None:
             decoder = runner.model.model
-            self._rows = MixedRows(decoder, self.table.shape)
+            if self.config.fusion:
+                self._rows = MixedRows(decoder, self.table.shape)
+            else:
+                restart = self.streamer.restart if self.streamer else lambda: None
+                self._rows = self.separate = SeparateRows(decoder, self.table.shape, restart)
             if self.hidden is not None:
                 projections = Projections(decoder, self.hidden.num_layers)
                 self.hidden.attach(projections.inputs, projections)

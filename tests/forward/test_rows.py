@@ -126,7 +126,7 @@ def test_generation_with_evictions_at_every_step_is_generation_without(seed: int
         out = run(decoder, mixed, plan, pool, tokens[start:], range(start, length))
         expected = compute_fully(decoder, tokens)[0][start:]
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-        tokens.append(int((decoder.embed.weight @ out[-1]).argmax()))
+        tokens.append(int((decoder.embed_tokens.weight @ out[-1]).argmax()))
         start = length
 
 

@@ -74,16 +74,14 @@ class TinyDecoder(nn.Module):
 
     def __init__(self, layers: int, vocabulary: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocabulary, HIDDEN)
-        self.position = nn.Embedding(MAX_TOKENS, HIDDEN)
+        self.embed_tokens = nn.Embedding(vocabulary, HIDDEN)
         self.layers = nn.ModuleList(map(TinyLayer, range(layers)))
         self.norm = TinyNorm()
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        hidden = self.embed(input_ids) + self.position(positions)
-        residual = None
+        hidden, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, attend, residual)
         out: torch.Tensor = self.norm(hidden, residual)[0]
