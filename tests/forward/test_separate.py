@@ -124,7 +124,7 @@ def test_each_pass_sees_its_rows_and_the_first_ends_with_the_last_kv_needed() ->
         layer.register_forward_pre_hook(lambda _, args: seen.append(len(args[1])))
     mlps: list[int] = []
     for layer in decoder.layers:
-        layer.mlp.register_forward_pre_hook(lambda _, args: mlps.append(len(args[0])))  # type: ignore[union-attr, operator]
+        layer.mlp.register_forward_pre_hook(lambda _, args: mlps.append(len(args[0])))  # type: ignore[union-attr]
     run(decoder, separate, plan, pool)
     assert seen == [8, 8, 4, 4, *[1] * 5]
     assert mlps == [8, 8, 4, *[1] * 5]
