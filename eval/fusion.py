@@ -1,9 +1,9 @@
 """Recomputing in the step's own pass against recomputing in a pass before it.
 
-`python -m ellm_sgl.eval.fusion [--model-path DIR] [--ratio R] [--rounds N] [--json]` runs two
-servers side by side, `--ellm-fusion on` and `off`, and loads them in turn with the same requests,
-of whose tokens `fixed-ratio` leaves a share uncached. A step's time is the server's own, from its
-start to the start of the next; only steps in which all requests decode count.
+`python -m ellm_sgl.eval.fusion [--model-path DIR] [--ratio R] [--rounds N] [--largest N]
+[--json]` runs two servers side by side, `--ellm-fusion on` and `off`, and loads them in turn with the
+same requests, of whose tokens `fixed-ratio` leaves a share uncached. A step's time is the server's
+own, from its start to the start of the next; only steps in which all requests decode count.
 """
 
 from __future__ import annotations
@@ -58,12 +58,15 @@ class _Run:
     outputs: tuple[tuple[int, ...], ...]
 
 
-def measure(model_path: str, ratio: float, rounds: int, console: Console) -> list[Fusion]:
+def measure(
+    model_path: str, ratio: float, rounds: int, largest: int, console: Console
+) -> list[Fusion]:
     """Run both servers and load them in turn, in another order every other round."""
     rng = random.Random(0)
     arguments = ["--model-path", model_path, "--dtype", "float32", "--skip-tokenizer-init",
                  "--ellm-policy", "fixed-ratio", "--ellm-ratio", str(ratio),
                  "--ellm-device-kv-tokens", POOL_TOKENS]  # fmt: skip
+    shapes = [(n, tokens) for n, tokens in SHAPES if n * tokens <= largest]
     runs: dict[tuple[str, tuple[int, int]], list[_Run]] = {}
     with contextlib.ExitStack() as stack:
         servers = {
@@ -73,7 +76,7 @@ def measure(model_path: str, ratio: float, rounds: int, console: Console) -> lis
             for fusion in ("on", "off")
         }
         for turn in range(rounds + 1):
-            for shape in SHAPES:
+            for shape in shapes:
                 requests, tokens = shape
                 prompts = [[rng.randrange(3, 250) for _ in range(tokens)] for _ in range(requests)]
                 for fusion in list(servers)[:: -1 if turn % 2 else 1]:
@@ -81,7 +84,7 @@ def measure(model_path: str, ratio: float, rounds: int, console: Console) -> lis
                     if turn:  # the first round warms up
                         runs.setdefault((fusion, shape), []).append(run)
             console.print(f"round {turn}/{rounds}", style="dim")
-    return [_summary(shape, runs["on", shape], runs["off", shape]) for shape in SHAPES]
+    return [_summary(shape, runs["on", shape], runs["off", shape]) for shape in shapes]
 
 
 def _run(url: str, prompts: list[list[int]]) -> _Run:
@@ -111,10 +114,11 @@ def _summary(shape: tuple[int, int], fused: list[_Run], separate: list[_Run]) ->
 @click.option("--model-path", default=str(DEMO_MODEL), help="A local model.  [default: the demo's]")
 @click.option("--ratio", default=0.4, show_default=True, help="Share of each request's tokens.")
 @click.option("--rounds", default=5, show_default=True)
+@click.option("--largest", default=4096, show_default=True, help="Most tokens of a load.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
-def main(model_path: str, ratio: float, rounds: int, as_json: bool) -> None:
+def main(model_path: str, ratio: float, rounds: int, largest: int, as_json: bool) -> None:
     """Time of a step that recomputes, in one pass and in two."""
-    found = measure(model_path, ratio, rounds, Console(stderr=True))
+    found = measure(model_path, ratio, rounds, largest, Console(stderr=True))
     if as_json:
         print(json.dumps([asdict(f) | {"ratio": f.ratio} for f in found]))
         return
