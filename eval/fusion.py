@@ -1,9 +1,9 @@
 """Recomputing in the step's own pass against recomputing in a pass before it.
 
-`python -m ellm_sgl.eval.fusion [--model-path DIR] [--ratio R] [--rounds N] [--largest N]
-[--json]` runs two servers side by side, `--ellm-fusion on` and `off`, and loads them in turn with the
-same requests, of whose tokens `fixed-ratio` leaves a share uncached. A step's time is the server's
-own, from its start to the start of the next; only steps in which all requests decode count.
+`python -m ellm_sgl.eval.fusion [--model-path DIR] [--ratio R] [--rounds N] [--largest N] [--json]`
+runs two servers side by side, `--ellm-fusion on` and `off`, and loads them in turn with the same
+requests, of whose tokens `fixed-ratio` leaves a share uncached. A step's time is the server's own,
+from its start to the start of the next; only steps in which all requests decode count.
 """
 
 from __future__ import annotations
