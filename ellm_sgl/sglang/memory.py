@@ -95,6 +95,11 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
             project = None if hidden is None else hidden.restore
             streamer = Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
         else:
+            if not settings.fusion:
+                raise ConfigError(
+                    "--ellm-fusion off: with a host tier on CPU hosts only so far; leave out "
+                    "--ellm-host-kv-tokens"
+                )
             streamer = DeviceStreamer(host.buffer, pool.buffer, SLOTS, settings.overlap)
     ours: runtime.Runtime
     elastic = ElasticMemory(

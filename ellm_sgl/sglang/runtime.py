@@ -226,7 +226,8 @@ class Runtime:
             if self.config.fusion:
                 self._rows = MixedRows(decoder, self.table.shape)
             else:
-                restart = self.streamer.restart if self.streamer else lambda: None
+                host = self.streamer if isinstance(self.streamer, Streamer) else None
+                restart = host.restart if host else lambda: None
                 self._rows = self.separate = SeparateRows(decoder, self.table.shape, restart)
             if self.hidden is not None:
                 projections = Projections(decoder, self.hidden.num_layers)
