@@ -125,6 +125,11 @@ class EllmConfig:
                 f"--ellm-policy-options {json.dumps(self.policy_options)}: mode {self.mode} has "
                 "none; leave it out"
             )
+        if self.mode == HCACHE and self.host_keeps == "kv":
+            raise ConfigError(
+                f"--ellm-host-keeps kv: mode {HCACHE} restores from hidden states; leave it "
+                "out, or give hidden or a number of layers"
+            )
         if self.mode != RECOMPUTE and self.host_kv_tokens == 0:
             raise ConfigError(
                 f"--ellm-mode {self.mode} needs --ellm-host-kv-tokens, the size of the host tier"

@@ -5,7 +5,7 @@ What a baseline keeps of its original, and what not, is told in docs/policies.md
 
 from __future__ import annotations
 
-from ellm_sgl.config import HCACHE, RECOMPUTE, SWAP, ConfigError, EllmConfig
+from ellm_sgl.config import HCACHE, RECOMPUTE, SWAP, EllmConfig
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.policies.registry import create
 from ellm_sgl.policies.whole_requests import WholeRequests
@@ -13,6 +13,7 @@ from ellm_sgl.policies.whole_requests import WholeRequests
 BASELINES: dict[str, type[Policy]] = {
     RECOMPUTE: Stock,
     SWAP: WholeRequests,
+    HCACHE: WholeRequests,
 }
 
 
@@ -20,12 +21,8 @@ def policy_of(config: EllmConfig) -> Policy:
     """What decides on a server with these settings.
 
     Raises:
-        ConfigError: as `registry.create`; the mode does not exist yet.
+        ConfigError: as `registry.create`.
     """
-    if config.mode == HCACHE:
-        raise ConfigError(
-            f"--ellm-mode {HCACHE}: hidden states cannot be kept yet; give another mode"
-        )
     if config.is_baseline:
         return BASELINES[config.mode]()
     return create(config.policy, config.options)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.config import HCACHE, ConfigError, EllmConfig
 from ellm_sgl.modes import policy_of
 
 
@@ -21,6 +21,8 @@ def settle(values: Mapping[str, Any]) -> EllmConfig:
         ConfigError: a value out of range, a policy or an option that does not exist, a file for
             the host tier that cannot be written.
     """
+    if values.get("mode") == HCACHE:
+        values = {"host_keeps": "mixed", **values}
     config = EllmConfig(**values)
     policy_of(config)
     _check_host_path(config.host_path)

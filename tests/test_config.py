@@ -35,6 +35,7 @@ def _no_settings_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"mode": "vllm"}, "--ellm-mode vllm"),
         ({"mode": "recompute", "policy": "fcfs"}, "--ellm-policy fcfs"),
         ({"mode": "swap", "policy": "swap", "host_kv_tokens": 0}, "--ellm-mode swap"),
+        ({"mode": "hcache", "policy": "hcache", "host_kv_tokens": 64}, "--ellm-host-keeps kv"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_flag(setting: Any, flag: str) -> None:

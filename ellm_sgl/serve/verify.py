@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from ellm_sgl.config import ELLM, RECOMPUTE
+from ellm_sgl.config import ELLM, HCACHE, RECOMPUTE
 from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 from ellm_sgl.sglang import cuda
 
@@ -225,6 +225,8 @@ def _baseline(compared: _Compared, common: Sequence[str], mode: str) -> Iterator
     hosts = {mode: [*tier, str(POOL_TOKENS)], f"{mode}, host full": [*tier, "256"]}
     if mode == RECOMPUTE:
         hosts = {mode: []}
+    if mode == HCACHE:  # its partition, and hidden states of all layers
+        hosts[f"{mode}, hidden"] = [*tier, str(POOL_TOKENS), "--ellm-host-keeps", "hidden"]
     device_tokens = max(map(len, compared.prompts)) + compared.output_tokens + 64
     for setting, host in hosts.items():
         memory = ["--ellm-device-kv-tokens", str(device_tokens), *host]

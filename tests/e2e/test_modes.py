@@ -14,16 +14,19 @@ EAGER = ("--schedule-conservativeness", "0.05")
 
 
 @pytest.mark.parametrize(
-    ("mode", "host"),
-    [("recompute", 0), ("swap", 8192), ("swap", 256)],
-    ids=["recompute", "swap", "swap, host full"],
+    ("mode", "host", "more"),
+    [("recompute", 0, ()), ("swap", 256, ()), ("hcache", 8192, ("--ellm-host-keeps", "4"))],
+    ids=["recompute", "swap, host full", "hcache"],
 )
-def test_preempted_requests_end_as_they_should(server: ServerProcess, mode: str, host: int) -> None:
+def test_preempted_requests_end_as_they_should(
+    server: ServerProcess, mode: str, host: int, more: tuple[str, ...]
+) -> None:
     """16 requests of up to 328 tokens on a device that holds five of them."""
     bodies = [greedy(p, 128) for p in prompts(16, 60, 200, seed=2)]
     expected = token_ids(ask(server.url, bodies))
     arguments = [*DEMO_ARGUMENTS, "--ellm-mode", mode, "--ellm-layer-group", "2", *EAGER,
-                 "--ellm-device-kv-tokens", "1536", "--ellm-host-kv-tokens", str(host)]  # fmt: skip
+                 "--ellm-device-kv-tokens", "1536", "--ellm-host-kv-tokens", str(host),
+                 *more]  # fmt: skip
     with ServerProcess(arguments, STRICT) as small:
         assert token_ids(ask(small.url, bodies)) == expected
         state = small.state()
@@ -38,6 +41,7 @@ def test_preempted_requests_end_as_they_should(server: ServerProcess, mode: str,
     else:
         assert state["retractions_total"] == 0 and state["sat_out_total"] > 0
         assert state["fetched_units_total"] > 0
+        assert (state["projected_units_total"] > 0) == (mode == "hcache")
         # What the host cannot take is computed again.
         assert (state["recomputed_tokens_total"] > 0) == (host < 1536)
     assert idle["device_units_free"] == idle["device_units_total"]
