@@ -20,6 +20,8 @@ import httpx
 Progress = Callable[[int], None]
 """Called with the number of requests that have ended."""
 
+INTERRUPTED = "interrupted"
+
 
 @dataclass(frozen=True)
 class Request:
@@ -85,7 +87,7 @@ class Outcome:
     """When each token arrived; tokens that came together have one time."""
     output_ids: list[int] = field(default_factory=list)
     finish: str = ""
-    """The server's reason ("length", "stop", "abort"), "interrupted" (Ctrl-C), or what went
+    """The server's reason ("length", "stop", "abort"), `INTERRUPTED` (Ctrl-C), or what went
     wrong."""
 
     @property
@@ -137,7 +139,7 @@ def replay(
         asyncio.run(_replay(url, outcomes, progress or (lambda _: None), openai_model))
     except KeyboardInterrupt:
         for outcome in outcomes:
-            outcome.finish = outcome.finish or "interrupted"
+            outcome.finish = outcome.finish or INTERRUPTED
     return outcomes
 
 

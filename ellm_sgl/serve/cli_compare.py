@@ -110,6 +110,8 @@ def compare(
         found = comparing.compare(wanted, lambda line: err.print(line, style="dim"))
     except (ServerError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        raise click.Abort from None
     if file is not None:
         plot(found, file)
     if as_json:

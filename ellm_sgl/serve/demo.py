@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ from rich.console import Console
 from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
 from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun
 from ellm_sgl.serve.live_view import Progress, ProgressView, view_for
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerError, ServerProcess
+from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
 from ellm_sgl.serve.processor_use import ProcessorUse
 
 BLOCK_TOKENS = 16
@@ -99,25 +98,13 @@ def run_demo(options: DemoOptions, console: Console) -> DemoReport:
         f"{load.streams} chats at once, about {load.prompt_tokens} + {load.output_tokens} tokens "
         "each, on three servers in turn: about two minutes on two idle cores.",
     )
-    with _stop_on_signals():
+    with stop_on_signals():
         ample = _run(_Server(1, "stock, ample", 2 * load.most_tokens), load, console)
         third = max(ample.needed_tokens // 3 // BLOCK_TOKENS, 1) * BLOCK_TOKENS
         small = options.pool_tokens or third
         ellm = _run(_Server(2, "eLLM, small", small, True, load.most_tokens), load, console)
         stock = _run(_Server(3, "stock, small", small), load, console)
     return DemoReport(ample, stock, ellm, time.monotonic() - begin)
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP (a closed terminal) clean up as Ctrl-C does."""
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.default_int_handler) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:

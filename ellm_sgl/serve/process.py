@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -177,6 +177,18 @@ class ServerProcess:
         self._http.close()
         if self._own_log:
             self.log.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP (a closed terminal) clean up as Ctrl-C does."""
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.default_int_handler) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _free_port() -> int:

@@ -12,9 +12,9 @@ import numpy as np
 
 from ellm_sgl.eval.compare.results import Comparison, Run
 from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, STOCK, Cell, Contender, Scenario
-from ellm_sgl.eval.replay import Outcome, Request, replay
+from ellm_sgl.eval.replay import INTERRUPTED, Outcome, Request, replay
 from ellm_sgl.eval.summary import summarize
-from ellm_sgl.serve.process import ServerProcess
+from ellm_sgl.serve.process import ServerError, ServerProcess, stop_on_signals
 
 Progress = Callable[[str], None]
 """Told of each step, in one line."""
@@ -31,11 +31,12 @@ def compare(scenario: Scenario, say: Progress) -> Comparison:
     before. Never two servers under load at once.
 
     Raises:
-        ServerError: a server did not start.
+        ServerError: a server did not start, or went away.
+        KeyboardInterrupt: asked to stop (by SIGTERM or SIGHUP too); no server is left.
     """
     contenders = scenario.contenders()
     runs: list[Run] = []
-    with ExitStack() as stack:
+    with stop_on_signals(), ExitStack() as stack:
         servers: dict[str, ServerProcess] = {}
         for contender in contenders:
             say(f"starting {contender.name}")
@@ -46,10 +47,8 @@ def compare(scenario: Scenario, say: Progress) -> Comparison:
             replay(process.url, _warm_up(scenario))
         for number in range(scenario.rounds):
             for cell in scenario.cells:
-                done = list(_round(scenario, cell, number, contenders, servers))
-                speeds = ", ".join(f"{r.server} {r.summary.tokens_per_s:.0f}" for r in done)
-                say(f"round {number + 1}/{scenario.rounds}, {cell.title}: {speeds} tokens/s")
-                runs += done
+                say(f"round {number + 1}/{scenario.rounds}, {cell.title}")
+                runs += _round(scenario, cell, number, contenders, servers, say)
     return Comparison(scenario, tuple(runs))
 
 
@@ -64,6 +63,7 @@ def _round(
     number: int,
     contenders: Sequence[Contender],
     servers: dict[str, ServerProcess],
+    say: Progress,
 ) -> Iterator[Run]:
     """One cell on every server; ample memory comes first where the order is not reversed."""
     load = scenario.load(cell, seed=number)
@@ -79,9 +79,14 @@ def _round(
             server.adjust(ellm_device_kv_tokens=tokens)
         before = _counters(server, contender)
         outcomes = replay(server.url, load)
+        if any(o.finish == INTERRUPTED for o in outcomes):
+            raise KeyboardInterrupt
+        if not server.alive():
+            raise ServerError(f"{name} went away:\n{server.last_words()}")
         counted = {k: v - before[k] for k, v in _counters(server, contender).items()}
         server.flush_cache()
         done.append((name, contender, outcomes, counted))
+        say(f"  {name}: {summarize(outcomes).tokens_per_s:.0f} tokens/s")
     expected = next((o for name, _, o, _ in done if name == AMPLE), None)
     for name, contender, outcomes, counted in done:
         yield _run(scenario, cell, number, (name, contender.baseline), outcomes, counted, expected)

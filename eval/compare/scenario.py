@@ -118,6 +118,7 @@ class Scenario:
         whole = [
             Contender("recompute", (*common, "--ellm-mode", "recompute", *device)),
             Contender("swap", (*common, "--ellm-mode", "swap", *device, *host)),
+            Contender("hcache", (*common, "--ellm-mode", "hcache", *device, *host)),
             Contender(STOCK, (*common, "--max-total-tokens", str(self.device_tokens))),
         ]
         tuned = [
@@ -125,7 +126,7 @@ class Scenario:
                 f"{c.name} {value:g}", (*c.arguments, "--schedule-conservativeness", str(value))
             )
             for c in whole
-            if c.name != "swap"
+            if c.name in ("recompute", STOCK)
             for value in self.conservativeness
         ]
         every = [ellm, *sorted([*whole, *tuned], key=lambda c: c.name)]

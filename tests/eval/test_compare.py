@@ -42,7 +42,8 @@ def test_unknown_lengths_are_the_known_ones_that_clients_stop_at() -> None:
 
 def test_servers_share_every_argument_but_their_own() -> None:
     contenders = {c.name: c.arguments for c in SCENARIO.contenders()}
-    assert list(contenders) == [ELLM, "recompute", "recompute 0.3", "stock", "stock 0.3", "swap"]
+    names = [ELLM, "hcache", "recompute", "recompute 0.3", "stock", "stock 0.3", "swap"]
+    assert list(contenders) == names
     assert contenders["recompute 0.3"][: len(contenders["recompute"])] == contenders["recompute"]
     size = str(SCENARIO.device_tokens)
     assert all(size in arguments for name, arguments in contenders.items() if name != ELLM)
@@ -98,4 +99,4 @@ def test_table_plot_and_json(found: Comparison, tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_exist_is_named() -> None:
     done = CliRunner().invoke(main, ["compare", "--servers", "ellm,vllm"])
-    assert done.exit_code == 1 and "--servers vllm: give some of ellm, recompute" in done.output
+    assert done.exit_code == 1 and "--servers vllm: give some of ellm, hcache" in done.output
