@@ -25,7 +25,7 @@ from ellm_sgl.serve.verify import generate
 SPLITS = ((1, 0), (3, 1), (1, 1), (0, 1))
 """(l1, l2): of l1 + l2 layers l1 are fetched and l2 are recomputed."""
 BASELINE = ("on", (1, 0))
-PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 12, 224, 64
+PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 224, 24
 POOL_TOKENS = 8192
 
 
