@@ -11,6 +11,8 @@ LOCKS  := requirements/cpu.lock requirements/cpu-nodeps.lock requirements/dev.lo
 BUILD  := pyproject.toml setup.py $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp) kernels/cpu/build.py
 STAMP  := $(VENV)/.setup-done
 
+TWO    := --numprocesses 2 --dist loadfile
+
 .PHONY: help setup demo test test-fast lint format wheel clean
 .DEFAULT_GOAL := help
 
@@ -41,7 +43,7 @@ $(STAMP): $(LOCKS) $(BUILD)
 demo: setup
 	@$(BIN)/ellm-sgl demo
 
-# Slow tests start servers of one busy thread each: two files at a time. Both stages run even when the first one fails. pytest's exit status 5 (nothing selected) is
+# Tests are of one busy thread each: two files at a time. Both stages run even when the first one fails. pytest's exit status 5 (nothing selected) is
 # accepted from one stage, not from both.
 test: setup
 	@stage() { \
@@ -52,8 +54,8 @@ test: setup
 	    summary+="  $$name: $$result, $$((SECONDS - start)) s"$$'\n'; codes+=" $$rc"; \
 	}; \
 	summary= codes=; \
-	stage fast -m 'not slow and not gpu'; \
-	stage slow -m 'slow and not gpu' --numprocesses 2 --dist loadfile; \
+	stage fast -m 'not slow and not gpu' $(TWO); \
+	stage slow -m 'slow and not gpu' $(TWO); \
 	printf '== summary\n%s' "$$summary"; \
 	case "$$codes" in ' 0 0'|' 0 5'|' 5 0') ;; *) exit 1;; esac
 

@@ -63,6 +63,8 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self._http = httpx.Client(base_url=self.url, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
+        self._serves = False
+        """Until it does there is nothing to end in good order, and nobody who would listen."""
 
     def __enter__(self) -> Self:
         try:
@@ -110,6 +112,7 @@ class ServerProcess:
                 self.stop()
                 raise ServerError(f"no answer after {timeout_s:.0f} s:\n{self.last_words()}")
             time.sleep(0.25)
+        self._serves = True
 
     def answers(self) -> bool:
         """Whether the server is up and its health check passes."""
@@ -166,10 +169,11 @@ class ServerProcess:
         """End the server and all its worker processes."""
         if self._process is None:
             return
-        # To the main process alone: SGLang takes workers that end by themselves for a crash.
-        self._process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=15)
+        if self._serves:
+            # To the main process alone: SGLang takes workers that end by themselves for a crash.
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=15)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ def verify(
         small = max(max(lengths) // 2, 64)
         host = ["--ellm-host-kv-tokens", str(POOL_TOKENS)]
         group = ["--ellm-layer-group", str(layer_group)]
-        half = str(-(-_model_config(path).num_hidden_layers // 2))
+        half = str(-(-_model_config(path)["num_hidden_layers"] // 2))
         if quick:
             with ServerProcess([*common, *group, *host, "--ellm-host-keeps", half]) as server:
                 comparisons += compared.splits(server, "mixed", QUICK_SPLITS, small)
@@ -236,10 +237,13 @@ def _baseline(compared: _Compared, common: Sequence[str], mode: str) -> Iterator
 
 def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
     """Token ids: a random prompt of each length, and English text where there is a tokenizer."""
-    vocabulary = _model_config(model_path).vocab_size
+    vocabulary = _model_config(model_path)["vocab_size"]
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
     if any(Path(model_path).glob("tokenizer*")):
+        from ellm_sgl.sglang.torchvision_ops import declare
+
+        declare()
         from transformers import AutoTokenizer
 
         text = AutoTokenizer.from_pretrained(model_path).encode(str(Path.__doc__) * 20)
@@ -247,13 +251,9 @@ def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[lis
     return prompts
 
 
-def _model_config(model_path: str) -> Any:
-    from ellm_sgl.sglang.torchvision_ops import declare
-
-    declare()
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model_path)
+def _model_config(model_path: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
+    return config
 
 
 def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
