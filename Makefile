@@ -43,8 +43,8 @@ $(STAMP): $(LOCKS) $(BUILD)
 demo: setup
 	@$(BIN)/ellm-sgl demo
 
-# Tests are of one busy thread each: two files at a time. Both stages run even when the first one fails. pytest's exit status 5 (nothing selected) is
-# accepted from one stage, not from both.
+# Tests are of one busy thread each: two files at a time. Both stages run even when the first one
+# fails. pytest's exit status 5 (nothing selected) is accepted from one stage, not from both.
 test: setup
 	@stage() { \
 	    local name=$$1 rc=0 start=$$SECONDS; shift; \
@@ -60,7 +60,7 @@ test: setup
 	case "$$codes" in ' 0 0'|' 0 5'|' 5 0') ;; *) exit 1;; esac
 
 test-fast: setup
-	@$(BIN)/pytest -m 'not slow and not gpu'
+	@$(BIN)/pytest -m 'not slow and not gpu' $(TWO)
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -48,6 +48,11 @@ class EllmConfig:
     overlap: bool = True
     fusion: bool = True
 
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether the host tier keeps hidden states of any layer."""
+        return self.host_keeps not in ("kv", "0")
+
     def __post_init__(self) -> None:
         self._check_mode()
         if self.ratio is not None and self.policy != "fixed-ratio":
@@ -89,12 +94,12 @@ class EllmConfig:
                 f"--ellm-host-keeps {self.host_keeps}: give {', '.join(HOST_KEEPS)} or a number of "
                 "layers"
             )
-        if self.host_keeps not in ("kv", "0") and self.host_kv_tokens == 0:
+        if self.keeps_hidden and self.host_kv_tokens == 0:
             raise ConfigError(
                 f"--ellm-host-keeps {self.host_keeps} needs --ellm-host-kv-tokens, the size of the "
                 "host tier"
             )
-        if not self.fusion and self.host_keeps not in ("kv", "0"):
+        if not self.fusion and self.keeps_hidden:
             raise ConfigError(
                 "--ellm-fusion off: hidden states are captured in fused passes only; leave out "
                 f"--ellm-host-keeps {self.host_keeps}"

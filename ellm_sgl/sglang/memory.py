@@ -146,7 +146,7 @@ def _hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) ->
     from sglang.srt.runtime_context import get_parallel
 
     keeps = settings.host_keeps
-    if keeps in ("kv", "0"):
+    if not settings.keeps_hidden:
         return 0
     if configurator.device != "cpu":
         raise ConfigError(
