@@ -194,14 +194,14 @@ class _Setting:
     def _pairs(self) -> int:
         """(query, key) pairs that attention multiplies."""
         ranges = [r for request in self.layout.requests for r in (request.new, *request.spans)]
-        return sum(r.count * r.position + r.count * (r.count + 1) // 2 for r in ranges)
+        return sum(r.size * r.position + r.size * (r.size + 1) // 2 for r in ranges)
 
     def _separate_passes(self) -> tuple[Run, Run]:
         """Recompute the missing blocks into the pool, then decode with nothing missing."""
         case, new = self.case, self.case.batch
         complete = _layout(Case(**{**asdict(case), "missing": 0.0}), self.units)
         chunks = [
-            RequestLayout(RowRange(span.row - new, span.position, span.count), (), r.blocks, False)
+            RequestLayout(RowRange(span.row - new, span.position, span.size), (), r.blocks, False)
             for r in self.layout.requests
             for span in r.spans
         ]
@@ -210,7 +210,7 @@ class _Setting:
             for r in self.layout.requests
             for span in r.spans
         ]
-        units = torch.cat([own[: span.count // BLOCK_TOKENS] for own, span in places])
+        units = torch.cat([own[: span.size // BLOCK_TOKENS] for own, span in places])
         rows = self.layout.rows - new
         recompute = GroupLayout(
             rows,

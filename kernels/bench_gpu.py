@@ -13,7 +13,6 @@ every other round; a run is timed by events around several calls. Reported are m
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import statistics
@@ -159,7 +158,7 @@ class Setting:
         self.scale = case.head_dim**-0.5
         self.kv_bytes = 4 * case.batch * case.context * case.kv_heads * case.head_dim
         ranges = [r for request in self.mixed.requests for r in (request.new, *request.spans)]
-        pairs = sum(r.count * r.position + r.count * (r.count + 1) // 2 for r in ranges)
+        pairs = sum(r.size * r.position + r.size * (r.size + 1) // 2 for r in ranges)
         self.flops = 4 * case.heads * case.head_dim * pairs
 
     def run(self, kernel: Any, layout: GroupLayout, rows: slice, **options: Any) -> torch.Tensor:
@@ -200,7 +199,7 @@ def layouts(
         )
 
     def beside(span: RowRange) -> tuple[RowRange, ...]:
-        return (dataclasses.replace(span, row=batch + span.row),) if missing else ()
+        return (span._replace(row=batch + span.row),) if missing else ()
 
     last, first = torch.tensor([before]), torch.arange(missing)
     mixed = [RequestLayout(n, beside(s), o, False) for n, s, o in zip(new, spans, own, strict=True)]
@@ -288,9 +287,9 @@ def _prefill_pages(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Row starts and pages of the recomputed ranges: each attends to its own blocks."""
     requests = setting.recompute.requests
-    counts = torch.tensor([0, *(r.new.count for r in requests)], dtype=torch.int32)
+    counts = torch.tensor([0, *(r.new.size for r in requests)], dtype=torch.int32)
     blocks = counts // BLOCK_TOKENS
-    units = [setting.recompute.units[r.blocks][: r.new.count // BLOCK_TOKENS] for r in requests]
+    units = [setting.recompute.units[r.blocks][: r.new.size // BLOCK_TOKENS] for r in requests]
     last = torch.full((len(requests),), BLOCK_TOKENS, dtype=torch.int32)
     indptr = blocks.cumsum(0).to(torch.int32)
     return counts.cumsum(0).to(torch.int32), (indptr, torch.cat(units).to(torch.int32), last)

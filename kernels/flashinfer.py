@@ -100,7 +100,7 @@ def divide(layout: GroupLayout, block_tokens: int, out_rows: int) -> Division:
         decode_rows=np.array([r.new.row for r in decode], np.int64),
         decode=_collect(whole),
         rows=_end_to_end([_rows_of(own) for _, own, _ in ranges]),
-        row_indptr=_indptr([own.count for _, own, _ in ranges]),
+        row_indptr=_indptr([own.size for _, own, _ in ranges]),
         step_rows=_end_to_end(step),
         step_indptr=_indptr(list(map(len, step))),
         resident=_collect([pages for pages, _, _ in ranges if len(pages[0])]),
@@ -226,7 +226,7 @@ def _tensor_cores(q: torch.Tensor, keys: torch.Tensor) -> bool:
 
 def _decodes(request: RequestLayout) -> bool:
     """One new token, in a request whose KV will all be in the pool."""
-    return request.new.count == 1 and not request.spans and not request.unstored_new
+    return request.new.size == 1 and not request.spans and not request.unstored_new
 
 
 def _pages(request: RequestLayout, end: int, block_tokens: int) -> tuple[IntArray, int]:

@@ -43,7 +43,7 @@ def mixed_attention(
         for rows in (request.new, *request.spans):
             if rows.row >= len(out):
                 continue
-            for i in range(rows.count):
+            for i in range(rows.size):
                 seen = rows.position + i + 1
                 out[rows.row + i] = _attend(q[rows.row + i], all_k[:seen], all_v[:seen], scale)
     return out

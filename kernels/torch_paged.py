@@ -63,7 +63,7 @@ def _attend(
     k, v = k[:, : rows.end_position], v[:, : rows.end_position]
     kv_heads, head_dim = k.shape[0], k.shape[2]
     queries = q[rows.row : rows.end_row]
-    if rows.count == 1:
+    if rows.size == 1:
         # One query per KV head and query head: the heads of a group share their K and V, so
         # they become the rows of one small product and nothing is repeated.
         grouped = queries.view(1, kv_heads, -1, head_dim)

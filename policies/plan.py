@@ -30,27 +30,37 @@ def planned_tokens(requests: Requests, ratios: FloatArray, block_tokens: int) ->
 
 def step_work(state: SystemState, batch: Batch, ratios: Ratios) -> StepWork:
     """Work of the decode step that these answers lead to, with those that join decoding too."""
-    runs = np.ones(len(state.running), bool)
-    runs[list(batch.pause)] = False
-    join = list(batch.join)
     block = state.memory.block_tokens
-    staying = planned_tokens(state.running, ratios.running, block)[runs]
-    joining = planned_tokens(select(state.waiting, join), ratios.joining, block)
-    spans = np.concatenate((staying, joining)).astype(np.float64)
-    tokens = np.concatenate((state.running.tokens[runs], state.waiting.tokens[join]))
-    shared = np.concatenate((state.running.shared_tokens[runs], state.waiting.shared_tokens[join]))
-    total = float(spans.sum())
+    running, ratio = state.running, ratios.running
+    if batch.pause:
+        runs = np.delete(np.arange(len(running)), batch.pause)
+        running, ratio = select(running, runs), ratio[runs]
+    decoding = [_decoding(running, ratio, block)]
+    if batch.join:
+        joining = select(state.waiting, batch.join)
+        decoding.append(_decoding(joining, ratios.joining, block))
+    rows, tokens, spans, squares, prefix = map(sum, zip(*decoding, strict=True))
     return StepWork(
-        decode_rows=len(spans),
-        decode_tokens=float(tokens.sum()),
-        span_rows=total,
-        span_squares=float(spans @ spans),
-        span_prefix=float(spans @ shared),
-        swap_tokens=total if state.memory.host_tokens else 0,
+        decode_rows=int(rows),
+        decode_tokens=tokens,
+        span_rows=spans,
+        span_squares=squares,
+        span_prefix=prefix,
+        swap_tokens=spans if state.memory.host_tokens else 0,
     )
 
 
-def select(requests: Requests, positions: Sequence[int]) -> Requests:
+def _decoding(requests: Requests, ratios: FloatArray, block_tokens: int) -> tuple[float, ...]:
+    """Requests, Σ s_i, Σ n_i, Σ n_i² and Σ n_i a_i of requests under these ratios."""
+    rows, tokens = len(requests), float(requests.tokens.sum())
+    if not ratios.any():
+        return rows, tokens, 0.0, 0.0, 0.0
+    spans = planned_tokens(requests, ratios, block_tokens).astype(np.float64)
+    shared = requests.shared_tokens
+    return rows, tokens, float(spans.sum()), float(spans @ spans), float(spans @ shared)
+
+
+def select(requests: Requests, positions: Sequence[int] | IntArray) -> Requests:
     """The requests at these positions, in this order."""
     index = np.array(positions, np.int64)
     return Requests(**{name: column[index] for name, column in vars(requests).items()})

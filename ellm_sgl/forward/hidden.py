@@ -61,7 +61,7 @@ def plan_capture(table: PageTable, seq_ids: Sequence[int], plan: StepPlan) -> Ca
     known = [table.blocks_of(s) for s in seq_ids]
     first = np.cumsum([0, *map(len, known)])
     ranges = [
-        (begin, rows.row, rows.position, rows.count)
+        (begin, rows.row, rows.position, rows.size)
         for begin, request in zip(first[:-1].tolist(), layouts, strict=True)
         for rows in (request.new, *request.spans)
     ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +31,7 @@ TokenIds = Callable[[int, int, int], npt.NDArray[np.int64]]
 """(seq_id, start, end) → token ids of positions [start, end), all known."""
 
 
-@dataclass(frozen=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """The tokens of one request that SGLang wants computed: positions [start, end)."""
 
     seq_id: int
@@ -79,7 +79,7 @@ class _Span:
 def plan_step(
     table: PageTable,
     requests: Sequence[NewTokens],
-    depths: Sequence[IntArray],
+    depths: Sequence[IntArray] | None,
     token_ids: TokenIds,
     device: str | torch.device = "cpu",
     restoration: Restoration | None = None,
@@ -89,11 +89,16 @@ def plan_step(
     Args:
         table: the page table, with every block that this step should fill already placed.
         requests: in the order of SGLang's rows.
-        depths: of each request, the groups that each block's rows must go through again.
+        depths: of each request, the groups that each block's rows must go through again. None:
+            no request misses anything.
         token_ids: gives the tokens of positions that are computed again.
         device: where the tensors go.
         restoration: where `depths` come from, if some units are fetched from the host.
     """
+    if depths is None:
+        rows = _Rows.of(table, requests, (), None)
+        nothing = _tensor(_NOTHING, device)
+        return StepPlan(rows.new, nothing, nothing, rows.in_groups(device))
     spans = [
         span
         for i, (request, depth) in enumerate(zip(requests, depths, strict=True))
@@ -116,11 +121,14 @@ def plan_step(
         new_rows=rows.new,
         span_token_ids=_concatenate(ids, device),
         span_positions=_tensor(rows.position[rows.new :], device),
-        groups=tuple(rows.in_group(group, device) for group in range(table.shape.num_groups)),
+        groups=rows.in_groups(device),
         transfers=() if restoration is None else restoration.transfers,
         restored=tuple((s.end - s.start, s.start) for s in restored),
         fetched_tokens=fetched_units * table.shape.block_tokens,
     )
+
+
+_NOTHING = np.empty(0, np.int64)
 
 
 def _missing_spans(request: int, end: int, depth: IntArray, block_tokens: int) -> list[_Span]:
@@ -191,7 +199,23 @@ class _Rows:
             block_tokens=block_tokens,
         )
 
-    def in_group(self, group: int, device: str | torch.device) -> GroupLayout:
+    def in_groups(self, device: str | torch.device) -> tuple[GroupLayout, ...]:
+        """The layouts of all groups; in most steps they differ in nothing but units."""
+        units = self.units[self.block]
+        if self.spans or (units == NONE).any():
+            return tuple(self._in_group(g, device) for g in range(units.shape[1]))
+        layouts = self._layouts((), np.ones(self.new, np.bool_))
+        sources, targets = (
+            _tensor(np.ascontiguousarray(u.T), device) for u in (self.sources, units)
+        )
+        offsets = _tensor(self.position % self.block_tokens, device)
+        rows = slice(0, self.new)
+        return tuple(
+            GroupLayout(self.new, layouts, source, rows, target, offsets)
+            for source, target in zip(sources, targets, strict=True)
+        )
+
+    def _in_group(self, group: int, device: str | torch.device) -> GroupLayout:
         alive = [span for span in self.spans if span.depth > group]
         rows = self.new + sum(s.end - s.start for s in alive)
         units = self.units[self.block[:rows], group]
@@ -222,16 +246,12 @@ class _Rows:
         row = 0
         bounds = self.first_block.tolist()
         for i, request in enumerate(self.requests):
-            new = RowRange(row, request.start, request.end - request.start)
-            row = new.end_row
-            layouts.append(
-                RequestLayout(
-                    new=new,
-                    spans=tuple(ranges[i]),
-                    blocks=slice(bounds[i], bounds[i + 1]),
-                    unstored_new=not stored[new.row : new.end_row].all(),
-                )
-            )
+            count = request.end - request.start
+            unstored = not (complete or stored[row : row + count].all())
+            blocks = slice(bounds[i], bounds[i + 1])
+            new = RowRange(row, request.start, count)
+            layouts.append(RequestLayout(new, tuple(ranges[i]), blocks, unstored))
+            row += count
         if complete:
             self._known[len(alive)] = tuple(layouts)
         return tuple(layouts)
@@ -240,7 +260,7 @@ class _Rows:
 def _concatenate(
     arrays: Sequence[npt.NDArray[np.int64]], device: str | torch.device
 ) -> torch.Tensor:
-    return _tensor(np.concatenate(arrays) if arrays else np.empty(0, np.int64), device)
+    return _tensor(np.concatenate(arrays) if arrays else _NOTHING, device)
 
 
 def _tensor(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ def spans_only(layout: GroupLayout, new_rows: int) -> GroupLayout:
 
 
 def _spans_of(request: RequestLayout, new_rows: int) -> RequestLayout:
-    spans = [RowRange(s.row - new_rows, s.position, s.count) for s in request.spans]
+    spans = [RowRange(s.row - new_rows, s.position, s.size) for s in request.spans]
     last = max(spans, key=lambda span: span.position)
     others = tuple(span for span in spans if span is not last)
-    return replace(request, new=last, spans=others, unstored_new=True)
+    return request._replace(new=last, spans=others, unstored_new=True)

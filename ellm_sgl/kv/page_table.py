@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ellm_sgl.kv.free_list import FreeList
 from ellm_sgl.kv.host import HostTier
+from ellm_sgl.kv.sequence import Sequence
 from ellm_sgl.kv.shape import NONE, IntArray, MapEntry, Placement, PoolShape, PoolStatistics
 
 Blocks = IntArray | SequenceABC[int]
@@ -38,30 +39,6 @@ class OutOfBlocksError(RuntimeError):
 
 class IntegrityError(RuntimeError):
     """The page table contradicts itself; the message says where."""
-
-
-class _Sequence:
-    """Blocks and length of one request; the block array grows by doubling."""
-
-    __slots__ = ("_blocks", "count", "length")
-
-    def __init__(self, blocks: IntArray, length: int) -> None:
-        self._blocks = blocks.copy()
-        self.count = len(blocks)
-        self.length = length
-
-    @property
-    def blocks(self) -> IntArray:
-        return self._blocks[: self.count]
-
-    def append(self, blocks: IntArray) -> None:
-        needed = self.count + len(blocks)
-        if needed > len(self._blocks):
-            grown = np.empty(max(needed, 2 * len(self._blocks)), np.int32)
-            grown[: self.count] = self.blocks
-            self._blocks = grown
-        self._blocks[self.count : needed] = blocks
-        self.count = needed
 
 
 class PageTable:
@@ -98,7 +75,7 @@ class PageTable:
         self._unit_limit = num_units
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, Sequence] = {}
         self._none_units = 0
         self.sharing_version = 0
         """Grows when blocks may have come to be shared, or ceased to be."""
@@ -295,7 +272,7 @@ class PageTable:
         self._refs[ids] += 1
         self.sharing_version += 1
         self.unmap(seq_id)
-        self._sequences[seq_id] = _Sequence(ids, length)
+        self._sequences[seq_id] = Sequence(ids, length)
         self._starts[ids] = np.arange(len(ids)) * self.shape.block_tokens
         self._mark_filled(ids, length)
 
@@ -320,6 +297,37 @@ class PageTable:
             sequence.blocks[first_changed:], length - first_changed * self.shape.block_tokens
         )
 
+    def extend_each(self, seq_ids: SequenceABC[int], blocks: IntArray) -> None:
+        """Grow each of these requests by one token: what every decode step does.
+
+        Args:
+            seq_ids: each once.
+            blocks: int32 [n], the block that each one's new token lies in.
+
+        Raises:
+            ValueError: a block that the next token cannot lie in; nothing was changed.
+        """
+        block_tokens = self.shape.block_tokens
+        sequences = [self._sequences[s] for s in seq_ids]
+        places = [s.length % block_tokens for s in sequences]
+        for seq_id, sequence, place, block in zip(
+            seq_ids, sequences, places, blocks.tolist(), strict=True
+        ):
+            if place and sequence.last != block:
+                raise ValueError(
+                    f"sequence {seq_id} has {sequence.length} tokens: the next one lies in block "
+                    f"{sequence.last}, not in {block}"
+                )
+        begun = [i for i, place in enumerate(places) if place == 0]
+        for i in begun:
+            self._starts[blocks[i]] = sequences[i].length
+            sequences[i].append(blocks[i : i + 1])
+        np.add.at(self._refs, blocks[begun], 1)
+        for sequence in sequences:
+            sequence.length += 1
+        # Of requests that share a block, one may hold less of it than the others.
+        np.maximum.at(self._filled, blocks, np.array(places, np.int32) + 1)
+
     def unmap(self, seq_id: int) -> None:
         """Forget a request; its blocks lose one reference each. Unknown ids are ignored."""
         sequence = self._sequences.pop(seq_id, None)
@@ -343,6 +351,11 @@ class PageTable:
 
     def length_of(self, seq_id: int) -> int:
         return self._sequences[seq_id].length
+
+    def lengths_of(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
+        """Tokens of each of these requests."""
+        lengths = [self._sequences[s].length for s in seq_ids]
+        return np.array(lengths, np.int64)
 
     def uncached_tokens(self, seq_id: int) -> int:
         """Tokens of a request in blocks that lack a device unit: what a step must restore."""

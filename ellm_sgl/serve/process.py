@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -95,6 +96,8 @@ class ServerProcess:
         """
         command = [sys.executable, "-m", "ellm_sgl.serve.launch", *self._arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        # SGLang would take one of the ephemeral range, which any connection may take before it.
+        command += ["--nccl-port", str(_free_port())]
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 command,
@@ -196,9 +199,10 @@ def stop_on_signals() -> Iterator[None]:
 
 
 def _free_port() -> int:
-    """A port nobody uses now. SGLang takes further ports near it, so stay clear of the
-    ephemeral range."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return 20000 + port % 10000
+    """A port below the ephemeral range that nobody uses now. At random: two programs that look at
+    the same time find different ones."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError("no free port between 20,000 and 32,000: end some servers")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
@@ -19,9 +20,11 @@ from ellm_sgl.kv import HiddenPool, KVPool, OutOfBlocksError, PageTable, PoolSha
 from ellm_sgl.latency import hidden_layers
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.calibration import measure_device, model_shape
-from ellm_sgl.sglang.slots import extend_slots, pages_to_add
+from ellm_sgl.sglang.slots import Integers, begins_page, decode_slots, extend_slots, pages_to_add
 
 logger = logging.getLogger(__name__)
+
+_NO_PAGES = np.empty(0, np.int64)
 
 SLOTS = 2
 """Layer groups whose fetched units a step holds at once: one computes, the next arrives."""
@@ -258,27 +261,36 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
 
         Blocks for which no unit is left exist only while a step computes them.
         """
-        return self._grow(prefix_lens_cpu, seq_lens_cpu, last_loc)
+        before, after = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
+        pages = self._new_pages(int(pages_to_add(before, after, self.page_size).sum()))
+        if pages is None:
+            return None
+        slots = extend_slots(before, after, last_loc.cpu().numpy(), pages, self.page_size)
+        return torch.from_numpy(slots).to(self.device)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
         """One slot per request, likewise. `check_decode_mem` makes room before, but a step that
         mixes prefill with decoding does not ask it."""
-        return self._grow(seq_lens_cpu - 1, seq_lens_cpu, last_loc)
+        after = seq_lens_cpu.numpy()
+        pages = self._new_pages(int(begins_page(after, self.page_size).sum()))
+        if pages is None:
+            return None
+        slots = decode_slots(after, last_loc.cpu().numpy(), pages, self.page_size)
+        return torch.from_numpy(slots).to(self.device)
 
-    def _grow(
-        self, before: torch.Tensor, after: torch.Tensor, last_slot: torch.Tensor
-    ) -> torch.Tensor | None:
-        count = int(pages_to_add(before, after, self.page_size).sum())
+    def _new_pages(self, count: int) -> Integers | None:
+        """So many blocks, with units as far as there are any."""
+        if count == 0:
+            return _NO_PAGES
         with runtime.current().bookkeeping():
             try:
                 blocks = self._table.allocate(count)
             except OutOfBlocksError:
                 return None
             self._elastic.place(blocks)
-        pages = torch.from_numpy(blocks.astype("int64"))
-        return extend_slots(before, after, last_slot.cpu(), pages, self.page_size).to(self.device)
+        return blocks.astype(np.int64)
 
     def free(self, free_index: torch.Tensor) -> None:
         self._free_pages(free_index // self.page_size)

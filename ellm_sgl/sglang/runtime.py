@@ -29,6 +29,7 @@ from ellm_sgl.forward import (
     plan_step,
 )
 from ellm_sgl.kv import KVPool, PageTable
+from ellm_sgl.kv.shape import IntArray
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.policies import Threads
 from ellm_sgl.policies.rotation_limits import LINK_SHARE
@@ -132,7 +133,7 @@ class Runtime:
     def plan_decode(self, seq_ids: Sequence[int]) -> StepPlan:
         """Plan one more token for each request, restoring blocks where there is room; and fetch
         what requests that sit the step out will need when they come back."""
-        lengths = [self.table.length_of(s) for s in seq_ids]
+        lengths = self.table.lengths_of(seq_ids).tolist()
         new = [NewTokens(s, n - 1, n) for s, n in zip(seq_ids, lengths, strict=True)]
         with self.bookkeeping():
             plan = self._plan(new, restore=True)
@@ -141,30 +142,36 @@ class Runtime:
 
     def plan_extend(self, seq_ids: Sequence[int], counts: Sequence[int]) -> StepPlan:
         """Plan the last `counts` tokens of each request (a prompt, or a chunk of one)."""
-        lengths = [self.table.length_of(s) for s in seq_ids]
+        lengths = self.table.lengths_of(seq_ids).tolist()
         new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
         with self.bookkeeping():
             return self._plan(new, restore=False)
 
     def _plan(self, new: list[NewTokens], restore: bool) -> StepPlan:
         table, seq_ids = self.table, [n.seq_id for n in new]
-        missing = Missing.of(table, seq_ids)
-        if restore:
-            self.elastic.restore(seq_ids, missing.blocks)
-        self._restoration = plan_restoration(
-            table, missing, self._recompute_share(), self.elastic.slots
-        )
-        depths = [self._restoration.depths_of(table.blocks_of(s)) for s in seq_ids]
+        depths = None
+        if table.none_units:
+            missing = Missing.of(table, seq_ids)
+            if restore:
+                self.elastic.restore(seq_ids, missing.blocks)
+            depths = self._plan_restoration(missing, seq_ids)
         plan = plan_step(
             table, new, depths, self.token_ids, self.pool.buffer.device, self._restoration
         )
         self.elastic.totals.recomputed_tokens += plan.span_rows
-        self.elastic.totals.fetched_units += self._restoration.fetched_units
-        self.elastic.totals.borrowed_units += len(self._restoration.borrowed)
-        self.elastic.totals.projected_units += self._restoration.projected_units
         if self.hidden is not None:
             self._capture = plan_capture(table, seq_ids, plan)
         return plan
+
+    def _plan_restoration(self, missing: Missing, seq_ids: Sequence[int]) -> list[IntArray]:
+        """How the step restores `missing`; returns the depth of each block of each request."""
+        table, totals = self.table, self.elastic.totals
+        planned = plan_restoration(table, missing, self._recompute_share(), self.elastic.slots)
+        totals.fetched_units += planned.fetched_units
+        totals.borrowed_units += len(planned.borrowed)
+        totals.projected_units += planned.projected_units
+        self._restoration = planned
+        return [planned.depths_of(table.blocks_of(s)) for s in seq_ids]
 
     def _fetch_ahead(self, decoding: int) -> GroupTransfer | None:
         """As much as the link brings in LINK_SHARE of a step like the last one."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.deciding import deciding, may_join
 
@@ -29,17 +27,13 @@ def map_extended(result: Any, batch: ScheduleBatch) -> Any:
 
 
 def map_decoded(out_cache_loc: Any, batch: ScheduleBatch, token_per_req: int) -> Any:
-    """After `alloc_for_decode`: note the block a request begins, if it begins one."""
+    """After `alloc_for_decode`: each request has a token more."""
     ours = runtime.current()
-    table, block_tokens = ours.table, ours.table.shape.block_tokens
     deciding().token_decoded(batch.reqs)
     slots = out_cache_loc.cpu().numpy()
     with ours.bookkeeping():
-        for req, slot in zip(batch.reqs, slots, strict=True):
-            length = table.length_of(runtime.row_of(req)) + 1
-            begun = length % block_tokens == 1 or block_tokens == 1
-            blocks = np.array([slot // block_tokens] if begun else [], np.int32)
-            table.extend(runtime.row_of(req), length, blocks)
+        seq_ids = [runtime.row_of(req) for req in batch.reqs]
+        ours.table.extend_each(seq_ids, slots // ours.table.shape.block_tokens)
     return out_cache_loc
 
 

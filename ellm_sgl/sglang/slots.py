@@ -1,4 +1,4 @@
-"""Token slots of requests that grow by whole pages: arithmetic only.
+"""Token slots of requests that grow by whole pages: arithmetic only, on the host.
 
 SGLang addresses KV by slot = page · page_size + offset; page 0 is never used. A request fills its
 last page before it begins a new one.
@@ -6,21 +6,24 @@ last page before it begins a new one.
 
 from __future__ import annotations
 
-import torch
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
 
 
-def pages_to_add(before: torch.Tensor, after: torch.Tensor, page_size: int) -> torch.Tensor:
+def pages_to_add(before: Integers, after: Integers, page_size: int) -> Integers:
     """Pages that requests begin when they grow from `before` to `after` tokens, int64 [n]."""
     return (after + page_size - 1) // page_size - (before + page_size - 1) // page_size
 
 
 def extend_slots(
-    before: torch.Tensor,
-    after: torch.Tensor,
-    last_slot: torch.Tensor,
-    pages: torch.Tensor,
+    before: Integers,
+    after: Integers,
+    last_slot: Integers,
+    pages: Integers,
     page_size: int,
-) -> torch.Tensor:
+) -> Integers:
     """Slots of the tokens `before`..`after` of each request, one request after the other.
 
     Args:
@@ -34,14 +37,37 @@ def extend_slots(
     """
     counts = after - before
     added = pages_to_add(before, after, page_size)
-    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    first = torch.cumsum(counts, 0) - counts
-    position = torch.arange(int(counts.sum())) - first[owner] + before[owner]
+    owner = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    position = np.arange(counts.sum()) - first[owner] + before[owner]
     offset = position % page_size
     # Page within the request's new pages; -1: still in the page of `last_slot`.
     page = position // page_size - (before[owner] + page_size - 1) // page_size
-    first_page = torch.cumsum(added, 0) - added
+    first_page = np.cumsum(added) - added
     fresh = page >= 0
     slots = last_slot[owner] + 1 + position - before[owner]
     slots[fresh] = pages[(first_page[owner] + page)[fresh]] * page_size + offset[fresh]
     return slots
+
+
+def decode_slots(after: Integers, last_slot: Integers, pages: Integers, page_size: int) -> Integers:
+    """`extend_slots` by one token each, which is what every decode step does.
+
+    Args:
+        after: int64 [n], tokens of each request, the new one counted.
+        last_slot: int64 [n], slot of the token before.
+        pages: int64, a new page for each request of which `begins_page` says so, in order.
+        page_size: tokens per page.
+
+    Returns:
+        int64 [n].
+    """
+    slots = last_slot + 1
+    if len(pages):
+        slots[begins_page(after, page_size)] = pages * page_size
+    return slots
+
+
+def begins_page(after: Integers, page_size: int) -> npt.NDArray[np.bool_]:
+    """Whether the last of so many tokens is the first of its page, bool [n]."""
+    return np.asarray((after - 1) % page_size == 0)

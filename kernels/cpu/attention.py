@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import weakref
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from ellm_sgl.kernels.cpu.library import (
     load,
     loaded,
 )
-from ellm_sgl.kernels.layout import GroupLayout
+from ellm_sgl.kernels.layout import GroupLayout, RequestLayout
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of rows and of the pool, as attention.h numbers them."""
@@ -129,21 +132,7 @@ class _Plan:
     """A layout in the form the kernels read, shared by all layers of its group."""
 
     def __init__(self, layout: GroupLayout, block_tokens: int) -> None:
-        requests = np.array(
-            [
-                (r.new.row, r.new.position, r.new.count, r.blocks.start, r.blocks.stop)
-                for r in layout.requests
-            ],
-            np.int64,
-        )
-        spans = np.array(
-            [
-                (i, span.row, span.position, span.count)
-                for i, request in enumerate(layout.requests)
-                for span in request.spans
-            ],
-            np.int64,
-        )
+        requests, spans = _columns(layout.requests)
         units, write_units = _array(layout.units), _array(layout.write_units)
         write_offsets = _array(layout.write_offsets)
         rows, first_row = None, 0
@@ -163,6 +152,19 @@ class _Plan:
         weakref.finalize(self, library.ellm_free_plan, self.handle)
 
 
+def _columns(requests: tuple[RequestLayout, ...]) -> tuple[IntArray, IntArray]:
+    """`requests` and `spans` of `PlanArguments`. In most steps all groups have the same ones."""
+    global _last_columns
+    if (last := _last_columns) is not None and last[0] is requests:
+        return last[1]
+    ranges = [(*r.new, r.blocks.start, r.blocks.stop) for r in requests]
+    spans = [(i, *span) for i, request in enumerate(requests) for span in request.spans]
+    columns = np.array(ranges, np.int64), np.array(spans, np.int64)
+    _last_columns = requests, columns
+    return columns
+
+
+_last_columns: tuple[tuple[RequestLayout, ...], tuple[IntArray, IntArray]] | None = None
 _last: tuple[GroupLayout, int, _Plan] | None = None
 
 
@@ -188,5 +190,5 @@ def _packed_heads(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _array(tensor: torch.Tensor) -> IntArray:
     return np.ascontiguousarray(tensor.numpy())

@@ -64,7 +64,7 @@ class GraphSteps:
         first = groups[0]
         return (
             len(first.units) <= self._most_blocks
-            and all(r.new.count == 1 and not r.spans for r in first.requests)
+            and all(r.new.size == 1 and not r.spans for r in first.requests)
             # Consecutive rows: each one has a unit.
             and all(isinstance(group.write_rows, slice) for group in groups)
         )

@@ -73,7 +73,7 @@ def cut(requests: tuple[RequestLayout, ...], sizes: TileSizes) -> Tiles:
     """
     ranges = np.array(
         [
-            (rows.row, rows.count, rows.position, r.blocks.start, r.new.position, r.new.row)
+            (rows.row, rows.size, rows.position, r.blocks.start, r.new.position, r.new.row)
             for r in requests
             for rows in (r.new, *r.spans)
         ],
@@ -104,7 +104,7 @@ def span_blocks(
     for first_block, span in spans:
         if span.position % block_tokens:
             raise ValueError(f"a span begins at token {span.position}, inside a block")
-        blocks = np.arange(-(-span.count // block_tokens))
+        blocks = np.arange(-(-span.size // block_tokens))
         places.append(first_block + span.position // block_tokens + blocks)
         rows.append(-1 - span.row - blocks * block_tokens)
     return np.concatenate(places), np.concatenate(rows)

@@ -82,9 +82,9 @@ class ElasticMachine(RuleBasedStateMachine):
             return
         blocks = table.allocate(len(begun))
         assert elastic.place(blocks) == 0
-        for seq_id in seq_ids:
-            new = [blocks[begun.index(seq_id)]] if seq_id in begun else []
-            table.extend(seq_id, table.length_of(seq_id) + 1, new)
+        new = dict(zip(begun, blocks.tolist(), strict=True))
+        last = [new[s] if s in new else table.blocks_of(s)[-1] for s in seq_ids]
+        table.extend_each(seq_ids, np.array(last, np.int32))
         self._restore(seq_ids, targets)
 
     @rule(units=st.integers(0, 30))

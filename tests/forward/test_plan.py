@@ -164,9 +164,9 @@ def test_spans_are_as_long_as_possible_and_end_where_the_new_tokens_begin() -> N
     new = NewTokens(0, 17, 18)
     plan = plan_step(table, [new], [table.depth(blocks)], lambda _, a, b: np.arange(a, b) + 100)
     assert plan.groups[0].requests[0].spans == (
-        RowRange(row=1, position=0, count=4),
-        RowRange(row=5, position=16, count=1),
-        RowRange(row=6, position=4, count=8),
+        RowRange(row=1, position=0, size=4),
+        RowRange(row=5, position=16, size=1),
+        RowRange(row=6, position=4, size=8),
     )
     assert plan.groups[1].requests[0].spans == plan.groups[0].requests[0].spans[:2]
     assert plan.span_token_ids.tolist() == [*range(100, 104), 116, *range(104, 112)]

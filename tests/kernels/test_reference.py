@@ -26,7 +26,7 @@ def full_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
 def test_prefill_of_a_whole_prompt_is_full_attention(sizes: Heads) -> None:
     torch.manual_seed(0)
     tokens, block_tokens, units = 10, 4, [3, 1, 2]
-    new = RowRange(row=0, position=0, count=tokens)
+    new = RowRange(row=0, position=0, size=tokens)
     layout = GroupLayout(
         rows=tokens,
         requests=(RequestLayout(new, spans=(), blocks=slice(0, 3), unstored_new=False),),

@@ -72,7 +72,7 @@ def _check_cover(tiles: Tiles, ranges: list[RowRange], rows: int) -> None:
         for i in range(tokens):
             seen[row + i, start : min(end, position + i + 1)] += 1
     for own in ranges:
-        for i in range(own.count):
+        for i in range(own.size):
             end = own.position + i + 1
             assert (seen[own.row + i, :end] == 1).all()
             assert (seen[own.row + i, end:] == 0).all()

@@ -60,7 +60,7 @@ def test_delta_and_the_number_of_programs_change_no_bit(delta: float) -> None:
 
 def test_only_the_rows_asked_for() -> None:
     inputs = make(STEPS["everything"])
-    new_rows = sum(request.new.count for request in inputs.layout.requests)
+    new_rows = sum(request.new.size for request in inputs.layout.requests)
     expected, _, _ = inputs.run(kernel)
     out, *pool = inputs.run(kernel, out_rows=new_rows)
     assert torch.equal(out, expected[:new_rows])

@@ -130,9 +130,22 @@ def test_extending_by_the_wrong_number_of_blocks_changes_nothing(length: int, ad
     assert everything(table) == before
 
 
+def test_a_token_in_another_block_than_the_one_being_filled_changes_nothing() -> None:
+    table = make_table()
+    full = add_sequence(table, seq_id=0, length=8)
+    filling = add_sequence(table, seq_id=1, length=7)
+    blocks = np.array([*table.allocate(1), full[-1]], np.int32)
+    before = everything(table)
+    with pytest.raises(ValueError, match=f"lies in block {filling[-1]}, not in {full[-1]}"):
+        table.extend_each([0, 1], blocks)
+    assert everything(table) == before
+
+
 def test_extending_an_unknown_sequence_is_refused() -> None:
     with pytest.raises(KeyError):
         make_table().extend(0, 1, [1])
+    with pytest.raises(KeyError):
+        make_table().extend_each([0], np.array([1], np.int32))
 
 
 def test_unmapping_an_unknown_sequence_does_nothing() -> None:

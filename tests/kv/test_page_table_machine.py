@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -91,6 +92,27 @@ class PageTableMachine(RuleBasedStateMachine):
         if added is not None:
             self.table.extend(seq_id, length + by, added)
             self.model.map(seq_id, blocks + added, length + by)
+
+    @mapped
+    @rule(steps=st.integers(1, 6), data=st.data())
+    def decode(self, steps: int, data: Any) -> None:
+        """Some sequences grow by a token in each step."""
+        growing = data.draw(
+            st.lists(st.sampled_from(sorted(self.model.sequences)), min_size=1, unique=True)
+        )
+        block_tokens = self.table.shape.block_tokens
+        for _ in range(steps):
+            held = [self.model.sequences[s] for s in growing]
+            begun = [i for i, (_, length) in enumerate(held) if length % block_tokens == 0]
+            added = self._allocate(len(begun))
+            if added is None:
+                return
+            for i, block in zip(begun, added, strict=True):
+                held[i] = ([*held[i][0], block], held[i][1])
+            last = np.array([blocks[-1] for blocks, _ in held], np.int32)
+            self.table.extend_each(growing, last)
+            for seq_id, (blocks, length) in zip(growing, held, strict=True):
+                self.model.map(seq_id, blocks, length + 1)
 
     @rule(seq_id=st.sampled_from(SEQUENCE_IDS))
     def unmap(self, seq_id: int) -> None:
