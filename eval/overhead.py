@@ -8,8 +8,8 @@ by side and loads one at a time, in turn, so that a machine whose speed drifts h
 - `off, ellm_cpu`: same, with the C++ kernels, as is the default,
 - `r = 0`: eLLM enabled, everything fits.
 
-Idle servers sleep. The ratio of a round compares neighbours in time; the median of the rounds is
-what counts.
+Idle servers sleep. The ratio of a round compares neighbours in time, a second or two apart; the
+median of many short rounds is what counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Load:
 
     requests: int = 24
     prompt_tokens: int = 128
-    output_tokens: int = 128
+    output_tokens: int = 96
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def measure(load: Load, names: Sequence[str], rounds: int, console: Console) -> 
 
 
 @click.command()
-@click.option("--rounds", default=7, show_default=True)
+@click.option("--rounds", default=20, show_default=True)
 @click.option("--requests", default=Load.requests, show_default=True)
 @click.option("--prompt-tokens", default=Load.prompt_tokens, show_default=True)
 @click.option("--output-tokens", default=Load.output_tokens, show_default=True)

@@ -66,7 +66,7 @@ def torch_copy_units(
 
 def choose_copy(target: torch.device, source: torch.device) -> CopyUnits:
     """What copies units between buffers on these devices."""
-    if target.type == source.type == "cpu" and load().problem is None:
+    if target.type == source.type == "cpu" and not load().problem:
         return cpu.copy_units
     return torch_copy_units
 

@@ -9,6 +9,8 @@ import torch
 from ellm_sgl.forward.restoration import GroupTransfer
 from ellm_sgl.forward.streamer import Streamer
 from ellm_sgl.kernels.choose import CopyUnits, choose_copy, torch_copy_units
+from ellm_sgl.kernels.cpu.attention import copy_units
+from ellm_sgl.kernels.cpu.library import load
 
 UNIT = (2, 2, 4, 1, 8)
 CPU = torch.device("cpu")
@@ -31,7 +33,7 @@ def held(device: torch.Tensor, unit: int) -> float:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize("copy", [torch_copy_units, choose_copy(CPU, CPU)])
+@pytest.mark.parametrize("copy", [torch_copy_units, copy_units])
 def test_every_group_finds_its_units_when_it_attends(
     overlap: bool, slots: int, copy: CopyUnits
 ) -> None:
@@ -117,3 +119,10 @@ def test_saving_copies_to_the_host() -> None:
     device[4] = 42.0
     Streamer(host, device, slots=2).save(np.array([4, 2], np.int32), np.array([1, 3], np.int32))
     assert (held(host, 1), held(host, 3), held(host, 2)) == (42, -1, 2)
+
+
+def test_where_the_compiled_kernels_are_they_copy() -> None:
+    if load().library is None:
+        pytest.skip("C++ kernels are not built")
+    assert choose_copy(CPU, CPU) is copy_units
+    assert choose_copy(torch.device("meta"), CPU) is torch_copy_units
