@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from ellm_sgl.forward import NewTokens, StepPlan, plan_step
+from ellm_sgl.forward import NewTokens, Restoration, StepPlan, plan_step
 from ellm_sgl.kernels.layout import GroupLayout, RowRange
 from ellm_sgl.kv import NONE, PageTable, PoolShape
 from ellm_sgl.kv.shape import IntArray
@@ -40,7 +40,10 @@ class Step:
         return self.tokens[seq_id][start:end]
 
     def plan(self) -> StepPlan:
-        return plan_step(self.table, self.requests, self.depths, self.token_ids)
+        blocks = np.concatenate([self.table.blocks_of(r.seq_id) for r in self.requests])
+        groups = self.table.shape.num_groups
+        missing = Restoration.recomputing(blocks, np.concatenate(self.depths), groups)
+        return plan_step(self.table, self.requests, missing, self.token_ids)
 
     def place_of(self, seq_id: int, position: int) -> tuple[int, int]:
         """(block, offset) of a token."""
@@ -51,6 +54,11 @@ class Step:
     def unit_of(self, units: IntArray, seq_id: int, position: int, group: int) -> int:
         """Unit of a token in a layer group according to `units`, or NONE."""
         return int(units[self.place_of(seq_id, position)[0], group])
+
+
+def recomputing(table: PageTable, blocks: IntArray) -> Restoration:
+    """Of what these blocks miss, by recomputation alone."""
+    return Restoration.recomputing(blocks, table.depth(blocks), table.shape.num_groups)
 
 
 def rows_of(layout: GroupLayout) -> list[tuple[int, RowRange]]:

@@ -12,7 +12,6 @@ how many layers its rows must go through), so the general case is a list of rang
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,8 +65,7 @@ class StepPlan:
         return self.groups[group].rows if group < len(self.groups) else self.new_rows
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """Consecutive missing blocks of one request with the same depth."""
 
     request: int
@@ -76,72 +74,89 @@ class _Span:
     depth: int
 
 
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of all requests of a step, end to end."""
+
+    ids: IntArray
+    first: IntArray
+    """[requests + 1]: where each request's blocks begin among all."""
+
+    @staticmethod
+    def of(table: PageTable, requests: Sequence[NewTokens]) -> _Blocks:
+        blocks = [table.blocks_of(r.seq_id) for r in requests]
+        first = np.cumsum([0, *map(len, blocks)], dtype=np.int32)
+        return _Blocks(np.concatenate(blocks), first)
+
+
 def plan_step(
     table: PageTable,
     requests: Sequence[NewTokens],
-    depths: Sequence[IntArray] | None,
+    restoration: Restoration | None,
     token_ids: TokenIds,
     device: str | torch.device = "cpu",
-    restoration: Restoration | None = None,
 ) -> StepPlan:
     """Plan one forward pass over `requests`.
 
     Args:
         table: the page table, with every block that this step should fill already placed.
         requests: in the order of SGLang's rows.
-        depths: of each request, the groups that each block's rows must go through again. None:
-            no request misses anything.
+        restoration: how what they miss is restored; None: they miss nothing.
         token_ids: gives the tokens of positions that are computed again.
         device: where the tensors go.
-        restoration: where `depths` come from, if some units are fetched from the host.
     """
-    if depths is None:
-        rows = _Rows.of(table, requests, (), None)
+    blocks = _Blocks.of(table, requests)
+    if restoration is None:
+        rows = _Rows.of(table, requests, blocks, (), None)
         nothing = _tensor(_NOTHING, device)
         return StepPlan(rows.new, nothing, nothing, rows.in_groups(device))
-    spans = [
-        span
-        for i, (request, depth) in enumerate(zip(requests, depths, strict=True))
-        for span in _missing_spans(i, request.start, depth, table.shape.block_tokens)
-    ]
+    block_tokens = table.shape.block_tokens
+    spans = _missing_spans(requests, blocks, restoration.depths_of(blocks.ids), block_tokens)
     restored, fetched_units = spans, 0
-    if restoration is not None and restoration.transfers:
+    if restoration.transfers:
         fetched_units = restoration.fetched_units
-        covered = [restoration.covers(table.blocks_of(r.seq_id)) for r in requests]
-        restored = [
-            span
-            for i, (request, blocks) in enumerate(zip(requests, covered, strict=True))
-            for span in _missing_spans(i, request.start, blocks, table.shape.block_tokens)
-        ]
+        covered = restoration.covers(blocks.ids)
+        restored = _missing_spans(requests, blocks, covered, block_tokens)
     # Deepest first: in every group the rows still alive are a prefix of all rows.
-    spans.sort(key=lambda span: -span.depth)
+    spans = sorted(spans, key=lambda span: -span.depth)
     ids = [token_ids(requests[s.request].seq_id, s.start, s.end) for s in spans]
-    rows = _Rows.of(table, requests, spans, restoration)
+    rows = _Rows.of(table, requests, blocks, spans, restoration)
     return StepPlan(
         new_rows=rows.new,
-        span_token_ids=_concatenate(ids, device),
+        span_token_ids=_tensor(np.concatenate(ids) if ids else _NOTHING, device),
         span_positions=_tensor(rows.position[rows.new :], device),
         groups=rows.in_groups(device),
-        transfers=() if restoration is None else restoration.transfers,
+        transfers=restoration.transfers,
         restored=tuple((s.end - s.start, s.start) for s in restored),
-        fetched_tokens=fetched_units * table.shape.block_tokens,
+        fetched_tokens=fetched_units * block_tokens,
     )
 
 
 _NOTHING = np.empty(0, np.int64)
 
 
-def _missing_spans(request: int, end: int, depth: IntArray, block_tokens: int) -> list[_Span]:
-    """Runs of equal, non-zero depth among the blocks before position `end`."""
+def _missing_spans(
+    requests: Sequence[NewTokens], blocks: _Blocks, depth: IntArray, block_tokens: int
+) -> list[_Span]:
+    """Runs of equal, non-zero depth among each request's blocks before its new tokens.
+
+    Args:
+        depth: of each of `blocks`.
+    """
     if not depth.any():
         return []
-    before = -(-end // block_tokens)
-    edges = np.flatnonzero(np.diff(depth[:before], prepend=0, append=0))
-    return [
-        _Span(request, int(a) * block_tokens, min(int(b) * block_tokens, end), int(depth[a]))
-        for a, b in itertools.pairwise(edges)
-        if depth[a]
-    ]
+    owner = np.repeat(np.arange(len(requests)), np.diff(blocks.first))
+    start = (np.arange(len(depth)) - blocks.first[owner]) * block_tokens
+    limit = np.array([r.start for r in requests])[owner]
+    depth = np.where(start < limit, depth, 0)
+    begins = np.ones(len(depth), np.bool_)
+    begins[1:] = (depth[1:] != depth[:-1]) | (owner[1:] != owner[:-1])
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(depth)) - 1
+    first, last = first[depth[first] > 0], last[depth[first] > 0]
+    end = np.minimum(start[last] + block_tokens, limit[first])
+    columns = (owner[first], start[first], end, depth[first])
+    return [_Span(*span) for span in zip(*(c.tolist() for c in columns), strict=True)]
 
 
 @dataclass
@@ -170,15 +185,13 @@ class _Rows:
     def of(
         table: PageTable,
         requests: Sequence[NewTokens],
+        blocks: _Blocks,
         spans: Sequence[_Span],
         restoration: Restoration | None,
     ) -> _Rows:
-        blocks = [table.blocks_of(r.seq_id) for r in requests]
-        every = np.concatenate(blocks)
-        first_block = np.cumsum([0, *map(len, blocks)], dtype=np.int32)
-        units = sources = table.units[every]
+        units = sources = table.units[blocks.ids]
         if restoration is not None and restoration.transfers:
-            sources = np.where(units == NONE, restoration.staged_units(every), units)
+            sources = np.where(units == NONE, restoration.staged_units(blocks.ids), units)
         ranges = [(i, r.start, r.end) for i, r in enumerate(requests)]
         ranges += [(s.request, s.start, s.end) for s in spans]
         owner, start, end = np.array(ranges, np.int64).T
@@ -190,11 +203,11 @@ class _Rows:
             requests=requests,
             spans=spans,
             new=int(ends[len(requests) - 1]),
-            first_block=first_block,
+            first_block=blocks.first,
             units=units,
             # A missing block reads scratch unit 0; its tokens come from the step's own rows.
             sources=np.maximum(sources, 0),
-            block=np.repeat(first_block[owner], count) + position // block_tokens,
+            block=np.repeat(blocks.first[owner], count) + position // block_tokens,
             position=position,
             block_tokens=block_tokens,
         )
@@ -255,12 +268,6 @@ class _Rows:
         if complete:
             self._known[len(alive)] = tuple(layouts)
         return tuple(layouts)
-
-
-def _concatenate(
-    arrays: Sequence[npt.NDArray[np.int64]], device: str | torch.device
-) -> torch.Tensor:
-    return _tensor(np.concatenate(arrays) if arrays else _NOTHING, device)
 
 
 def _tensor(

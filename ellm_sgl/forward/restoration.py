@@ -78,6 +78,18 @@ class Restoration:
     borrowed: IntArray
     """Device units to return after the step."""
 
+    @staticmethod
+    def recomputing(blocks: IntArray, depths: IntArray, num_groups: int) -> Restoration:
+        """Of these blocks, by recomputation alone.
+
+        Args:
+            blocks: [n], any order, each any number of times.
+            depths: [n].
+        """
+        blocks, first = np.unique(blocks, return_index=True)
+        staged = np.full((len(blocks), num_groups), NONE, np.int32)
+        return Restoration(blocks, depths[first], staged, (), np.empty(0, np.int32))
+
     @property
     def fetched_units(self) -> int:
         return sum(len(t.sources) for t in self.transfers)

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ellm_sgl.forward import MixedRows, NewTokens, SeparateRows, StepPlan, plan_step
+from ellm_sgl.forward import (
+    MixedRows,
+    NewTokens,
+    Restoration,
+    SeparateRows,
+    StepPlan,
+    plan_step,
+)
 from ellm_sgl.kv import KVPool, PageTable
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
 from ellm_sgl.latency.fit import fit_profile
@@ -210,8 +217,9 @@ class SyntheticSteps:
         device = self._pool.buffer.device
         _synchronize(device)
         start = time.perf_counter()
-        depths = [table.depth(table.blocks_of(r.seq_id)) for r in requests]
-        plan = plan_step(table, requests, depths, _token_ids, device)
+        blocks = np.concatenate([table.blocks_of(r.seq_id) for r in requests])
+        missing = Restoration.recomputing(blocks, table.depth(blocks), table.shape.num_groups)
+        plan = plan_step(table, requests, missing, _token_ids, device)
         self._forward(plan, batch)
         _synchronize(device)
         return time.perf_counter() - start

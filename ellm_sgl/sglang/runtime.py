@@ -29,7 +29,6 @@ from ellm_sgl.forward import (
     plan_step,
 )
 from ellm_sgl.kv import KVPool, PageTable
-from ellm_sgl.kv.shape import IntArray
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.policies import Threads
 from ellm_sgl.policies.rotation_limits import LINK_SHARE
@@ -149,29 +148,24 @@ class Runtime:
 
     def _plan(self, new: list[NewTokens], restore: bool) -> StepPlan:
         table, seq_ids = self.table, [n.seq_id for n in new]
-        depths = None
         if table.none_units:
             missing = Missing.of(table, seq_ids)
             if restore:
                 self.elastic.restore(seq_ids, missing.blocks)
-            depths = self._plan_restoration(missing, seq_ids)
-        plan = plan_step(
-            table, new, depths, self.token_ids, self.pool.buffer.device, self._restoration
-        )
+            self._restoration = self._plan_restoration(missing)
+        plan = plan_step(table, new, self._restoration, self.token_ids, self.pool.buffer.device)
         self.elastic.totals.recomputed_tokens += plan.span_rows
         if self.hidden is not None:
             self._capture = plan_capture(table, seq_ids, plan)
         return plan
 
-    def _plan_restoration(self, missing: Missing, seq_ids: Sequence[int]) -> list[IntArray]:
-        """How the step restores `missing`; returns the depth of each block of each request."""
+    def _plan_restoration(self, missing: Missing) -> Restoration:
         table, totals = self.table, self.elastic.totals
         planned = plan_restoration(table, missing, self._recompute_share(), self.elastic.slots)
         totals.fetched_units += planned.fetched_units
         totals.borrowed_units += len(planned.borrowed)
         totals.projected_units += planned.projected_units
-        self._restoration = planned
-        return [planned.depths_of(table.blocks_of(s)) for s in seq_ids]
+        return planned
 
     def _fetch_ahead(self, decoding: int) -> GroupTransfer | None:
         """As much as the link brings in LINK_SHARE of a step like the last one."""

@@ -96,11 +96,8 @@ class Server:
         if restore:
             self.elastic.restore([0], missing.blocks)
         restoration = plan_restoration(table, missing, share, 2)
-        depths = [restoration.depths_of(table.blocks_of(0))]
         new = [NewTokens(0, start, end)]
-        plan = plan_step(
-            table, new, depths, lambda _, a, b: np.array(self.tokens[a:b]), "cpu", restoration
-        )
+        plan = plan_step(table, new, restoration, lambda _, a, b: np.array(self.tokens[a:b]))
         self.projected += restoration.projected_units
         self.recomputed += plan.span_rows
         out = self._run(plan, start)

@@ -11,7 +11,7 @@ from ellm_sgl.forward import NewTokens, StepPlan, plan_step
 from ellm_sgl.kernels.layout import RowRange
 from ellm_sgl.kv import NONE, PageTable, PoolShape
 from ellm_sgl.kv.page_table import RESERVED
-from tests.steps import Step, rows_of, steps
+from tests.steps import Step, recomputing, rows_of, steps
 
 
 def tensors_of(plan: StepPlan) -> list[torch.Tensor]:
@@ -162,7 +162,9 @@ def test_spans_are_as_long_as_possible_and_end_where_the_new_tokens_begin() -> N
     for block, groups in ((0, 2), (1, 1), (2, 1), (4, 2)):
         table.evict(int(blocks[block]), slice(0, groups))
     new = NewTokens(0, 17, 18)
-    plan = plan_step(table, [new], [table.depth(blocks)], lambda _, a, b: np.arange(a, b) + 100)
+    plan = plan_step(
+        table, [new], recomputing(table, blocks), lambda _, a, b: np.arange(a, b) + 100
+    )
     assert plan.groups[0].requests[0].spans == (
         RowRange(row=1, position=0, size=4),
         RowRange(row=5, position=16, size=1),
@@ -180,5 +182,5 @@ def test_new_rows_count_as_stored_only_if_all_their_blocks_have_units(lost: int)
     table.map(0, blocks, 8)
     table.evict(int(blocks[lost]))
     new = NewTokens(0, 4, 8)
-    plan = plan_step(table, [new], [table.depth(blocks)], lambda _, a, b: np.arange(a, b))
+    plan = plan_step(table, [new], recomputing(table, blocks), lambda _, a, b: np.arange(a, b))
     assert plan.groups[0].requests[0].unstored_new == (lost == 3)

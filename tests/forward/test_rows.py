@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from ellm_sgl.forward import MixedRows, NewTokens, StepPlan, plan_step
+from ellm_sgl.forward import MixedRows, NewTokens, Restoration, StepPlan, plan_step
 from ellm_sgl.kv import NONE, KVPool, PageTable, PoolShape
 from tests.forward.tiny import (
     HEAD_DIM,
@@ -20,7 +20,7 @@ from tests.forward.tiny import (
     attend_paged,
     compute_fully,
 )
-from tests.steps import VOCABULARY, Step, steps
+from tests.steps import VOCABULARY, Step, recomputing, steps
 
 SHAPE = PoolShape(num_layers=5, layer_group=2, block_tokens=4)
 
@@ -63,7 +63,7 @@ def one_request(missing: int = 2) -> tuple[StepPlan, KVPool]:
     for groups, block in enumerate(blocks[:missing].tolist(), start=1):
         table.evict(block, slice(0, groups))
     new = NewTokens(0, 10, 11)
-    plan = plan_step(table, [new], [table.depth(blocks)], lambda _, a, b: np.arange(a, b))
+    plan = plan_step(table, [new], recomputing(table, blocks), lambda _, a, b: np.arange(a, b))
     return plan, empty_pool(table)
 
 
@@ -122,7 +122,8 @@ def test_generation_with_evictions_at_every_step_is_generation_without(seed: int
         depth = table.depth(blocks)
         table.place(random.permutation(blocks))  # as many as fit: never all
         new = NewTokens(0, start, length)
-        plan = plan_step(table, [new], [depth], lambda _, a, b: np.array(tokens[a:b]))
+        missing = Restoration.recomputing(blocks, depth, SHAPE.num_groups)
+        plan = plan_step(table, [new], missing, lambda _, a, b: np.array(tokens[a:b]))
         out = run(decoder, mixed, plan, pool, tokens[start:], range(start, length))
         expected = compute_fully(decoder, tokens)[0][start:]
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)

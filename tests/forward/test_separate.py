@@ -22,7 +22,7 @@ from tests.forward.tiny import (
     TinyDecoder,
     compute_fully,
 )
-from tests.steps import VOCABULARY, Step, steps
+from tests.steps import VOCABULARY, Step, recomputing, steps
 
 SHAPE = PoolShape(num_layers=5, layer_group=2, block_tokens=4)
 
@@ -104,7 +104,7 @@ def one_request(missing: int = 2) -> tuple[StepPlan, KVPool]:
     for groups, block in enumerate(blocks[:missing].tolist(), start=1):
         table.evict(block, slice(0, groups))
     new = NewTokens(0, 10, 11)
-    plan = plan_step(table, [new], [table.depth(blocks)], lambda _, a, b: np.arange(a, b))
+    plan = plan_step(table, [new], recomputing(table, blocks), lambda _, a, b: np.arange(a, b))
     return plan, empty_pool(table)
 
 
