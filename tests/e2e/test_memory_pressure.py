@@ -83,11 +83,9 @@ def test_shared_prefixes_under_pressure(server: ServerProcess, tokens: int) -> N
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--disable-radix-cache",),
-        ("--disable-overlap-schedule",),
         ("--enable-mixed-chunk", "--chunked-prefill-size", "128"),
-        ("--ellm-layer-group", "3", "--ellm-block-tokens", "1"),
-        ("--ellm-layer-group", "1", "--ellm-block-tokens", "32"),
+        ("--disable-radix-cache", "--ellm-layer-group", "3", "--ellm-block-tokens", "1"),
+        ("--disable-overlap-schedule", "--ellm-layer-group", "1", "--ellm-block-tokens", "32"),
     ],
     ids=" ".join,
 )
