@@ -390,7 +390,7 @@ class ElasticMemory:
 
     def _fetched_blocks(self, missing: IntArray) -> int:
         """How many of these missing blocks the host has, so that a step can fetch them."""
-        if self._save is None:
+        if self._save is None or len(missing) == 0:
             return 0
         return int(np.count_nonzero(self.table.depth(missing) == 0))
 

@@ -58,7 +58,7 @@ EXPORT const char* ellm_instruction_set(int most, int head_dim, int32_t* isa) {
   return nullptr;
 }
 
-EXPORT Plan* ellm_make_plan(const PlanArguments* arguments) { return make_plan(*arguments); }
+EXPORT Plan* ellm_make_plan(PlanArguments* arguments) { return make_plan(*arguments); }
 
 EXPORT void ellm_free_plan(Plan* plan) { delete plan; }
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import weakref
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,8 +19,6 @@ from ellm_sgl.kernels.cpu.library import (
     loaded,
 )
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of rows and of the pool, as attention.h numbers them."""
@@ -132,39 +129,52 @@ class _Plan:
     """A layout in the form the kernels read, shared by all layers of its group."""
 
     def __init__(self, layout: GroupLayout, block_tokens: int) -> None:
-        requests, spans = _columns(layout.requests)
-        units, write_units = _array(layout.units), _array(layout.write_units)
-        write_offsets = _array(layout.write_offsets)
+        columns = _columns(layout.requests)
+        units, write_units = layout.units.contiguous(), layout.write_units.contiguous()
+        write_offsets = layout.write_offsets.contiguous()
         rows, first_row = None, 0
         if isinstance(layout.write_rows, slice):
             first_row = layout.write_rows.start
         else:
-            rows = _array(layout.write_rows)
-        self.largest_unit = max(int(a.max(initial=0)) for a in (units, write_units))
+            rows = layout.write_rows.contiguous()
         arguments = PlanArguments(
-            requests.ctypes.data, spans.ctypes.data, units.ctypes.data,
-            None if rows is None else rows.ctypes.data, write_units.ctypes.data,
-            write_offsets.ctypes.data, len(requests), len(spans), len(units), len(write_units),
-            first_row, block_tokens,
+            columns.requests.data_ptr(), columns.spans.data_ptr(), units.data_ptr(),
+            None if rows is None else rows.data_ptr(), write_units.data_ptr(),
+            write_offsets.data_ptr(), len(columns.requests), len(columns.spans), len(units),
+            len(write_units), first_row, block_tokens,
         )  # fmt: skip
-        library = loaded()
-        self.handle = library.ellm_make_plan(ctypes.byref(arguments))
-        weakref.finalize(self, library.ellm_free_plan, self.handle)
+        self._library = loaded()
+        self.handle = self._library.ellm_make_plan(ctypes.byref(arguments))
+        self.largest_unit: int = arguments.largest_unit
+
+    def __del__(self) -> None:  # weakref.finalize takes as long as all the rest
+        self._library.ellm_free_plan(self.handle)
 
 
-def _columns(requests: tuple[RequestLayout, ...]) -> tuple[IntArray, IntArray]:
-    """`requests` and `spans` of `PlanArguments`. In most steps all groups have the same ones."""
+@dataclass(frozen=True)
+class _Columns:
+    """`requests` and `spans` of `PlanArguments`; int64, on the host."""
+
+    of: tuple[RequestLayout, ...]
+    requests: torch.Tensor
+    spans: torch.Tensor
+
+
+def _columns(requests: tuple[RequestLayout, ...]) -> _Columns:
+    """In most steps all groups have the same requests: the last ones' columns are kept."""
     global _last_columns
-    if (last := _last_columns) is not None and last[0] is requests:
-        return last[1]
-    ranges = [(*r.new, r.blocks.start, r.blocks.stop) for r in requests]
-    spans = [(i, *span) for i, request in enumerate(requests) for span in request.spans]
-    columns = np.array(ranges, np.int64), np.array(spans, np.int64)
-    _last_columns = requests, columns
-    return columns
+    if _last_columns is None or _last_columns.of is not requests:
+        ranges = [(*r.new, r.blocks.start, r.blocks.stop) for r in requests]
+        spans = [(i, *span) for i, request in enumerate(requests) for span in request.spans]
+        _last_columns = _Columns(
+            requests,
+            torch.from_numpy(np.array(ranges, np.int64)),
+            torch.from_numpy(np.array(spans, np.int64)),
+        )
+    return _last_columns
 
 
-_last_columns: tuple[tuple[RequestLayout, ...], tuple[IntArray, IntArray]] | None = None
+_last_columns: _Columns | None = None
 _last: tuple[GroupLayout, int, _Plan] | None = None
 
 
@@ -188,7 +198,3 @@ def _instruction_set(head_dim: int, most: str | None) -> tuple[int, str]:
 def _packed_heads(x: torch.Tensor) -> torch.Tensor:
     """Rows may lie apart (they are cut from one QKV tensor); a row's heads may not."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-
-
-def _array(tensor: torch.Tensor) -> IntArray:
-    return np.ascontiguousarray(tensor.numpy())

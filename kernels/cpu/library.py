@@ -37,6 +37,7 @@ class PlanArguments(Structure):
         *((name, c_void_p) for name in ("write_rows", "write_units", "write_offsets")),
         *((name, c_int64) for name in ("num_requests", "num_spans", "num_units")),
         *((name, c_int64) for name in ("num_writes", "first_write_row", "block_tokens")),
+        ("largest_unit", c_int64),
     )
 
 

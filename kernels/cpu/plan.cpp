@@ -1,8 +1,10 @@
 #include "plan.h"
 
+#include <algorithm>
+
 namespace ellm {
 
-Plan* make_plan(const PlanArguments& a) {
+Plan* make_plan(PlanArguments& a) {
   Plan* plan = new Plan;
   plan->blocks.assign(a.units, a.units + a.num_units);
   for (int64_t i = 0; i < a.num_requests; ++i) {
@@ -31,6 +33,9 @@ Plan* make_plan(const PlanArguments& a) {
   for (int64_t i = 0; i < a.num_writes; ++i) {
     plan->write_rows[i] = a.write_rows != nullptr ? a.write_rows[i] : a.first_write_row + i;
   }
+  a.largest_unit = 0;
+  for (int64_t i = 0; i < a.num_units; ++i) a.largest_unit = std::max(a.largest_unit, a.units[i]);
+  for (int64_t unit : plan->write_units) a.largest_unit = std::max(a.largest_unit, unit);
   return plan;
 }
 

@@ -29,8 +29,9 @@ struct PlanArguments {
   const int64_t* write_units;
   const int64_t* write_offsets;
   int64_t num_requests, num_spans, num_units, num_writes, first_write_row, block_tokens;
+  int64_t largest_unit;  // set by make_plan: of those read and written
 };
 
-Plan* make_plan(const PlanArguments& arguments);
+Plan* make_plan(PlanArguments& arguments);
 
 }  // namespace ellm
