@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,8 @@ class StepLog:
         self._clock = clock
         self._started: tuple[StepWork, float, float] | None = None
         self._stall_s = 0.0
+        self._prefilled: bool | None = None
+        """Whether the last step computed prompts; None before the first."""
 
     @property
     def last(self) -> StepReport | None:
@@ -37,6 +40,10 @@ class StepLog:
         """A step begins; the one before it, if there was no pause between, has ended."""
         now = self._clock()
         self._finish(now)
+        prefills = bool(work.prefill_rows)
+        if self._prefilled is not None and prefills != self._prefilled:
+            work = dataclasses.replace(work, turns=1)
+        self._prefilled = prefills
         predicted = float(self.model.step_seconds(work))
         self._started = (work, now, predicted)
 

@@ -40,6 +40,8 @@ class StepWork:
     """Tokens whose KV (their layers l1/L) is fetched from host memory."""
     recompute_share: Quantity = 1.0
     """φ = l2 / (l1 + l2): share of the layers that span rows run through."""
+    turns: Quantity = 0
+    """1 if the step before did the other thing: prompts, or decoding."""
 
     @property
     def span_pairs(self) -> Quantity:

@@ -19,7 +19,18 @@ from ellm_sgl.latency.base import FloatArray, LatencyModel, Quantity, StepWork
 from ellm_sgl.latency.online import Correction
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
 
-COMPONENTS = ("step", "row", "read", "packing", "compute", "serial", "kv", "attention", "fetch")
+COMPONENTS = (
+    "step",
+    "row",
+    "read",
+    "packing",
+    "compute",
+    "serial",
+    "kv",
+    "attention",
+    "fetch",
+    "turn",
+)
 """What `Roofline.components` returns, in this order."""
 
 
@@ -55,6 +66,7 @@ class Roofline:
         self._link_latency_s = profile.link_latency_s
         self._step_s = profile.step_overhead_s
         self._decode_row_s = profile.row_overhead_s
+        self._turn_s = profile.turn_overhead_s
 
     def components(self, work: StepWork) -> tuple[Quantity, ...]:
         """Seconds of each of `COMPONENTS`; none falls as any field but the share grows.
@@ -80,6 +92,7 @@ class Roofline:
             self._token_s * work.decode_tokens,
             self._pair_s * (share * work.span_pairs + work.prefill_pairs),
             self._fetch_token_s * work.swap_tokens * (1.0 - share),
+            self._turn_s * work.turns,
         )
 
     def swap_seconds(self, work: StepWork) -> Quantity:

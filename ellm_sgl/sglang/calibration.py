@@ -41,6 +41,9 @@ _PROBE_BYTES = 64 << 20
 _SCHEDULER_STEP_S, _SCHEDULER_ROW_S = 1.3e-3, 6e-5
 """Time between two forward passes, and its part per request: SGLang 0.5.17 with the demo model
 on one core of an AMD EPYC. On a GPU it passes while the device computes."""
+_SCHEDULER_TURN_S = 2e-3
+"""The same, where SGLang turns from decoding to prompts or back: batches are put together, and the
+prompts' results are dealt with beside the next step."""
 _FETCH_SHARE = 3.0
 """Where the processor copies: 0.55 µs per token of the demo model, whose KV is 4 KB, beside 0.2 µs
 for the copying itself. Calibration fetches nothing; the on-line fit corrects this."""
@@ -163,6 +166,7 @@ def _with_scheduler(profile: HardwareProfile) -> HardwareProfile:
         profile,
         step_overhead_s=profile.step_overhead_s + _SCHEDULER_STEP_S,
         row_overhead_s=profile.row_overhead_s + _SCHEDULER_ROW_S,
+        turn_overhead_s=_SCHEDULER_TURN_S,
     )
 
 

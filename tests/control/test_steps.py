@@ -53,6 +53,18 @@ def test_idle_time_belongs_to_no_step() -> None:
     assert [r.seconds for r in log.reports] == [0.5, 0.25]
 
 
+def test_turning_to_prompts_and_back_is_noted_also_across_a_pause() -> None:
+    prompt = StepWork(decode_rows=0, decode_tokens=0, prefill_rows=5, prefill_pairs=15)
+    log = log_at(*map(float, range(20)))
+    for work in (prompt, prompt, WORK, WORK, prompt):
+        log.start(work)
+    log.idle()
+    log.start(prompt)
+    log.start(WORK)
+    log.idle()
+    assert [r.work.turns for r in log.reports] == [0, 0, 1, 0, 1, 0, 1]
+
+
 def test_stalls_belong_to_the_step_under_way() -> None:
     log = log_at(1.0, 2.0, 3.0)
     log.start(WORK)

@@ -52,6 +52,15 @@ def test_rows_that_run_through_no_layer_cost_nothing() -> None:
     assert seconds(LLAMA, GPU, work) == pytest.approx(seconds(LLAMA, GPU, StepWork(2, 1200)))
 
 
+def test_turning_between_prompts_and_decoding_takes_its_own_time() -> None:
+    profile = dataclasses.replace(CPU, turn_overhead_s=3e-3)
+    steady = StepWork(4, 2000)
+    turned = dataclasses.replace(steady, turns=1)
+    gap = seconds(TINY, profile, turned) - seconds(TINY, profile, steady)
+    assert gap == pytest.approx(3e-3)
+    assert seconds(TINY, CPU, turned) == seconds(TINY, CPU, steady)
+
+
 def test_a_transfer_hides_behind_the_step_or_bounds_it() -> None:
     step = StepWork(4, 2000, recompute_share=0.25)
     alone = seconds(LLAMA, GPU, step)
