@@ -330,7 +330,7 @@ class ElasticMemory:
         if ratio == 0.0:
             return 0
         seq_ids = list(self.table.sequence_ids)
-        lengths = np.fromiter(map(self.table.length_of, seq_ids), np.int64, len(seq_ids))
+        lengths = self.table.lengths_of(seq_ids)
         targets = np.fromiter((self._targets.get(s, 0) for s in seq_ids), np.int64, len(seq_ids))
         most = evictable(lengths, self.shared_tokens(seq_ids), self.table.shape.block_tokens)
         wanted = np.minimum((ratio * lengths).astype(np.int64), most)

@@ -14,6 +14,22 @@ KEPT_STEPS = 2000
 """Reports kept for `GET /ellm/steps`."""
 
 
+class Turns:
+    """Notes where steps turn from prompts to decoding, or back; a pause changes nothing."""
+
+    def __init__(self) -> None:
+        self._prefilled: bool | None = None
+
+    def of(self, prefills: bool) -> int:
+        """`StepWork.turns` of the next step; 0 for the very first.
+
+        Args:
+            prefills: whether it computes prompts.
+        """
+        before, self._prefilled = self._prefilled, prefills
+        return int(before is not None and before != prefills)
+
+
 class StepLog:
     """Times steps from start to start, so that scheduling between them counts too.
 
@@ -29,8 +45,7 @@ class StepLog:
         self._clock = clock
         self._started: tuple[StepWork, float, float] | None = None
         self._stall_s = 0.0
-        self._prefilled: bool | None = None
-        """Whether the last step computed prompts; None before the first."""
+        self._turns = Turns()
 
     @property
     def last(self) -> StepReport | None:
@@ -40,10 +55,8 @@ class StepLog:
         """A step begins; the one before it, if there was no pause between, has ended."""
         now = self._clock()
         self._finish(now)
-        prefills = bool(work.prefill_rows)
-        if self._prefilled is not None and prefills != self._prefilled:
-            work = dataclasses.replace(work, turns=1)
-        self._prefilled = prefills
+        if turns := self._turns.of(bool(work.prefill_rows)):
+            work = dataclasses.replace(work, turns=turns)
         predicted = float(self.model.step_seconds(work))
         self._started = (work, now, predicted)
 

@@ -102,7 +102,7 @@ class Deciding:
         now = time.monotonic()
         elastic = runtime.current().elastic
         seq_ids = [runtime.row_of(r) for r in running]
-        lengths = np.fromiter(map(elastic.table.length_of, seq_ids), np.int64, len(seq_ids))
+        lengths = elastic.table.lengths_of(seq_ids)
         return self.loop.state(
             now,
             self.book.running(
@@ -121,9 +121,8 @@ class Deciding:
 
     def token_decoded(self, reqs: list[Req]) -> None:
         """These requests get a token each in the step that is being prepared."""
-        table = runtime.current().table
-        lengths = [table.length_of(runtime.row_of(r)) for r in reqs]
-        self.in_step = self.slots(reqs), np.array(lengths, np.int64)
+        lengths = runtime.current().table.lengths_of([runtime.row_of(r) for r in reqs])
+        self.in_step = self.slots(reqs), lengths
 
     def _note_tokens(self) -> None:
         """The step before has ended: its requests have their tokens."""

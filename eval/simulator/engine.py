@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ellm_sgl.control.steps import StepLog
+from ellm_sgl.control.steps import StepLog, Turns
 from ellm_sgl.eval.simulator.admission import (
     Candidate,
     Chunk,
@@ -64,7 +64,7 @@ class Simulation:
         self.mode: Mode = build_mode(machine, settings, load, self.progress, self.clock)
         self.record = Record(len(load))
         self._device = device_model(machine, settings)
-        self._last_prefilled: bool | None = None
+        self._turns = Turns()
         self._ratio = NewTokenRatio.of(settings.conservativeness)
         self._limits = PrefillLimits(settings.block_tokens, settings.chunk_tokens)
         self._running: list[int] = []
@@ -221,7 +221,7 @@ class Simulation:
         work = StepWork(0, 0, spans, squares, prefill_rows=rows, prefill_pairs=pairs)
         seconds = fetch_s
         if rows:
-            work = dataclasses.replace(work, turns=self._turns(True))
+            work = dataclasses.replace(work, turns=self._turns.of(True))
             self._log(work)
             seconds += float(self._device.step_seconds(work))
         self.clock.now_s += seconds
@@ -286,18 +286,12 @@ class Simulation:
         if steps == 1:
             last = first
         return StepWork(
-            turns=self._turns(False) * (after == 1),
+            turns=self._turns.of(False) * (after == 1),
             decode_rows=len(ids),
             decode_tokens=tokens + len(ids) * after,
             span_rows=first.rows + share * (last.rows - first.rows),
             span_squares=first.squares + share * (last.squares - first.squares),
         )
-
-    def _turns(self, prefills: bool) -> int:
-        """1 if the step before this one was of the other kind."""
-        turned = self._last_prefilled is not None and prefills != self._last_prefilled
-        self._last_prefilled = prefills
-        return int(turned)
 
     def _log(self, work: StepWork) -> None:
         """Tell the control loop; several steps count as their first."""

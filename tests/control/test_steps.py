@@ -18,7 +18,7 @@ class Recording(LatencyModel):
         self.seen: list[tuple[StepWork, float]] = []
 
     def step_seconds(self, work: StepWork) -> FloatArray:
-        return np.float64(self.seen[-1][1] if self.seen else 0.0)  # type: ignore[return-value]  # 0-d
+        return np.asarray(self.seen[-1][1] if self.seen else 0.0)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         self.seen.append((work, seconds))
