@@ -31,6 +31,21 @@ def ask(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return asyncio.run(run())
 
 
+def ask_as_one(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers to all bodies, sent as one request, so that they join in the same prefill.
+
+    For penalties: under overlap scheduling SGLang counts a request's first output token twice or
+    late, after who joined in the step before it (docs/architecture.md), so that on stock SGLang
+    too the same requests sent one by one get different answers from one time to the next.
+    """
+    names = bodies[0].keys()
+    body = {name: [body[name] for body in bodies] for name in names}
+    answers: list[dict[str, Any]] = (
+        httpx.post(f"{url}/generate", json=body, timeout=600).raise_for_status().json()
+    )
+    return answers
+
+
 def greedy(prompt: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
     """A body that asks for exactly `tokens` greedy tokens."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}

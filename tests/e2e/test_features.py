@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from ellm_sgl.serve.process import ServerProcess
-from tests.e2e.load import ask, greedy, prompts
+from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
 
 pytestmark = pytest.mark.slow
 
@@ -81,9 +81,7 @@ def test_logprobs_of_prompt_and_output(server: ServerProcess) -> None:
 def test_penalties(server: ServerProcess) -> None:
     sampling = {"frequency_penalty": 0.7, "presence_penalty": 0.4, "min_new_tokens": 20}
     bodies = [greedy(p, 48, **sampling) for p in prompts(4, 60, 200, seed=1)]
-    everything, half = with_and_without(
-        server, lambda: [a["output_ids"] for a in ask(server.url, bodies)]
-    )
+    everything, half = with_and_without(server, lambda: token_ids(ask_as_one(server.url, bodies)))
     assert everything == half
 
 

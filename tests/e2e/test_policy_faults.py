@@ -12,7 +12,7 @@ import pytest
 
 from ellm_sgl.serve.process import ServerProcess
 from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
-from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install
 
 pytestmark = pytest.mark.slow
@@ -130,9 +130,9 @@ def test_penalties_are_counted_right_though_others_would_sit_out(scripted: Serve
         greedy(p, 20, repetition_penalty=1.3, min_new_tokens=4) for p in prompts(4, 40, 90, seed=8)
     ]
     switch(scripted, "stock").raise_for_status()
-    alone = token_ids(ask(scripted.url, penalised))
+    alone = token_ids(ask_as_one(scripted.url, penalised))
     switch(scripted, "turns").raise_for_status()
-    assert token_ids(ask(scripted.url, penalised)) == alone
+    assert token_ids(ask_as_one(scripted.url, penalised)) == alone
 
 
 def test_requests_can_be_aborted_while_they_sit_out(scripted: ServerProcess) -> None:
