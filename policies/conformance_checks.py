@@ -22,6 +22,7 @@ from ellm_sgl.policies.conformance_states import (
     missing_tokens,
     some_ratios_fit,
     with_memory,
+    with_room,
 )
 from ellm_sgl.policies.generate import Size, random_state
 from ellm_sgl.policies.plan import planned_tokens, step_work
@@ -198,6 +199,25 @@ def _targets_fit_the_device(subject: Subject) -> None:
                 )
 
 
+def _keeps_what_fits(subject: Subject) -> None:
+    """What `Policy.keeps_what_fits` promises, where memory has room for just that."""
+    if not subject.make().keeps_what_fits():
+        raise DoesNotApplyError("it does not say so (Policy.keeps_what_fits)")
+    policy = subject.make()
+    for told, state in subject.states():
+        if len(state.running) == 0:
+            continue
+        _checked(policy, state)  # whatever came before must not matter,
+        with _on(f"{told}, nobody waiting, room for a block more of each"):
+            _checked(policy, with_memory(state, 2.0))  # but who sat out may come back first
+            batch, ratios, _ = _checked(policy, with_room(state))
+            if batch.pause or ratios.running.any():
+                raise BrokenRuleError(
+                    f"it says that it keeps what fits, but pauses {len(batch.pause)} and leaves "
+                    f"{np.count_nonzero(ratios.running)} of {len(state.running)} not fully cached"
+                )
+
+
 def _nobody_starves(subject: Subject) -> None:
     """In `ellm_sgl.policies.starvation`'s scenes everybody gets a token every ten minutes."""
     for scene in SCENES:
@@ -223,6 +243,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "same-history-same-answers": _same_history_same_answers,
     "more-memory-never-less-cached": _more_memory_never_less_cached,
     "targets-fit-the-device": _targets_fit_the_device,
+    "keeps-what-fits": _keeps_what_fits,
     "nobody-starves": _nobody_starves,
 }
 """Every check by name, in the order in which they run."""

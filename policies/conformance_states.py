@@ -52,6 +52,14 @@ def with_memory(state: SystemState, share: float) -> SystemState:
     return replace(state, running=running, waiting=requests([]), memory=memory, last_step=None)
 
 
+def with_room(state: SystemState) -> SystemState:
+    """The same running requests, all cached, nobody waiting, and a free block for each."""
+    block = state.memory.block_tokens
+    need = int((-(-state.running.tokens // block) * block).sum())
+    room = need + block * len(state.running)
+    return with_memory(state, (room + 0.5) / need)  # in the middle of a token: it is cut to blocks
+
+
 def missing_tokens(state: SystemState, uncached: float, restored: float) -> float:
     """Device tokens that are too few if `uncached` tokens of the running requests are; Eq. (1).
 

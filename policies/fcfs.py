@@ -91,6 +91,9 @@ class Fcfs(Policy):
         self._turn: Turn | None = None
         """What rotation wants of this iteration; None where it does not apply."""
 
+    def keeps_what_fits(self) -> bool:
+        return self._rotation is None
+
     def batch(self, state: SystemState) -> Batch:
         count = len(state.running)
         self._turn = None

@@ -29,6 +29,9 @@ class FixedRatio(Policy):
         self._ratio = ratio
         self._layers = layers
 
+    def keeps_what_fits(self) -> bool:
+        return self._ratio == 0.0
+
     def batch(self, state: SystemState) -> Batch:
         return Batch(join=tuple(range(len(state.waiting))))
 

@@ -31,6 +31,9 @@ class WholeRequests(Policy):
         self._out: frozenset[int] = frozenset()
         """Ids of the requests that sit out."""
 
+    def keeps_what_fits(self) -> bool:
+        return True
+
     def batch(self, state: SystemState) -> Batch:
         running = state.running.request_id
         out = np.isin(running, list(self._out))

@@ -77,9 +77,18 @@ class SafePolicy:
         self.failures: Counter[str] = Counter()
         """Answers replaced, by kind: "late", "exception", or an `InvalidAnswer.kind`."""
         self.asked = 0
+        self.keeps_what_fits = self._promises()
+        """`Policy.keeps_what_fits`; not if asking it fails."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ellm-policy")
         self._pending: Future[Answer] | None = None
         self._logged: dict[str, float] = {}
+
+    def _promises(self) -> bool:
+        try:
+            return bool(self.policy.keeps_what_fits())
+        except Exception:
+            logger.warning("policy %s: keeps_what_fits raised", type(self.policy).__name__)
+            return False
 
     def warm_up(self, state: SystemState) -> None:
         """Ask once without a deadline: imports, compilation. A failure is found later, in turn."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from ellm_sgl.control import Arrival, ControlLoop, Decision
 from ellm_sgl.control.book import RequestBook, slots_array
-from ellm_sgl.policies import SystemState
+from ellm_sgl.policies import Policy, SystemState
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.slo import slo_seconds
 
@@ -48,6 +48,8 @@ class Deciding:
     """Requests that sit out the step under way."""
     in_step: tuple[Any, Any] | None = None
     """Slots and lengths of the requests in the step under way."""
+    settled_by: Policy | None = None
+    """The policy whose last answer was to keep everything, and whose promise is that it stands."""
     budget_at_refusal: int | None = None
     """Tokens that could be admitted when SGLang last found no room."""
 
@@ -141,6 +143,8 @@ class Deciding:
     def decide(self, batch: ScheduleBatch) -> None:
         """Ask the policy about this iteration, on rank 0, and share its decision."""
         self._note_tokens()
+        if self._settled(batch):
+            return
         running = [r for r in batch.reqs if not r.finished()]
         order = np.argsort(self.book.request_ids(self.slots(running)), kind="stable")
         running = [running[i] for i in order]
@@ -161,7 +165,22 @@ class Deciding:
         self.pause = frozenset(running[p] for p in decision.pause)
         runtime.current().elastic.totals.sat_out += len(self.pause - sat_out)
         runtime.current().threads = decision.threads
+        safe, kept = self.loop.safe, not self.pause and not any(decision.ratios)
+        self.settled_by = safe.policy if kept and safe.keeps_what_fits else None
         self._open_or_close(batch)
+
+    def _settled(self, batch: ScheduleBatch) -> bool:
+        """Whether the last decision stands without asking (`Policy.keeps_what_fits`)."""
+        table = runtime.current().table
+        return (
+            self.settled_by is self.loop.safe.policy
+            and not self.scheduler.waiting_queue
+            and self.scheduler.chunked_req is None
+            and not self.join
+            and table.none_units == 0
+            and table.free_units >= len(batch.reqs) * table.shape.num_groups
+            and not all(r.finished() for r in batch.reqs)
+        )
 
     def _agreed(self, running: list[Req], waiting: list[Req]) -> Decision:
         """Rank 0's decision: clocks differ between ranks, decisions must not."""

@@ -79,6 +79,15 @@ def test_a_good_answer_passes_unchanged() -> None:
     assert safe.asked == 1 and not safe.failures
 
 
+def test_a_promise_that_cannot_be_asked_about_is_none() -> None:
+    class Raises(Stock):
+        def keeps_what_fits(self) -> bool:
+            raise RuntimeError("no")
+
+    with asking(Stock()) as safe, asking(Raises()) as other:
+        assert safe.keeps_what_fits and not other.keeps_what_fits
+
+
 def test_the_threads_question_is_about_the_step_that_the_answers_lead_to() -> None:
     policy = Scripted()
     with asking(policy) as safe:

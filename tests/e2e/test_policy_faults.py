@@ -101,6 +101,26 @@ def test_policies_of_this_package_change_nothing_under_pressure(
         scripted.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
 
 
+def test_a_policy_that_keeps_what_fits_is_not_asked_while_all_fits(
+    scripted: ServerProcess, bodies: list[dict[str, Any]], expected: list[list[int]]
+) -> None:
+    def asked(name: str, tokens: int) -> int:
+        switch(scripted, name).raise_for_status()
+        scripted.flush_cache()
+        scripted.adjust(ellm_device_kv_tokens=tokens)
+        assert token_ids(ask_as_one(scripted.url, bodies)) == expected
+        return int(scripted.state()["policy"]["decisions"])
+
+    needed = sum(len(b["input_ids"]) for b in bodies) + sum(map(len, expected))
+    steps = max(map(len, expected))
+    try:
+        assert asked("fcfs", AMPLE_TOKENS) < steps / 4
+        assert asked("fcfs", needed // 2) > steps / 2
+        assert asked("turns", AMPLE_TOKENS) >= steps
+    finally:
+        scripted.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.6])
 def test_requests_that_sit_out_steps_are_not_changed(
     scripted: ServerProcess, bodies: list[dict[str, Any]], expected: list[list[int]], ratio: float
