@@ -19,9 +19,10 @@ _FITTED = {
     "kv_bytes_per_s": (1e6, 1e15),
     "step_overhead_s": (1e-6, 10.0),
     "row_overhead_s": (1e-8, 1.0),
+    "turn_overhead_s": (1e-9, 1.0),
 }
 """Fields fitted by their logarithm, each with its bounds."""
-_SHARES = {"packing": (0.0, 3.0), "overlap": (0.0, 1.0)}
+_SHARES = {"packing": (0.0, 3.0), "overlap": (0.0, 1.0), "fetch_share": (0.0, 20.0)}
 """Fields fitted as they are."""
 _TRUST = 0.03
 """Weight of staying near the first guess, against a relative error of a step. Small: it decides

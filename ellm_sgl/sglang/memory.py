@@ -14,8 +14,9 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import RECOMPUTE, ConfigError, EllmConfig
 from ellm_sgl.control import ElasticMemory
-from ellm_sgl.forward import DeviceStreamer, HiddenStates, Streamer
+from ellm_sgl.forward import AnyStreamer, DeviceStreamer, HiddenStates, NativeStreamer, Streamer
 from ellm_sgl.kernels.choose import choose_copy
+from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.kv import HiddenPool, KVPool, OutOfBlocksError, PageTable, PoolShape
 from ellm_sgl.latency import hidden_layers
 from ellm_sgl.sglang import runtime
@@ -77,7 +78,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
     heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
     dtype = configurator.kv_cache_dtype
     pool = KVPool(shape, units, heads, model.head_dim, dtype, configurator.device)
-    streamer: Streamer | DeviceStreamer | None = None
+    streamer: AnyStreamer | None = None
     hidden: HiddenStates | None = None
     if host_units:
         if shape.num_groups <= SLOTS:
@@ -94,9 +95,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
         if hidden_groups:
             hidden = HiddenStates(_hidden_pool(table, model, path), pool)
         if on_cpu:
-            copy = choose_copy(pool.buffer.device, host.buffer.device)
-            project = None if hidden is None else hidden.restore
-            streamer = Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
+            streamer = _host_streamer(settings, host, pool, hidden)
         else:
             if not settings.fusion:
                 raise ConfigError(
@@ -174,6 +173,17 @@ def _hidden_pool(table: PageTable, model: Any, path: Path | None) -> HiddenPool:
     return HiddenPool(
         table.shape, host.hidden_groups, host.hidden_slots, model.hidden_size, model.dtype, file
     )
+
+
+def _host_streamer(
+    settings: EllmConfig, host: KVPool, pool: KVPool, hidden: HiddenStates | None
+) -> AnyStreamer:
+    """What fetches units where the device is the host's processor."""
+    if hidden is None and not load().problem:
+        return NativeStreamer(host.buffer, pool.buffer, SLOTS, settings.overlap)
+    copy = choose_copy(pool.buffer.device, host.buffer.device)
+    project = None if hidden is None else hidden.restore
+    return Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
 
 
 def _settings() -> EllmConfig:

@@ -13,12 +13,14 @@ import numpy.typing as npt
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.control import ElasticMemory
 from ellm_sgl.forward import (
+    AnyStreamer,
     Capture,
     DeviceStreamer,
     GroupTransfer,
     HiddenStates,
     Missing,
     MixedRows,
+    NativeStreamer,
     NewTokens,
     Restoration,
     SeparateRows,
@@ -52,7 +54,7 @@ class Runtime:
         table: PageTable,
         pool: KVPool,
         elastic: ElasticMemory,
-        streamer: Streamer | DeviceStreamer | None,
+        streamer: AnyStreamer | None,
         hidden: HiddenStates | None = None,
     ) -> None:
         self.config = config
@@ -227,9 +229,12 @@ class Runtime:
             if self.config.fusion:
                 self._rows = MixedRows(decoder, self.table.shape)
             else:
-                host = self.streamer if isinstance(self.streamer, Streamer) else None
-                restart = host.restart if host else lambda: None
-                self._rows = self.separate = SeparateRows(decoder, self.table.shape, restart)
+                streamer, shape = self.streamer, self.table.shape
+                if isinstance(streamer, NativeStreamer | Streamer):
+                    self.separate = SeparateRows(decoder, shape, streamer.restart)
+                else:
+                    self.separate = SeparateRows(decoder, shape)
+                self._rows = self.separate
             if self.hidden is not None:
                 projections = Projections(decoder, self.hidden.num_layers)
                 self.hidden.attach(projections.inputs, projections)

@@ -63,6 +63,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "projected_units_total": totals.projected_units,
         "swap_stall_ms_total": totals.swap_stall_s * 1e3,
         "restored_units_total": totals.restored_units,
+        "steps_total": 0 if ours.deciding is None else ours.deciding.loop.steps.steps,
         "retractions_total": totals.retractions,
         "sat_out_total": totals.sat_out,
         "page_table_ms_total": totals.page_table_s * 1e3,

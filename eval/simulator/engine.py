@@ -85,6 +85,9 @@ class Simulation:
             self._iterate()
             if tick is not None:
                 tick(self.record.ended)
+        if self.settings.late_results:
+            for column in (self.progress.first_s, self.progress.last_s):
+                column[:] = self.record.one_step_late(column)
         self.record.wall_s = time.perf_counter() - began
         return self.record
 
@@ -132,6 +135,7 @@ class Simulation:
 
     def _rest(self) -> None:
         """Nothing to do until the next arrival."""
+        self.record.rest()
         if isinstance(self.mode, Elastic):
             self.mode.loop.steps.idle()
         if self._arrived < len(self.load):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,9 +48,16 @@ class Record:
     wall_s: float = 0.0
     """Time that simulating took."""
     samples: list[Sample] = field(default_factory=list)
+    _steps: list[tuple[float, bool]] = field(default_factory=list)
+    """When each step ended, and whether it decoded; (nan, False) for a rest between them."""
     _gaps: list[FloatArray] = field(default_factory=list)
 
+    def rest(self) -> None:
+        """The server had nothing to do."""
+        self._steps.append((math.nan, False))
+
     def prefill(self, now_s: float, rows: int, seconds: float) -> None:
+        self._steps.append((now_s, False))
         self.prefill_steps += 1
         self.prefill_rows += rows
         self.prefill_s += seconds
@@ -59,6 +67,7 @@ class Record:
     ) -> None:
         """Decode steps that ended at these times, and took so long together."""
         steps = len(ends)
+        self._steps += [(end, True) for end in ends.tolist()]
         self.decode_s += seconds
         self.rows_s += rows * seconds
         restored, read = float(np.sum(work.span_rows)), float(np.sum(work.decode_tokens))
@@ -82,6 +91,20 @@ class Record:
         self._gaps.append(ends[0] - last_s)
         if len(ends) > 1:
             self._gaps.append(np.repeat(np.diff(ends), len(last_s) + fresh))
+
+    def one_step_late(self, times_s: FloatArray) -> FloatArray:
+        """When results of steps that ended at `times_s` come out, if SGLang's overlap scheduling
+        processes them after the next step and launching that step is computing it (a CPU).
+
+        They come at once before a rest, and of one prefill before another.
+        """
+        ends, decoded = map(np.array, zip(*self._steps, strict=True))
+        next_end, next_decoded = np.append(ends[1:], math.nan), np.append(decoded[1:], False)
+        late = ~np.isnan(next_end) & (decoded | next_decoded)
+        out = np.where(late, next_end, ends)
+        order = np.argsort(ends)  # nan last
+        places = np.searchsorted(ends[order], times_s)
+        return np.where(np.isnan(times_s), times_s, out[order][np.minimum(places, len(ends) - 1)])
 
     @property
     def gaps_s(self) -> FloatArray:

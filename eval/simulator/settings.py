@@ -66,6 +66,9 @@ class Settings:
     chunk_tokens: int = 8192
     conservativeness: float = 1.0
     """SGLang's --schedule-conservativeness."""
+    late_results: bool = False
+    """Tokens come out a step late, as from a server whose scheduler waits while a step computes
+    (a CPU): see `Record.one_step_late`."""
     stride: int = 8
     """Decode steps that one decision is good for, at most. 1 is what a server does; more is
     faster, and less exact: see `engine`."""
@@ -90,7 +93,7 @@ def device_model(machine: Machine, settings: Settings, error: float = 0.0) -> La
     Args:
         error: make it wrong by this share: every rate is divided by 1 + error.
     """
-    profile = _slower(machine.profile, 1 + error)
+    profile = slower(machine.profile, 1 + error)
     inner: LatencyModel
     if settings.latency_model == "paper":
         inner = PaperLatencyModel(machine.shape, profile)
@@ -144,12 +147,15 @@ def build_mode(
     return Elastic(table, load, progress, loop, transient)
 
 
-def _slower(profile: HardwareProfile, factor: float) -> HardwareProfile:
+def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:
+    """The same machine where computing takes `factor` times as long; its link is as it was."""
     return dataclasses.replace(
         profile,
         flops=profile.flops / factor,
         device_bytes_per_s=profile.device_bytes_per_s / factor,
+        kv_bytes_per_s=profile.kv_bytes_per_s and profile.kv_bytes_per_s / factor,
         attention_flops=profile.attention_flops / factor,
         step_overhead_s=profile.step_overhead_s * factor,
         row_overhead_s=profile.row_overhead_s * factor,
+        turn_overhead_s=profile.turn_overhead_s * factor,
     )

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "plan.h"
 #include "run.h"
+#include "transfer.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -71,3 +72,19 @@ EXPORT void ellm_copy_units(char* to, const int64_t* to_units, const char* from,
                             int threads) {
   copy_units(to, to_units, from, from_units, count, unit_bytes, threads);
 }
+
+EXPORT Transfer* ellm_make_transfer() { return new Transfer; }
+
+EXPORT void ellm_free_transfer(Transfer* transfer) { delete transfer; }
+
+EXPORT void ellm_transfer_start(Transfer* transfer, const TransferArguments* arguments) {
+  transfer->start(*arguments);
+}
+
+EXPORT double ellm_transfer_wait(Transfer* transfer, int64_t group) {
+  return transfer->wait(group);
+}
+
+EXPORT void ellm_transfer_done(Transfer* transfer, int64_t group) { transfer->done(group); }
+
+EXPORT void ellm_transfer_finish(Transfer* transfer) { transfer->finish(); }

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
 from dataclasses import dataclass
 
 from ellm_sgl.kernels.cpu.build import FOLDER, LIBRARY, source_hash
@@ -38,6 +48,15 @@ class PlanArguments(Structure):
         *((name, c_int64) for name in ("num_requests", "num_spans", "num_units")),
         *((name, c_int64) for name in ("num_writes", "first_write_row", "block_tokens")),
         ("largest_unit", c_int64),
+    )
+
+
+class TransferArguments(Structure):
+    """`ellm::TransferArguments` of transfer.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("to", "from_", "to_units", "from_units", "ends")),
+        *((name, c_int64) for name in ("groups", "unit_bytes", "slots")),
     )
 
 
@@ -76,6 +95,17 @@ def load() -> Loaded:
     library.ellm_copy_units.argtypes = (
         c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int,
     )  # fmt: skip
+    library.ellm_make_transfer.restype = c_void_p
+    library.ellm_make_transfer.argtypes = ()
+    library.ellm_transfer_start.restype = None
+    library.ellm_transfer_start.argtypes = (c_void_p, POINTER(TransferArguments))
+    library.ellm_transfer_wait.restype = c_double
+    library.ellm_transfer_wait.argtypes = (c_void_p, c_int64)
+    library.ellm_transfer_done.restype = None
+    library.ellm_transfer_done.argtypes = (c_void_p, c_int64)
+    for function in (library.ellm_transfer_finish, library.ellm_free_transfer):
+        function.restype = None
+        function.argtypes = (c_void_p,)
     return Loaded(library)
 
 

@@ -1,0 +1,1 @@
+"""The simulator against real servers: what it predicts beside what is measured here."""

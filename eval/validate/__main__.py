@@ -1,0 +1,64 @@
+"""`python -m ellm_sgl.eval.validate [--model-path DIR ...] [--only N] [--json]`.
+
+Serves each model (the demo model unless told otherwise; `python -m ellm_sgl.eval.tiny_models`
+writes random ones) in every mode. Loads of their own teach the simulator the machine: the hardware
+profile is fitted to the steps that the server reports, and requests that are alone tell what HTTP
+takes. Then each configuration of load, memory, policy and mode is replayed and simulated. About 6
+minutes for the demo model, more for larger ones; nothing else should run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from ellm_sgl.config import ConfigError
+from ellm_sgl.eval.validate.configurations import CONFIGURATIONS
+from ellm_sgl.eval.validate.measure import validate
+from ellm_sgl.eval.validate.results import overall, table
+from ellm_sgl.serve.process import DEMO_MODEL, ServerError
+
+
+@click.command()
+@click.option(
+    "--model-path",
+    "model_paths",
+    type=click.Path(path_type=Path, exists=True),
+    multiple=True,
+    default=(DEMO_MODEL,),
+    help="May be given several times.",
+)
+@click.option("--only", type=click.IntRange(1), help="The first so many configurations of each.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def main(model_paths: tuple[Path, ...], only: int | None, as_json: bool) -> None:
+    """Hold the simulator's predictions against real servers."""
+    err = Console(stderr=True)
+    found = []
+    try:
+        for path in model_paths:
+            err.print(str(path))
+            found.append(
+                validate(path, CONFIGURATIONS[:only], lambda line: err.print(line, style="dim"))
+            )
+            err.print(table(found[-1]))
+    except (ServerError, ConfigError) as error:
+        raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        raise click.Abort from None
+    summed = overall(found)
+    if as_json:
+        click.echo(json.dumps(summed))
+        return
+    mape = summed["mape"]
+    click.echo(
+        f"{summed['configurations']} configurations: MAPE of tokens/s {mape['tokens_per_s']:.1%}, "
+        f"mean TTFT {mape['ttft']:.1%}, mean TPOT {mape['tpot']:.1%}; modes ranked as measured in "
+        f"{summed['rankings_correct']} of {summed['rankings']} cells"
+    )
+
+
+if __name__ == "__main__":
+    main()

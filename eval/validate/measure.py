@@ -1,0 +1,191 @@
+"""Serves a model in every mode, learns the machine, replays each configuration and predicts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from ellm_sgl.eval.replay import INTERRUPTED, Request, replay
+from ellm_sgl.eval.simulator import Load, Machine, Settings, simulate
+from ellm_sgl.eval.simulator.machines import read_model
+from ellm_sgl.eval.simulator.settings import slower
+from ellm_sgl.eval.summary import Summary, summarize
+from ellm_sgl.eval.traces import Trace
+from ellm_sgl.eval.validate.configurations import (
+    BURST,
+    CHUNK_TOKENS,
+    ELLM,
+    LAYER_GROUP,
+    MAX_RUNNING,
+    POOL_TOKENS,
+    RECOMPUTE,
+    REFERENCE,
+    REFERENCE_REQUESTS,
+    REFERENCE_TOKENS,
+    TEACHING,
+    Configuration,
+    Server,
+)
+from ellm_sgl.eval.validate.results import MEASURES, Comparison, Validation
+from ellm_sgl.eval.workloads import to_requests
+from ellm_sgl.latency import HardwareProfile, RooflineLatencyModel, StepWork
+from ellm_sgl.latency.fit import fit_profile
+from ellm_sgl.serve.process import ServerError, ServerProcess, stop_on_signals
+
+Say = Callable[[str], None]
+Steps = list[tuple[StepWork, float]]
+TEACHING_SEED, OTHER_SEED = 100, 200
+LONE_REQUESTS, LONE_TOKENS, LONE_GAP_S = 9, 12, 0.5
+
+
+@dataclass(frozen=True)
+class _Taught:
+    """What the machine was found to be, before any configuration was run."""
+
+    machine: Machine
+    capacity: float
+    """Output tokens per second with ample memory."""
+    request_s: float
+    """Time of a request's way to the scheduler and of a token's way back, that no step explains."""
+    latency_model: float
+    """MAPE of the fitted latency model over the steps it was fitted to."""
+
+
+def validate(model_path: Path, configurations: Sequence[Configuration], say: Say) -> Validation:
+    """Serve, teach, replay and predict.
+
+    Raises:
+        ServerError: a server did not start, or requests failed.
+        ConfigError: the model's configuration cannot be read.
+        KeyboardInterrupt: asked to stop; no server is left.
+    """
+    shape = dataclasses.replace(read_model(model_path / "config.json"), weight_bytes=4, kv_bytes=4)
+    with stop_on_signals(), ExitStack() as stack:
+        servers: dict[Server, ServerProcess] = {}
+        for server in dict.fromkeys([Server(ELLM), *(c.server for c in configurations)]):
+            say(f"starting mode {server.mode}")
+            process = ServerProcess(server.arguments(model_path), {"OMP_NUM_THREADS": "1"})
+            servers[server] = stack.enter_context(process)
+        unfitted = Machine(str(model_path), shape, _profile(servers[Server(ELLM)]), POOL_TOKENS,
+                           host_tokens=POOL_TOKENS)  # fmt: skip
+        taught = _teach(servers[Server(ELLM)], unfitted, say)
+        compared = [_compare(servers, taught, c, say) for c in configurations]
+    return Validation(
+        str(model_path), taught.machine.profile, taught.latency_model, tuple(compared)
+    )
+
+
+def _profile(server: ServerProcess) -> HardwareProfile:
+    return HardwareProfile(**server.state()["hardware"])
+
+
+def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
+    say("learning the machine: how much it serves")
+    _replay(server, REFERENCE, BURST.trace(1.0, OTHER_SEED), OTHER_SEED)  # the first is slow
+    burst = _replay(server, REFERENCE, BURST.trace(1.0, TEACHING_SEED), TEACHING_SEED)
+    steps: Steps = []
+    for configuration in TEACHING:
+        say(f"learning the machine: {configuration}")
+        trace = configuration.cell.trace(burst.tokens_per_s, TEACHING_SEED)
+        steps += _steps_of(server, configuration, trace)
+    profile = fit_profile(unfitted.shape, unfitted.profile, steps)
+    machine = dataclasses.replace(unfitted, profile=profile)
+    model = RooflineLatencyModel(machine.shape, profile)
+    error = statistics.fmean(abs(float(model.step_seconds(w)) / s - 1) for w, s in steps)
+    request_s = _request_seconds(server, machine, say)
+    return _Taught(machine, burst.tokens_per_s, request_s, error)
+
+
+def _steps_of(server: ServerProcess, configuration: Configuration, trace: Trace) -> Steps:
+    """Replay, and return the steps that it took, with their times."""
+    before = server.state()["steps_total"]
+    _replay(server, configuration, trace, TEACHING_SEED)
+    new = server.state()["steps_total"] - before
+    answer = httpx.get(f"{server.url}/ellm/steps", timeout=60, trust_env=False)
+    fields = [f.name for f in dataclasses.fields(StepWork)]
+    return [
+        (StepWork(**{name: step[name] for name in fields}), step["seconds"])
+        for step in answer.raise_for_status().json()[-new:]
+    ]
+
+
+def _slowness(server: ServerProcess, machine: Machine) -> float:
+    """How much longer steps take at present than when the machine was learnt: the speed of a
+    shared machine drifts by a fifth within minutes."""
+    prompt, output = REFERENCE_TOKENS
+    count = REFERENCE_REQUESTS
+    trace = Trace(np.zeros(count), np.full(count, prompt), np.full(count, output))
+    model = RooflineLatencyModel(machine.shape, machine.profile)
+    steps = _steps_of(server, REFERENCE, trace)
+    return statistics.median(s / float(model.step_seconds(w)) for w, s in steps)
+
+
+def _request_seconds(server: ServerProcess, machine: Machine, say: Say) -> float:
+    """TTFT of requests that are alone, less what the simulator says of them."""
+    say("learning the machine: requests that are alone")
+    at_s = np.linspace(0.0, LONE_GAP_S * LONE_REQUESTS, LONE_REQUESTS)
+    lengths = np.full(LONE_REQUESTS, LONE_TOKENS)
+    trace = Trace(at_s, 2 * lengths, lengths)
+    measured = _replay(server, REFERENCE, trace, OTHER_SEED).ttft.p50
+    return measured - _simulate(machine, REFERENCE, trace).ttft.p50
+
+
+def _compare(
+    servers: Mapping[Server, ServerProcess], taught: _Taught, configuration: Configuration, say: Say
+) -> Comparison:
+    say(str(configuration))
+    trace, machine = configuration.cell.trace(taught.capacity, seed=0), taught.machine
+    before = _slowness(servers[Server(ELLM)], machine)
+    measured = _replay(servers[configuration.server], configuration, trace, seed=0)
+    slowness = (before + _slowness(servers[Server(ELLM)], machine)) / 2
+    slowed = dataclasses.replace(machine, profile=slower(machine.profile, slowness))
+    predicted = _simulate(slowed, configuration, trace)
+    found = {name: value(predicted) for name, value in MEASURES.items()}
+    found["ttft"] += taught.request_s * slowness
+    return Comparison(
+        configuration, slowness, {name: value(measured) for name, value in MEASURES.items()}, found
+    )
+
+
+def _replay(
+    server: ServerProcess, configuration: Configuration, trace: Trace, seed: int
+) -> Summary:
+    """A replay against the server in this configuration."""
+    server.flush_cache()
+    if configuration.mode == ELLM:
+        server.switch_policy(configuration.policy, **configuration.options)
+    if configuration.mode != RECOMPUTE:
+        server.adjust(ellm_device_kv_tokens=configuration.cell.device_tokens)
+    requests: Sequence[Request] = to_requests(trace, seed)
+    outcomes = replay(server.url, requests)
+    if any(o.finish == INTERRUPTED for o in outcomes):
+        raise KeyboardInterrupt
+    summary = summarize(outcomes)
+    if not server.alive() or summary.failed:
+        raise ServerError(
+            f"{configuration}: {summary.failed} of {summary.requests} requests failed\n"
+            f"{server.last_words()}"
+        )
+    return summary
+
+
+def _simulate(machine: Machine, configuration: Configuration, trace: Trace) -> Summary:
+    settings = Settings(
+        mode=configuration.mode,
+        policy=configuration.policy,
+        policy_options=configuration.options,
+        layer_group=LAYER_GROUP,
+        max_running=MAX_RUNNING,
+        chunk_tokens=CHUNK_TOKENS,
+        late_results=True,
+        stride=1,
+    )
+    limited = machine.limited(configuration.cell.device_tokens, None)
+    return simulate(limited, settings, Load.of(trace)).summary

@@ -1,0 +1,137 @@
+"""Predicted beside measured: errors, rankings, table."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from ellm_sgl.eval.summary import Summary
+from ellm_sgl.eval.validate.configurations import BY_MODE, Cell, Configuration
+from ellm_sgl.latency import HardwareProfile
+
+MEASURES: dict[str, Callable[[Summary], float]] = {
+    "tokens_per_s": lambda s: s.tokens_per_s,
+    "ttft": lambda s: s.ttft.mean,
+    "tpot": lambda s: s.tpot.mean,
+}
+TIE = 0.05
+"""Modes whose measured tokens/s differ by no more are as good as each other: a repeated run
+differs as much."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One configuration. Keys are those of `MEASURES`; seconds, or tokens per second."""
+
+    configuration: Configuration
+    slowness: float
+    """How much longer steps took then than when the machine was learnt."""
+    measured: dict[str, float]
+    predicted: dict[str, float]
+
+    def errors(self) -> dict[str, float]:
+        """|predicted - measured| / measured."""
+        return {n: abs(self.predicted[n] / m - 1) for n, m in self.measured.items()}
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The modes of one cell, by tokens per second."""
+
+    cell: Cell
+    pairs: int
+    """Of modes that differ by more than `TIE` as measured,"""
+    right: int
+    """and those of them that are predicted in that order."""
+
+    @property
+    def correct(self) -> bool:
+        return self.right == self.pairs
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All configurations of one model."""
+
+    model_path: str
+    hardware: HardwareProfile
+    latency_model: float
+    """MAPE of the fitted latency model over the steps it was fitted to."""
+    comparisons: Sequence[Comparison]
+
+    @property
+    def mape(self) -> dict[str, float]:
+        errors = [c.errors() for c in self.comparisons]
+        means = {name: statistics.fmean(e[name] for e in errors) for name in MEASURES}
+        return means | {"latency_model": self.latency_model}
+
+    def rankings(self) -> list[Ranking]:
+        """Of the modes, in each cell where there are several."""
+        cells: dict[Cell, list[Comparison]] = {}
+        for compared in self.comparisons:
+            if compared.configuration in BY_MODE:
+                cells.setdefault(compared.configuration.cell, []).append(compared)
+        return [_ranking(cell, found) for cell, found in cells.items() if len(found) > 1]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model_path": self.model_path,
+            "hardware": dataclasses.asdict(self.hardware),
+            "mape": self.mape,
+            "rankings": [dataclasses.asdict(r) | {"correct": r.correct} for r in self.rankings()],
+            "configurations": [dataclasses.asdict(c) for c in self.comparisons],
+        }
+
+
+def _ranking(cell: Cell, found: Sequence[Comparison]) -> Ranking:
+    pairs = right = 0
+    for one, two in itertools.combinations(found, 2):
+        a, b = one.measured["tokens_per_s"], two.measured["tokens_per_s"]
+        if abs(a - b) > TIE * max(a, b):
+            pairs += 1
+            predicted = one.predicted["tokens_per_s"] - two.predicted["tokens_per_s"]
+            right += (a - b) * predicted > 0
+    return Ranking(cell, pairs, right)
+
+
+def overall(validations: Sequence[Validation]) -> dict[str, Any]:
+    """All models in one document: the means over all configurations, and each model's own."""
+    every = [c.errors() for v in validations for c in v.comparisons]
+    rankings = [r for v in validations for r in v.rankings()]
+    return {
+        "mape": {
+            **{name: statistics.fmean(e[name] for e in every) for name in MEASURES},
+            "latency_model": statistics.fmean(v.latency_model for v in validations),
+        },
+        "configurations": len(every),
+        "rankings_correct": sum(r.correct for r in rankings),
+        "rankings": len(rankings),
+        "models": [v.to_json() for v in validations],
+    }
+
+
+def table(validation: Validation) -> Table:
+    """Every configuration, measured / predicted."""
+    drawn = Table(
+        "configuration", box=box.SIMPLE, pad_edge=False,
+        title=f"{validation.model_path}: measured / predicted on this machine",
+    )  # fmt: skip
+    for heading in ("tokens/s", "mean TTFT ms", "mean TPOT ms"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for c in validation.comparisons:
+        m, p = c.measured, c.predicted
+        drawn.add_row(
+            str(c.configuration),
+            f"{m['tokens_per_s']:.0f} / {p['tokens_per_s']:.0f}",
+            f"{m['ttft'] * 1e3:.0f} / {p['ttft'] * 1e3:.0f}",
+            f"{m['tpot'] * 1e3:.1f} / {p['tpot'] * 1e3:.1f}",
+        )
+    drawn.add_row("MAPE", *(f"{validation.mape[name]:.1%}" for name in MEASURES))
+    return drawn
