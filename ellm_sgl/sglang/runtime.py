@@ -15,7 +15,6 @@ from ellm_sgl.control import ElasticMemory
 from ellm_sgl.forward import (
     AnyStreamer,
     Capture,
-    DeviceStreamer,
     GroupTransfer,
     HiddenStates,
     Missing,

@@ -104,6 +104,32 @@ def test_steps_at_once_are_the_same_steps():
     assert many.summary.tpot.mean == pytest.approx(one.summary.tpot.mean, rel=1e-9)
 
 
+def test_late_results_come_one_step_after_their_own():
+    """A prompt alone, then decoding, a pause, another prompt: TTFT is a decode step longer, and
+    what comes last before a pause is not late."""
+    load = Load.of(Trace(np.array([0.0, 50.0]), np.array([64, 64]), np.array([3, 1])))
+    prompt = simulate(L4, Settings(stride=1), load)
+    late = Simulation(L4, Settings(stride=1, late_results=True), load)
+    late.run()
+    first_s, last_s = late.progress.first_s, late.progress.last_s
+    assert first_s[0] - prompt.summary.ttft.p50 == pytest.approx(prompt.decode_step_s, rel=0.05)
+    assert last_s[0] - first_s[0] == pytest.approx(prompt.decode_step_s, rel=0.05)  # not 2 steps
+    assert first_s[1] - 50.0 == pytest.approx(prompt.summary.ttft.p50, rel=0.05)
+
+
+def test_of_two_prompts_in_a_row_the_first_is_not_late():
+    load = Load.of(Trace(np.zeros(2), np.array([512, 512]), np.array([2, 2])))
+    settings = Settings(stride=1, chunk_tokens=512)
+    at_once, late = (
+        Simulation(L4, dataclasses.replace(settings, late_results=late), load)
+        for late in (False, True)
+    )
+    for simulation in (at_once, late):
+        simulation.run()
+    assert late.progress.first_s[0] == at_once.progress.first_s[0]
+    assert late.progress.first_s[1] > at_once.progress.first_s[1]
+
+
 def test_a_wrong_model_changes_decisions_only():
     load = small_load()
     exact = Settings("ellm", tpot_slo_s=0.09, conservativeness=0.1)

@@ -1,0 +1,73 @@
+"""Errors and rankings of the validation; what runs needs real servers (docs/evaluation.md)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ellm_sgl.eval.validate.configurations import (
+    AMPLE,
+    BY_MODE,
+    BY_POLICY,
+    CELLS,
+    CONFIGURATIONS,
+    Configuration,
+)
+from ellm_sgl.eval.validate.results import Comparison, Validation, overall
+from ellm_sgl.latency import HardwareProfile
+
+CPU = HardwareProfile("cpu", 1e11, 1e10, 1e10, 1e-5, 1e-3, 1e-4, 1e11)
+
+
+def compared(
+    configuration: Configuration, measured: float, predicted: float, ttft: float = 0.1
+) -> Comparison:
+    return Comparison(
+        configuration, 1.0,
+        {"tokens_per_s": measured, "ttft": 0.1, "tpot": 0.01},
+        {"tokens_per_s": predicted, "ttft": ttft, "tpot": 0.01},
+    )  # fmt: skip
+
+
+def validation(*comparisons: Comparison) -> Validation:
+    return Validation("model", CPU, 0.1, comparisons)
+
+
+def test_errors_are_relative_to_what_was_measured():
+    found = validation(
+        compared(CONFIGURATIONS[0], 100, 80), compared(CONFIGURATIONS[1], 100, 110, ttft=0.15)
+    )
+    assert found.mape["tokens_per_s"] == pytest.approx(0.15)
+    assert found.mape["ttft"] == pytest.approx(0.25) and found.mape["tpot"] == 0.0
+
+
+def test_modes_are_ranked_within_a_cell_and_ties_do_not_count():
+    ellm, recompute, swap, hcache = BY_MODE[:4]
+    assert len({c.cell for c in (ellm, recompute, swap, hcache)}) == 1
+    right = validation(compared(ellm, 100, 90), compared(recompute, 80, 70), compared(swap, 98, 95))
+    (ranking,) = right.rankings()
+    assert (ranking.pairs, ranking.right) == (2, 2) and ranking.correct
+    wrong = validation(compared(ellm, 100, 90), compared(recompute, 80, 95))
+    assert not wrong.rankings()[0].correct
+
+
+def test_policies_are_not_ranked_among_the_modes():
+    assert not set(BY_POLICY) & set(BY_MODE)
+    found = validation(compared(Configuration(AMPLE), 1, 1), compared(BY_POLICY[1], 9, 1))
+    assert found.rankings() == []
+
+
+def test_all_models_together():
+    one = validation(compared(BY_MODE[0], 100, 90), compared(BY_MODE[1], 50, 60))
+    two = validation(compared(BY_MODE[0], 100, 40), compared(BY_MODE[1], 50, 60))
+    summed = overall([one, two])
+    assert (summed["configurations"], summed["rankings"], summed["rankings_correct"]) == (4, 2, 1)
+    assert summed["mape"]["tokens_per_s"] == pytest.approx((0.1 + 0.2 + 0.6 + 0.2) / 4)
+
+
+def test_loads_are_multiples_of_what_the_machine_serves():
+    trace = CELLS[1].trace(capacity=1000.0, seed=0)
+    arriving = trace.output_tokens.sum() / (trace.at_s[-1] - trace.at_s[0])
+    assert arriving == pytest.approx(CELLS[1].load * 1000.0, rel=0.5)
+    faster = CELLS[1].trace(capacity=2000.0, seed=0)
+    assert faster.at_s[-1] == pytest.approx(trace.at_s[-1] / 2)
+    assert faster.output_tokens.tolist() == trace.output_tokens.tolist()
