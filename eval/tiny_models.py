@@ -54,6 +54,9 @@ TINY_MODELS = {
 
 MEASURED_MODELS = {
     "llama-24m": TinyModel("LlamaConfig", 8, 4, 64, 8, tied=True, hidden=512, intermediate=1408),
+    "llama-21m-mha": TinyModel(
+        "LlamaConfig", 6, 6, 64, 12, tied=True, hidden=384, intermediate=1024
+    ),
     "llama-94m": TinyModel("LlamaConfig", 12, 4, 64, 12, tied=True, hidden=768, intermediate=2560),
 }
 """Models whose weights do not fit a CPU's caches, for measurements: no test runs them."""

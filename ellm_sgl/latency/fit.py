@@ -19,7 +19,6 @@ _FITTED = {
     "kv_bytes_per_s": (1e6, 1e15),
     "step_overhead_s": (1e-6, 10.0),
     "row_overhead_s": (1e-8, 1.0),
-    "fetch_overhead_s": (1e-9, 1.0),
     "turn_overhead_s": (1e-9, 1.0),
 }
 """Fields fitted by their logarithm, each with its bounds."""

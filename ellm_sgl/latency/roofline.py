@@ -63,7 +63,6 @@ class Roofline:
         self._pair_s = 4 * shape.layers * shape.heads * shape.head_dim / profile.attention_flops
         self._swap_token_s = shape.kv_bytes_per_token / profile.link_bytes_per_s
         self._fetch_token_s = profile.fetch_share * self._swap_token_s
-        self._fetch_s = profile.fetch_overhead_s
         self._link_latency_s = profile.link_latency_s
         self._step_s = profile.step_overhead_s
         self._decode_row_s = profile.row_overhead_s
@@ -74,7 +73,7 @@ class Roofline:
 
         `read` is reading the weights, `packing` what more than one row adds to that, `compute`
         what computing takes beyond reading, `serial` what of the rest does not overlap, and
-        `fetch` what planning a transfer takes, and the transfer from the step it runs beside.
+        `fetch` what a transfer takes from the step that it runs beside.
         """
         share = work.recompute_share
         rows = work.decode_rows + work.prefill_rows + share * work.span_rows
@@ -83,7 +82,6 @@ class Roofline:
         read = self._weights_read_s(rows)
         compute = self._row_s * rows + self._head_row_s * head_rows
         hidden = np.minimum(compute, read)
-        fetched = work.swap_tokens * (1.0 - share)
         return (
             self._step_s,
             self._decode_row_s * work.decode_rows,
@@ -93,7 +91,7 @@ class Roofline:
             self._serial * hidden,
             self._token_s * work.decode_tokens,
             self._pair_s * (share * work.span_pairs + work.prefill_pairs),
-            self._fetch_token_s * fetched + self._fetch_s * np.minimum(fetched, 1),
+            self._fetch_token_s * work.swap_tokens * (1.0 - share),
             self._turn_s * work.turns,
         )
 

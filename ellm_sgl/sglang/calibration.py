@@ -47,8 +47,6 @@ prompts' results are dealt with beside the next step."""
 _FETCH_SHARE = 3.0
 """Where the processor copies: 0.55 µs per token of the demo model, whose KV is 4 KB, beside 0.2 µs
 for the copying itself. Calibration fetches nothing; the on-line fit corrects this."""
-_FETCH_STEP_S = 1e-3
-"""Planning a step that fetches: 0.8 to 1.1 ms more than one that does not, with 8 requests."""
 _LARGEST_SHARE = 0.1
 """A mix that would take more than this share of the whole time is left out."""
 
@@ -195,7 +193,6 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
         packing=0.0 if device.type == "cuda" else 0.5,
         overlap=1.0 if device.type == "cuda" else 0.0,
         fetch_share=0.0 if device.type == "cuda" else _FETCH_SHARE,
-        fetch_overhead_s=0.0 if device.type == "cuda" else _FETCH_STEP_S,
     )
 
 

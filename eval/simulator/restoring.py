@@ -64,7 +64,6 @@ class RestoringModel(LatencyModel):
         self._restoration = restoration
         self._token_s = shape.kv_bytes_per_token / profile.link_bytes_per_s
         self._beside_s = profile.fetch_share * self._token_s
-        self._planning_s = profile.fetch_overhead_s
         self._latency_s = profile.link_latency_s
         self._host_tokens = math.inf if host_tokens is None else float(host_tokens)
 
@@ -83,8 +82,7 @@ class RestoringModel(LatencyModel):
         shares = np.maximum(shares, 1 - self._host_tokens / np.maximum(rows, 1))
         swapped = (1 - shares) * rows
         link = self._token_s * swapped + self._latency_s * (swapped > 0)
-        compute = self._compute_seconds(work, shares)
-        compute = compute + self._beside_s * swapped + self._planning_s * (swapped > 0)
+        compute = self._compute_seconds(work, shares) + self._beside_s * swapped
         if self._restoration.overlapped:
             return np.asarray(np.maximum(compute, link))
         return np.asarray(compute + link)

@@ -157,6 +157,5 @@ def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:
         attention_flops=profile.attention_flops / factor,
         step_overhead_s=profile.step_overhead_s * factor,
         row_overhead_s=profile.row_overhead_s * factor,
-        fetch_overhead_s=profile.fetch_overhead_s * factor,
         turn_overhead_s=profile.turn_overhead_s * factor,
     )
