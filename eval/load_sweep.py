@@ -42,6 +42,8 @@ SERVERS = {
 }  # fmt: skip
 PRECISION = 0.1
 """Of the goodput search: stop when the ends differ by this share."""
+FURTHER, FURTHEST = 1.5, 5
+"""Where the highest rate is not too much, the search goes on by this factor, at most 4 times."""
 Say = Callable[[str], None]
 
 
@@ -144,8 +146,10 @@ class Experiment:
     def _point(self, server: ServerProcess, name: str, rate: float, seed: int) -> Point:
         rng = np.random.default_rng(seed)
         trace = drawn(LENGTHS, poisson_arrivals(self.requests, rate, rng), rng)
-        slos = {"ttft_slo_ms": self.ttft_slo_s * 1e3, "tpot_slo_ms": self.tpot_slo_ms}
-        outcomes = replay(server.url, to_requests(trace, seed, **slos))
+        requests = to_requests(
+            trace, seed, ttft_slo_ms=self.ttft_slo_s * 1e3, tpot_slo_ms=self.tpot_slo_ms
+        )
+        outcomes = replay(server.url, requests)
         server.flush_cache()
         if any(o.finish == INTERRUPTED for o in outcomes):
             raise KeyboardInterrupt
@@ -160,9 +164,6 @@ class Experiment:
     ) -> float:
         """Goodput with this seed's requests, between two rates of the sweep."""
         known = {p.rate: p.attainment for p in points if (p.server, p.seed) == (name, seed)}
-        rates = sorted(self.rates)
-        first_bad = next((i for i, r in enumerate(rates) if known[r] < ATTAINMENT), len(rates))
-        low, high = rates[max(first_bad - 1, 0)], rates[min(first_bad, len(rates) - 1)]
 
         def attainment(rate: float) -> float:
             if rate not in known:
@@ -170,6 +171,12 @@ class Experiment:
                 say(f"searching, seed {seed}, {name}: {rate:.2f}/s, {known[rate]:.0%}")
             return known[rate]
 
+        low = high = min(self.rates)
+        beyond = (max(self.rates) * FURTHER**i for i in range(1, FURTHEST))
+        for high in itertools.chain(sorted(self.rates), beyond):
+            if attainment(high) < ATTAINMENT:
+                break
+            low = high
         return goodput(attainment, low, high, precision=PRECISION)
 
 
@@ -217,7 +224,7 @@ def _cell(interval: Interval, by: float, digits: int) -> str:
 
 @click.command()
 @click.option("--rate", "rates", type=click.FloatRange(0, min_open=True), multiple=True,
-              default=(1.0, 2.0, 3.0, 4.5, 7.0), show_default=True,
+              default=(4.0, 6.0, 9.0, 13.0), show_default=True,
               help="Requests per second; may be given several times.")  # fmt: skip
 @click.option("--seeds", type=click.IntRange(2), default=3, show_default=True)
 @click.option("--requests", type=click.IntRange(4), default=40, show_default=True)

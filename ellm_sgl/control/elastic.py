@@ -232,6 +232,11 @@ class ElasticMemory:
         Args:
             sitting_out: these requests take no part in the step, which need not restore them.
         """
+        if not any(ratios):  # nothing to evict, whatever they miss
+            if self._targets:
+                for seq_id in seq_ids:
+                    self._targets.pop(seq_id, None)
+            return
         block_tokens = self.table.shape.block_tokens
         uncached = self.table.uncached_tokens_of(seq_ids)
         room = self.transient_tokens - int(uncached.sum())

@@ -107,6 +107,8 @@ def plan_step(
     """
     blocks = _Blocks.of(table, requests)
     if restoration is None:
+        if (plan := _plan_resident_decode(table, requests, blocks, device)) is not None:
+            return plan
         rows = _Rows.of(table, requests, blocks, (), None)
         nothing = _tensor(_NOTHING, device)
         return StepPlan(rows.new, nothing, nothing, rows.in_groups(device))
@@ -133,6 +135,37 @@ def plan_step(
 
 
 _NOTHING = np.empty(0, np.int64)
+
+
+def _plan_resident_decode(
+    table: PageTable,
+    requests: Sequence[NewTokens],
+    blocks: _Blocks,
+    device: str | torch.device,
+) -> StepPlan | None:
+    """The plan where each request decodes one token, the last of its blocks', and none misses
+    anything: what most steps are. None for others."""
+    block_tokens = table.shape.block_tokens
+    start, end = np.array([(r.start, r.end) for r in requests], np.int64).T
+    whole = np.diff(blocks.first) * block_tokens
+    if not ((end == start + 1) & (start < whole) & (end > whole - block_tokens)).all():
+        return None
+    last = blocks.first[1:] - 1
+    units = np.ascontiguousarray(table.units[blocks.ids].T, np.int64)
+    if (targets := units[:, last]).min() == NONE:
+        return None
+    bounds = blocks.first.tolist()
+    layouts = tuple(
+        RequestLayout(RowRange(i, p, 1), (), slice(bounds[i], bounds[i + 1]), False)
+        for i, p in enumerate(start.tolist())
+    )
+    rows, offsets = slice(0, len(layouts)), _tensor(start % block_tokens, device)
+    groups = tuple(
+        GroupLayout(len(layouts), layouts, source, rows, target, offsets)
+        for source, target in zip(_tensor(units, device), _tensor(targets, device), strict=True)
+    )
+    nothing = _tensor(_NOTHING, device)
+    return StepPlan(len(layouts), nothing, nothing, groups)
 
 
 def _missing_spans(

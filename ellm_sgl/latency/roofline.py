@@ -123,6 +123,8 @@ class RooflineLatencyModel(LatencyModel):
     def __init__(self, shape: ModelShape, profile: HardwareProfile) -> None:
         self._roofline = Roofline(shape, profile)
         self._correction = Correction(len(COMPONENTS))
+        self._latest: tuple[StepWork, tuple[Quantity, ...]] | None = None
+        """The latest step asked about, and its components: it is the next one to be observed."""
 
     @property
     def factors(self) -> dict[str, float]:
@@ -132,6 +134,7 @@ class RooflineLatencyModel(LatencyModel):
     def step_seconds(self, work: StepWork) -> FloatArray:
         total: Quantity = 0.0
         parts = self._roofline.components(work)
+        self._latest = work, parts
         for factor, part in zip(self._correction.factors.tolist(), parts, strict=True):
             total = total + factor * part
         if np.any(work.swap_tokens):
@@ -141,6 +144,8 @@ class RooflineLatencyModel(LatencyModel):
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from one measured step. Ignored, since they say nothing about the components:
         times that are no positive number, and steps bounded by their transfer."""
-        parts = np.array(self._roofline.components(work), np.float64)
+        latest = self._latest
+        known = latest[1] if latest is not None and latest[0] is work else None
+        parts = np.array(known or self._roofline.components(work), np.float64)
         if self._roofline.swap_seconds(work) < self._correction.factors @ parts:
             self._correction.observe(parts, seconds)
