@@ -106,7 +106,7 @@ TEACHING = (
     Configuration(Cell(4000, 1.0), policy="fixed-ratio", ratio=0.4),
 )
 """Loads that the machine's profile is fitted to, with seeds of their own."""
-BURST = Cell(POOL_TOKENS, 1e3)
+BURST = Cell(POOL_TOKENS, 1e6)
 """All at once: what the machine is capable of."""
 REFERENCE = Configuration(AMPLE, policy="stock")
 """What is run before and after each configuration, to know how fast the machine is then."""
