@@ -13,10 +13,8 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import click
-import httpx
 from rich.console import Console
 
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
@@ -101,11 +99,8 @@ def _steps(server: ServerProcess, prompts: list[list[int]]) -> Steps:
     outputs = generate(server.url, prompts, OUTPUT_TOKENS)
     assert all(len(o.token_ids) == OUTPUT_TOKENS for o in outputs)
     after = server.state()
-    reports: list[dict[str, Any]] = httpx.get(
-        f"{server.url}/ellm/steps", timeout=60, trust_env=False
-    ).json()
     # The last steps are this replay's: one per output token after the first, less its end.
-    last = [s for s in reports[-OUTPUT_TOKENS:] if s["decode_rows"] == PROMPTS]
+    last = [s for s in server.steps()[-OUTPUT_TOKENS:] if s["decode_rows"] == PROMPTS]
 
     def per_step(counter: str) -> float:
         return float(after[counter] - before[counter]) / (OUTPUT_TOKENS - 1)

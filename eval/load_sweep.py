@@ -28,7 +28,7 @@ from scipy import stats
 
 from ellm_sgl.eval.compare.scenario import LENGTHS
 from ellm_sgl.eval.goodput import ATTAINMENT, goodput
-from ellm_sgl.eval.replay import INTERRUPTED, replay
+from ellm_sgl.eval.replay import replay_to_end
 from ellm_sgl.eval.summary import summarize
 from ellm_sgl.eval.workloads import drawn, poisson_arrivals, to_requests
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
@@ -149,11 +149,8 @@ class Experiment:
         requests = to_requests(
             trace, seed, ttft_slo_ms=self.ttft_slo_s * 1e3, tpot_slo_ms=self.tpot_slo_ms
         )
-        outcomes = replay(server.url, requests)
+        found = summarize(replay_to_end(server.url, requests))
         server.flush_cache()
-        if any(o.finish == INTERRUPTED for o in outcomes):
-            raise KeyboardInterrupt
-        found = summarize(outcomes)
         if found.failed:
             raise ServerError(f"{name}: {found.failed} requests failed\n{server.last_words()}")
         return Point(name, rate, seed, found.slo_attainment, found.tokens_per_s,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import httpx
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
@@ -99,7 +98,7 @@ def measure(
     ):
         task = bar.add_task(f"{policy}, {peak:g} x memory", total=len(requests))
         outcomes = replay(server.url, requests, lambda done: bar.update(task, completed=done))
-        steps = httpx.get(f"{server.url}/ellm/steps", timeout=60, trust_env=False).json()
+        steps = server.steps()
         state = server.state()
     decode = [s for s in steps if s["decode_rows"]]
     trace = _trace(decode)

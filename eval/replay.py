@@ -143,6 +143,18 @@ def replay(
     return outcomes
 
 
+def replay_to_end(url: str, requests: Sequence[Request]) -> list[Outcome]:
+    """`replay`, for those who have no use for part of it.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came meanwhile.
+    """
+    outcomes = replay(url, requests)
+    if any(o.finish == INTERRUPTED for o in outcomes):
+        raise KeyboardInterrupt
+    return outcomes
+
+
 async def _replay(
     url: str, outcomes: list[Outcome], progress: Progress, openai_model: str | None
 ) -> None:

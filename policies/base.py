@@ -165,6 +165,7 @@ class Policy(ABC):
         """A promise is of those answers alone that it was made for."""
         super().__init_subclass__(**kwargs)
         if "keeps_what_fits" not in vars(cls) and vars(cls).keys() & {"batch", "ratio"}:
+            # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
             cls.keeps_what_fits = Policy.keeps_what_fits  # type: ignore[method-assign]
 
     def keeps_what_fits(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from ellm_sgl.forward.restoration import GroupTransfer
@@ -42,9 +41,8 @@ class NativeStreamer:
 
     def save(self, device_units: IntArray, host_units: IntArray) -> None:
         """Copy device units to host units; returns when the copy is made."""
-        source = torch.from_numpy(device_units.astype(np.int64))
-        target = torch.from_numpy(host_units.astype(np.int64))
-        copy_units(self._host, target, self._device, source)
+        transfer = GroupTransfer.of(device_units, host_units)
+        copy_units(self._host, transfer.targets, self._device, transfer.sources)
 
     @contextmanager
     def running(

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from ellm_sgl.forward.restoration import GroupTransfer
@@ -65,9 +64,8 @@ class Streamer:
 
     def save(self, device_units: IntArray, host_units: IntArray) -> None:
         """Copy device units to host units; returns when the copy is made."""
-        source = torch.from_numpy(device_units.astype(np.int64))
-        target = torch.from_numpy(host_units.astype(np.int64))
-        self._copy_units(self._host, target, self._device, source)
+        transfer = GroupTransfer.of(device_units, host_units)
+        self._copy_units(self._host, transfer.targets, self._device, transfer.sources)
 
     @contextmanager
     def running(

@@ -12,7 +12,6 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 import numpy as np
@@ -110,7 +109,7 @@ def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> Ca
     say("starting a server, which calibrates itself")
     with ServerProcess(arguments) as server:
         hardware = HardwareProfile(**server.state()["hardware"])
-        start_up = len(_steps(server))
+        start_up = len(server.steps())
         rng = random.Random(seed)
         loads = _affordable(shape, hardware)
         rng.shuffle(loads)
@@ -119,7 +118,7 @@ def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> Ca
                 f"r = {load.ratio}")  # fmt: skip
             server.adjust(ellm_ratio=load.ratio)
             asyncio.run(_send(server.url, _prompts(load, shape.vocabulary, rng)))
-        steps = _steps(server)
+        steps = server.steps()
     return CalibrationReport(path, shape, hardware, compare(shape, hardware, steps, start_up))
 
 
@@ -168,10 +167,3 @@ async def _send(url: str, prompts: Sequence[Sequence[int]]) -> None:
         answers = (client.post(f"{url}/generate", json=body) for body in bodies)
         for answer in await asyncio.gather(*answers):
             answer.raise_for_status()
-
-
-def _steps(server: ServerProcess) -> list[Step]:
-    answer: list[dict[str, Any]] = httpx.get(
-        f"{server.url}/ellm/steps", timeout=60, trust_env=False
-    ).json()
-    return answer

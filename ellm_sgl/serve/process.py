@@ -137,6 +137,12 @@ class ServerProcess:
         answer: dict[str, Any] = self._http.get("/ellm/state", timeout=60).json()
         return answer
 
+    def steps(self) -> list[dict[str, Any]]:
+        """`GET /ellm/steps`: the last measured steps, in their order."""
+        answer = self._http.get("/ellm/steps", timeout=60)
+        found: list[dict[str, Any]] = answer.raise_for_status().json()
+        return found
+
     def attention_backend(self) -> str:
         """SGLang's name of the attention backend that runs."""
         answer: dict[str, Any] = self._http.get("/get_server_info", timeout=60).json()

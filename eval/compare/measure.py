@@ -12,7 +12,7 @@ import numpy as np
 
 from ellm_sgl.eval.compare.results import Comparison, Run
 from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, STOCK, Cell, Contender, Scenario
-from ellm_sgl.eval.replay import INTERRUPTED, Outcome, Request, replay
+from ellm_sgl.eval.replay import Outcome, Request, replay, replay_to_end
 from ellm_sgl.eval.summary import summarize
 from ellm_sgl.serve.process import ServerError, ServerProcess, stop_on_signals
 
@@ -78,9 +78,7 @@ def _round(
             tokens = scenario.ample_tokens if ample else scenario.device_tokens
             server.adjust(ellm_device_kv_tokens=tokens)
         before = _counters(server, contender)
-        outcomes = replay(server.url, load)
-        if any(o.finish == INTERRUPTED for o in outcomes):
-            raise KeyboardInterrupt
+        outcomes = replay_to_end(server.url, load)
         if not server.alive():
             raise ServerError(f"{name} went away:\n{server.last_words()}")
         counted = {k: v - before[k] for k, v in _counters(server, contender).items()}

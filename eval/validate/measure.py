@@ -9,10 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import numpy as np
 
-from ellm_sgl.eval.replay import INTERRUPTED, Request, replay
+from ellm_sgl.eval.replay import replay_to_end
 from ellm_sgl.eval.simulator import Load, Machine, Settings, simulate
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.eval.simulator.settings import slower
@@ -108,11 +107,10 @@ def _steps_of(server: ServerProcess, configuration: Configuration, trace: Trace)
     before = server.state()["steps_total"]
     _replay(server, configuration, trace, TEACHING_SEED)
     new = server.state()["steps_total"] - before
-    answer = httpx.get(f"{server.url}/ellm/steps", timeout=60, trust_env=False)
     fields = [f.name for f in dataclasses.fields(StepWork)]
     return [
         (StepWork(**{name: step[name] for name in fields}), step["seconds"])
-        for step in answer.raise_for_status().json()[-new:]
+        for step in server.steps()[-new:]
     ]
 
 
@@ -163,11 +161,7 @@ def _replay(
         server.switch_policy(configuration.policy, **configuration.options)
     if configuration.mode != RECOMPUTE:
         server.adjust(ellm_device_kv_tokens=configuration.cell.device_tokens)
-    requests: Sequence[Request] = to_requests(trace, seed)
-    outcomes = replay(server.url, requests)
-    if any(o.finish == INTERRUPTED for o in outcomes):
-        raise KeyboardInterrupt
-    summary = summarize(outcomes)
+    summary = summarize(replay_to_end(server.url, to_requests(trace, seed)))
     if not server.alive() or summary.failed:
         raise ServerError(
             f"{configuration}: {summary.failed} of {summary.requests} requests failed\n"

@@ -18,6 +18,7 @@ from ellm_sgl.kernels.cpu.library import (
     load,
     loaded,
 )
+from ellm_sgl.kernels.cpu.transfer import check_buffers, check_units
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -105,10 +106,7 @@ def copy_units(
     Raises:
         ValueError: other shapes or types, or a unit out of range.
     """
-    if not (target.is_contiguous() and source.is_contiguous()):
-        raise ValueError("copy_units needs contiguous buffers")
-    if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
-        raise ValueError(f"units differ: {target.shape}, {source.shape}")
+    check_buffers(target, source)
     if len(target_units) != len(source_units):
         raise ValueError(f"{len(source_units)} units to {len(target_units)} places")
     if len(target_units) == 0:
@@ -116,8 +114,7 @@ def copy_units(
     lists = []
     for units, buffer in ((target_units, target), (source_units, source)):
         units = units.to(torch.int64).contiguous()
-        if int(units.min()) < 0 or int(units.max()) >= len(buffer):
-            raise ValueError(f"a unit is outside 0..{len(buffer) - 1}")
+        check_units(units, buffer)
         lists.append(units)
     loaded().ellm_copy_units(
         target.data_ptr(), lists[0].data_ptr(), source.data_ptr(), lists[1].data_ptr(),

@@ -13,6 +13,20 @@ UnitLists = tuple[torch.Tensor, torch.Tensor]
 """int64 [n] each: units of the source, and of the target."""
 
 
+def check_buffers(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise a ValueError unless units can be copied between these buffers as they lie."""
+    if not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError("units are copied between contiguous buffers")
+    if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
+        raise ValueError(f"units differ: {target.shape}, {source.shape}")
+
+
+def check_units(units: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Raise a ValueError unless `buffer` has all of these units; there is at least one."""
+    if int(units.min()) < 0 or int(units.max()) >= len(buffer):
+        raise ValueError(f"a unit is outside 0..{len(buffer) - 1}")
+
+
 class Transfer:
     """Copies the units of one step after the other; at most one step at a time.
 
@@ -27,10 +41,7 @@ class Transfer:
     """
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if not (target.is_contiguous() and source.is_contiguous()):
-            raise ValueError("units are copied between contiguous buffers")
-        if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
-            raise ValueError(f"units differ: {target.shape}, {source.shape}")
+        check_buffers(target, source)
         self._target, self._source = target, source
         self._unit_bytes = source[0].numel() * source.element_size()
         self._library = loaded()
@@ -58,8 +69,8 @@ class Transfer:
         for units, buffer in ((from_units, self._source), (to_units, self._target)):
             if units.dtype != torch.int64:
                 raise ValueError(f"units are numbered in int64, not {units.dtype}")
-            if len(units) and (int(units.min()) < 0 or int(units.max()) >= len(buffer)):
-                raise ValueError(f"a unit is outside 0..{len(buffer) - 1}")
+            if len(units):
+                check_units(units, buffer)
         ends = sizes.cumsum(0)
         arguments = TransferArguments(
             self._target.data_ptr(), self._source.data_ptr(), to_units.data_ptr(),

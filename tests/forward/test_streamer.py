@@ -20,6 +20,8 @@ UNIT = (2, 2, 4, 1, 8)
 CPU = torch.device("cpu")
 Kind = Callable[..., Any]
 COMPILED = load().library is not None
+needs_library = pytest.mark.skipif(not COMPILED, reason=load().problem or "built")
+"""Hosts without a C++ compiler have no library: there the Python thread alone is tested."""
 
 
 def by_torch(
@@ -146,7 +148,7 @@ def test_saving_copies_to_the_host(kind: Kind) -> None:
     assert (held(host, 1), held(host, 3), held(host, 2)) == (42, -1, 2)
 
 
-@pytest.mark.skipif(not COMPILED, reason=load().problem or "built")
+@needs_library
 def test_random_steps_leave_in_every_group_what_the_host_has() -> None:
     """Rings of many sizes, the thread and the caller racing for each group."""
     rng = np.random.default_rng(0)
@@ -165,7 +167,7 @@ def test_random_steps_leave_in_every_group_what_the_host_has() -> None:
                 streamer.done(g)
 
 
-@pytest.mark.skipif(not COMPILED, reason=load().problem or "built")
+@needs_library
 @pytest.mark.parametrize(("sources", "targets"), [([20], [1]), ([-1], [1]), ([1], [20])])
 def test_units_out_of_range_are_refused(sources: list[int], targets: list[int]) -> None:
     streamer = NativeStreamer(*pools(20), slots=2)
@@ -176,7 +178,7 @@ def test_units_out_of_range_are_refused(sources: list[int], targets: list[int]) 
         pass
 
 
-@pytest.mark.skipif(not COMPILED, reason=load().problem or "built")
+@needs_library
 def test_where_the_compiled_kernels_are_they_copy() -> None:
     assert choose_copy(CPU, CPU) is copy_units
     assert choose_copy(torch.device("meta"), CPU) is torch_copy_units
