@@ -14,8 +14,11 @@ def planned_work(plan: StepPlan, decoding: bool) -> StepWork:
     Args:
         decoding: SGLang's own rows are one new token per request, not prompts.
     """
-    rows = np.array([r.new.size for r in plan.groups[0].requests])
-    ends = np.array([r.new.end_position for r in plan.groups[0].requests])
+    requests = plan.groups[0].requests
+    if decoding and not plan.restored:  # most steps
+        return StepWork(len(requests), sum(r.new.end_position for r in requests))
+    rows = np.array([r.new.size for r in requests])
+    ends = np.array([r.new.end_position for r in requests])
     counts, starts = np.array(plan.restored, np.int64).reshape(-1, 2).T
     computed = sum(group.rows - plan.new_rows for group in plan.groups)
     fetched = plan.fetched_tokens

@@ -15,7 +15,7 @@ MEMORY_STEPS = 100
 PRIOR = 0.1
 """Weight, in steps, of the factors known so far against what new steps say of them: about the
 square of measuring noise over what a factor may be off by (0.1 / 0.3)."""
-SOLVE_EVERY = 4
+SOLVE_EVERY = 8
 """Steps after which θ is solved for anew: a tenth of a millisecond, too much for every step."""
 SPEED_RATE = 0.3
 """How fast the machine's present speed follows the last steps' common error."""
@@ -52,7 +52,8 @@ class Correction:
         self._a = self._prior.copy()
         self._c = self._a @ self._theta
         self._scale = 0.25
-        self._unsolved = 0
+        self._unsolved: list[FloatArray] = []
+        """x of the steps since θ was solved for: until then nothing else needs their sums."""
 
     def observe(self, components: FloatArray, seconds: float) -> None:
         """Learn from one step.
@@ -69,15 +70,20 @@ class Correction:
         clipped = min(max(error, -bound), bound)
         self._follow_scale(abs(error))
         self._log_speed += SPEED_RATE * (clipped - self._log_speed)
-        x = components / (predicted * math.exp(clipped))
-        kept = 1 - 1 / MEMORY_STEPS
-        pull = (1 - kept) * self._prior
-        self._a = kept * self._a + pull + np.outer(x, x)
-        self._c = kept * self._c + pull @ self._theta + x
-        self._unsolved += 1
-        if self._unsolved == SOLVE_EVERY:
-            self._theta, self._unsolved = self._solve(), 0
+        self._unsolved.append(components / (predicted * math.exp(clipped)))
+        if len(self._unsolved) == SOLVE_EVERY:
+            self._add(np.array(self._unsolved))
+            self._unsolved.clear()
+            self._theta = self._solve()
         self.factors = math.exp(self._log_speed) * self._theta
+
+    def _add(self, steps: FloatArray) -> None:
+        """Add x of steps, [steps, size], to the sums: as if one by one, the last weighs most."""
+        weights = (1 - 1 / MEMORY_STEPS) ** np.arange(len(steps))[::-1]
+        kept = (1 - 1 / MEMORY_STEPS) ** len(steps)
+        pull = (1 - kept) * self._prior
+        self._a = kept * self._a + pull + steps.T * weights @ steps
+        self._c = kept * self._c + pull @ self._theta + weights @ steps
 
     def _follow_scale(self, error: float) -> None:
         """Towards the median of the errors' sizes, by a fixed ratio per step."""

@@ -101,13 +101,11 @@ BY_POLICY = (
 )
 CONFIGURATIONS = BY_MODE + BY_POLICY
 TEACHING = (
-    Configuration(AMPLE, policy="stock"),
     Configuration(Cell(1500, 3.0), policy="fcfs"),
     Configuration(Cell(4000, 1.0), policy="fixed-ratio", ratio=0.4),
 )
-"""Loads that the machine's profile is fitted to, with seeds of their own."""
+"""Loads that the machine's profile is fitted to besides `REFERENCE`, with a seed of their own."""
 BURST = Cell(POOL_TOKENS, 1e6)
 """All at once: what the machine is capable of."""
 REFERENCE = Configuration(AMPLE, policy="stock")
 """What is run before and after each configuration, to know how fast the machine is then."""
-REFERENCE_REQUESTS, REFERENCE_TOKENS = 8, (16, 48)

@@ -26,8 +26,6 @@ from ellm_sgl.eval.validate.configurations import (
     POOL_TOKENS,
     RECOMPUTE,
     REFERENCE,
-    REFERENCE_REQUESTS,
-    REFERENCE_TOKENS,
     TEACHING,
     Configuration,
     Server,
@@ -41,6 +39,8 @@ from ellm_sgl.serve.process import ServerError, ServerProcess, stop_on_signals
 Say = Callable[[str], None]
 Steps = list[tuple[StepWork, float]]
 TEACHING_SEED, OTHER_SEED = 100, 200
+AROUND = 2
+"""Runs of the reference load before a configuration, and after it, that its slowness is from."""
 LONE_REQUESTS, LONE_TOKENS, LONE_GAP_S = 9, 12, 0.5
 
 
@@ -53,6 +53,8 @@ class _Taught:
     """Output tokens per second with ample memory."""
     request_s: float
     """Time of a request's way to the scheduler and of a token's way back, that no step explains."""
+    reference: Trace
+    """A load that was among those learnt from: run again, it tells the machine's speed."""
     latency_model: float
     """MAPE of the fitted latency model over the steps it was fitted to."""
 
@@ -75,10 +77,10 @@ def validate(model_path: Path, configurations: Sequence[Configuration], say: Say
         unfitted = Machine(str(model_path), shape, _profile(servers[Server(ELLM)]), POOL_TOKENS,
                            host_tokens=POOL_TOKENS)  # fmt: skip
         taught = _teach(servers[Server(ELLM)], unfitted, say)
-        compared = [_compare(servers, taught, c, say) for c in configurations]
-    return Validation(
-        str(model_path), taught.machine.profile, taught.latency_model, tuple(compared)
-    )
+        runs = _run_all(servers, taught, configurations, say)
+    say("predicting")
+    compared = tuple(_compare(taught, *run) for run in runs)
+    return Validation(str(model_path), taught.machine.profile, taught.latency_model, compared)
 
 
 def _profile(server: ServerProcess) -> HardwareProfile:
@@ -89,17 +91,19 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     say("learning the machine: how much it serves")
     _replay(server, REFERENCE, BURST.trace(1.0, OTHER_SEED), OTHER_SEED)  # the first is slow
     burst = _replay(server, REFERENCE, BURST.trace(1.0, TEACHING_SEED), TEACHING_SEED)
+    reference = REFERENCE.cell.trace(burst.tokens_per_s, TEACHING_SEED)
     steps: Steps = []
     for configuration in TEACHING:
         say(f"learning the machine: {configuration}")
         trace = configuration.cell.trace(burst.tokens_per_s, TEACHING_SEED)
         steps += _steps_of(server, configuration, trace)
+        steps += _steps_of(server, REFERENCE, reference)
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
     model = RooflineLatencyModel(machine.shape, profile)
     error = statistics.fmean(abs(float(model.step_seconds(w)) / s - 1) for w, s in steps)
     request_s = _request_seconds(server, machine, say)
-    return _Taught(machine, burst.tokens_per_s, request_s, error)
+    return _Taught(machine, burst.tokens_per_s, request_s, reference, error)
 
 
 def _steps_of(server: ServerProcess, configuration: Configuration, trace: Trace) -> Steps:
@@ -114,15 +118,11 @@ def _steps_of(server: ServerProcess, configuration: Configuration, trace: Trace)
     ]
 
 
-def _slowness(server: ServerProcess, machine: Machine) -> float:
-    """How much longer steps take at present than when the machine was learnt: the speed of a
-    shared machine drifts by a fifth within minutes."""
-    prompt, output = REFERENCE_TOKENS
-    count = REFERENCE_REQUESTS
-    trace = Trace(np.zeros(count), np.full(count, prompt), np.full(count, output))
-    model = RooflineLatencyModel(machine.shape, machine.profile)
-    steps = _steps_of(server, REFERENCE, trace)
-    return statistics.median(s / float(model.step_seconds(w)) for w, s in steps)
+def _slowness(server: ServerProcess, taught: _Taught) -> float:
+    """How much longer the reference load's steps take than when the machine was learnt."""
+    steps = _steps_of(server, REFERENCE, taught.reference)
+    model = RooflineLatencyModel(taught.machine.shape, taught.machine.profile)
+    return sum(s for _, s in steps) / sum(float(model.step_seconds(w)) for w, _ in steps)
 
 
 def _request_seconds(server: ServerProcess, machine: Machine, say: Say) -> float:
@@ -135,14 +135,33 @@ def _request_seconds(server: ServerProcess, machine: Machine, say: Say) -> float
     return measured - _simulate(machine, REFERENCE, trace).ttft.p50
 
 
+def _run_all(
+    servers: Mapping[Server, ServerProcess],
+    taught: _Taught,
+    configurations: Sequence[Configuration],
+    say: Say,
+) -> list[tuple[Configuration, Summary, float]]:
+    """Run each, with the reference load between them; each one's slowness is the mean of the
+    runs of that load around it: the speed of a shared machine drifts by a fifth within minutes,
+    and two runs of one load one after the other differ by some hundredths."""
+    slowness = [_slowness(servers[Server(ELLM)], taught)]
+    measured = []
+    for configuration in configurations:
+        say(str(configuration))
+        trace = configuration.cell.trace(taught.capacity, seed=0)
+        measured.append(_replay(servers[configuration.server], configuration, trace, seed=0))
+        slowness.append(_slowness(servers[Server(ELLM)], taught))
+    around = [
+        statistics.fmean(slowness[max(i + 1 - AROUND, 0) : i + 1 + AROUND])
+        for i in range(len(measured))
+    ]
+    return list(zip(configurations, measured, around, strict=True))
+
+
 def _compare(
-    servers: Mapping[Server, ServerProcess], taught: _Taught, configuration: Configuration, say: Say
+    taught: _Taught, configuration: Configuration, measured: Summary, slowness: float
 ) -> Comparison:
-    say(str(configuration))
     trace, machine = configuration.cell.trace(taught.capacity, seed=0), taught.machine
-    before = _slowness(servers[Server(ELLM)], machine)
-    measured = _replay(servers[configuration.server], configuration, trace, seed=0)
-    slowness = (before + _slowness(servers[Server(ELLM)], machine)) / 2
     slowed = dataclasses.replace(machine, profile=slower(machine.profile, slowness))
     predicted = _simulate(slowed, configuration, trace)
     found = {name: value(predicted) for name, value in MEASURES.items()}
