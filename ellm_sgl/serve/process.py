@@ -10,11 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -109,19 +108,22 @@ class ServerProcess:
                 start_new_session=True,
             )
         deadline = time.monotonic() + timeout_s
-        with interrupts_remembered() as raise_lost:
-            while not self.answers():
-                raise_lost()
-                if self._process.poll() is not None:
-                    raise ServerError(f"the server exited while starting:\n{self.last_words()}")
-                if time.monotonic() > deadline:
-                    self.stop()
-                    raise ServerError(f"no answer after {timeout_s:.0f} s:\n{self.last_words()}")
-                time.sleep(0.25)
-            raise_lost()
+        while not self.answers():
+            if self._process.poll() is not None:
+                raise ServerError(f"the server exited while starting:\n{self.last_words()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ServerError(f"no answer after {timeout_s:.0f} s:\n{self.last_words()}")
+            time.sleep(0.25)
         self._serves = True
-        # Collecting what start-up made would stop the server for half a second at some time.
-        self._http.post("/freeze_gc", timeout=60).raise_for_status()
+        self._freeze_gc()
+
+    def _freeze_gc(self) -> None:
+        """Let what start-up made be: collecting it would stop the server for half a second at some
+        time. Where the server has keys, that is for whoever holds them to ask."""
+        answer = self._http.post("/freeze_gc", timeout=60)
+        if answer.status_code not in (httpx.codes.OK, httpx.codes.UNAUTHORIZED):
+            raise ServerError(f"/freeze_gc: {answer.status_code} {answer.text}")
 
     def answers(self) -> bool:
         """Whether the server is up and its health check passes."""
@@ -208,33 +210,6 @@ def stop_on_signals() -> Iterator[None]:
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def interrupts_remembered() -> Iterator[Callable[[], None]]:
-    """Gives what raises `KeyboardInterrupt` if one has come in this context and was lost: the
-    interpreter drops an exception that a signal's handler raises while an object is finalized."""
-    came: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        signal.default_int_handler(number, frame)
-
-    def raise_lost() -> None:
-        if came:
-            raise KeyboardInterrupt
-
-    numbers = []
-    if threading.current_thread() is threading.main_thread():  # others may set no handler
-        candidates = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        numbers = [n for n in candidates if signal.getsignal(n) is signal.default_int_handler]
-    for number in numbers:
-        signal.signal(number, remember)
-    try:
-        yield raise_lost
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.default_int_handler)
 
 
 def _free_port() -> int:
