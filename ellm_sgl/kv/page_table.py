@@ -389,8 +389,8 @@ class PageTable:
         blocks = [self.blocks_of(s) for s in seq_ids] if self._none_units else []
         if not blocks:
             return np.empty(0, np.int32)
-        every = np.unique(np.concatenate(blocks))
-        lacking: IntArray = every[(self.units[every] == NONE).any(axis=1)]
+        every = np.concatenate(blocks)
+        lacking: IntArray = np.unique(every[(self.units[every] == NONE).any(axis=1)])
         return lacking
 
     def lookup(self, seq_id: int, token_id: int, layer_id: int) -> MapEntry:
