@@ -15,7 +15,6 @@ import statistics
 from dataclasses import asdict, dataclass
 
 import click
-import httpx
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -80,17 +79,16 @@ def measure(
                 requests, tokens = shape
                 prompts = [[rng.randrange(3, 250) for _ in range(tokens)] for _ in range(requests)]
                 for fusion in list(servers)[:: -1 if turn % 2 else 1]:
-                    run = _run(servers[fusion].url, prompts)
+                    run = _run(servers[fusion], prompts)
                     if turn:  # the first round warms up
                         runs.setdefault((fusion, shape), []).append(run)
             console.print(f"round {turn}/{rounds}", style="dim")
     return [_summary(shape, runs["on", shape], runs["off", shape]) for shape in shapes]
 
 
-def _run(url: str, prompts: list[list[int]]) -> _Run:
-    outputs = generate(url, prompts, OUTPUT_TOKENS)
-    steps = httpx.get(f"{url}/ellm/steps", trust_env=False, timeout=60).raise_for_status().json()
-    full = [s for s in steps[-OUTPUT_TOKENS:] if s["decode_rows"] == len(prompts)]
+def _run(server: ServerProcess, prompts: list[list[int]]) -> _Run:
+    outputs = generate(server.url, prompts, OUTPUT_TOKENS)
+    full = [s for s in server.steps()[-OUTPUT_TOKENS:] if s["decode_rows"] == len(prompts)]
     return _Run(
         statistics.median(s["seconds"] for s in full),
         statistics.mean(s["span_rows"] for s in full),
