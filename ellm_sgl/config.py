@@ -21,6 +21,7 @@ LATENCY_MODELS = ("roofline", "paper")
 ELLM, RECOMPUTE, SWAP, HCACHE = MODES = ("ellm", "recompute", "swap", "hcache")
 """The first decides by a policy; the others are baselines and decide by themselves."""
 HOST_KEEPS = ("kv", "hidden", "mixed")
+HOST, DEVICE = HIDDEN_ON = ("host", "device")
 
 
 class ConfigError(ValueError):
@@ -45,6 +46,7 @@ class EllmConfig:
     host_kv_tokens: int = 0
     host_path: str | None = None
     host_keeps: str = "kv"
+    hidden_on: str = HOST
     overlap: bool = True
     fusion: bool = True
 
@@ -98,6 +100,20 @@ class EllmConfig:
             raise ConfigError(
                 f"--ellm-host-keeps {self.host_keeps} needs --ellm-host-kv-tokens, the size of the "
                 "host tier"
+            )
+        if self.hidden_on not in HIDDEN_ON:
+            raise ConfigError(
+                f"--ellm-hidden-on {self.hidden_on}: give one of {', '.join(HIDDEN_ON)}"
+            )
+        if self.hidden_on == DEVICE and not self.keeps_hidden:
+            raise ConfigError(
+                f"--ellm-hidden-on {DEVICE} needs --ellm-host-keeps hidden, mixed or a number of "
+                "layers: hidden states are kept of none"
+            )
+        if self.hidden_on == DEVICE and self.mode == RECOMPUTE:
+            raise ConfigError(
+                f"--ellm-hidden-on {DEVICE}: mode {RECOMPUTE} keeps nothing beside the pool; leave "
+                "it out"
             )
         if not self.fusion and self.keeps_hidden:
             raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ellm_sgl.config import HOST_KEEPS, LATENCY_MODELS, MODES
+from ellm_sgl.config import HIDDEN_ON, HOST_KEEPS, LATENCY_MODELS, MODES
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ FLAGS: tuple[Flag, ...] = (
          "What the host tier keeps of a token: its kv, the hidden states of the layers, from which "
          "KV is projected again, or hidden states of as many of the lowest layers as balance link "
          "and processor (mixed), or of this many layers. Default kv."),
+    Flag("hidden_on", str, f"{' or '.join(HIDDEN_ON)}", "WHERE",
+         "Where hidden states are kept: in host memory, or in the device pool's own memory, which "
+         "then holds less KV; half as much per token where no heads share KV. Default host."),
     Flag("overlap", _switch, "on or off", "on|off",
          "Fetch from host memory while layers compute. Default on."),
     Flag("fusion", _switch, "on or off", "on|off",

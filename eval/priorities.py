@@ -1,8 +1,9 @@
 """Two classes of requests under pressure: what the urgent ones gain, and what it costs.
 
-`python -m ellm_sgl.eval.priorities [--rounds N] [--json]` replays one load against `fcfs`, `fcfs`
-as in the paper and `slo-priority` in turn, on one server whose policy is switched, and compares
-round by round. Urgent requests are short questions; the others bring long prompts.
+`python -m ellm_sgl.eval.priorities [--model-path DIR] [--rounds N] [--json]` replays one load
+against `fcfs`, `fcfs` as in the paper and `slo-priority` in turn, on one server whose policy is
+switched, and compares round by round. Urgent requests are short questions; the others bring long
+prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.progress import Progress
 
 from ellm_sgl.eval.replay import Outcome, Request, replay
 from ellm_sgl.eval.summary import Summary, summarize
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "fcfs": ("fcfs", {}),
@@ -59,6 +60,7 @@ class Round:
 class PriorityReport:
     """All rounds, and what slo-priority gains against each other policy."""
 
+    model_path: str
     device_tokens: int
     load: Load
     rounds: dict[str, list[Round]]
@@ -92,10 +94,13 @@ class Load:
         return requests
 
 
-def measure(rounds: int, device_tokens: int, load: Load, seed: int) -> PriorityReport:
+def measure(
+    model_path: str, rounds: int, device_tokens: int, load: Load, seed: int
+) -> PriorityReport:
     """Replay under all policies in turn; a first, short replay warms up and is dropped."""
     memory = ["--ellm-device-kv-tokens", str(device_tokens), "--ellm-layer-group", "2"]
-    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fcfs", "--disable-radix-cache", *memory]
+    model = ["--model-path", model_path, "--dtype", "float32", "--skip-tokenizer-init"]
+    arguments = [*model, "--ellm-policy", "fcfs", "--disable-radix-cache", *memory]
     results: dict[str, list[Round]] = {name: [] for name in POLICIES}
     with (
         Progress(console=Console(stderr=True)) as bar,
@@ -111,7 +116,7 @@ def measure(rounds: int, device_tokens: int, load: Load, seed: int) -> PriorityR
                 results[label].append(_round(replay(server.url, requests)))
                 bar.advance(task)
     gains = {name: _gains(results[name], results[OURS]) for name in results if name != OURS}
-    return PriorityReport(device_tokens, load, results, gains)
+    return PriorityReport(model_path, device_tokens, load, results, gains)
 
 
 def _round(outcomes: Sequence[Outcome]) -> Round:
@@ -130,6 +135,7 @@ def _gains(other: Sequence[Round], ours: Sequence[Round]) -> Gains:
 
 
 @click.command()
+@click.option("--model-path", default=str(DEMO_MODEL), help="A local model.  [default: the demo's]")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--device-tokens", default=8192, show_default=True)
 @click.option("--requests", default=90, show_default=True)
@@ -139,9 +145,11 @@ def _gains(other: Sequence[Round], ours: Sequence[Round]) -> Gains:
 @click.option("--seconds", default=18.0, show_default=True, help="In which they arrive.")
 @click.option("--seed", default=0, show_default=True, help="Of the first round's load.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
-def main(rounds: int, device_tokens: int, seed: int, as_json: bool, **load: Any) -> None:
+def main(
+    model_path: str, rounds: int, device_tokens: int, seed: int, as_json: bool, **load: Any
+) -> None:
     """Compare slo-priority with fcfs on two classes of requests."""
-    report = measure(rounds, device_tokens, Load(**load), seed)
+    report = measure(model_path, rounds, device_tokens, Load(**load), seed)
     if as_json:
         click.echo(json.dumps(asdict(report)))
         return

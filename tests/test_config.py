@@ -28,6 +28,18 @@ def _no_settings_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ratio": math.nan}, "--ellm-ratio nan"),
         ({"layer_group": 0}, "--ellm-layer-group 0"),
         ({"host_keeps": "all", "host_kv_tokens": 99}, "--ellm-host-keeps all"),
+        ({"hidden_on": "disk"}, "--ellm-hidden-on disk"),
+        ({"hidden_on": "device", "host_kv_tokens": 99}, "--ellm-hidden-on device"),
+        (
+            {
+                "hidden_on": "device",
+                "host_keeps": "hidden",
+                "host_kv_tokens": 99,
+                "mode": "recompute",
+                "policy": "recompute",
+            },
+            "--ellm-hidden-on device",
+        ),
         ({"block_tokens": 0}, "--ellm-block-tokens 0"),
         ({"device_kv_tokens": 15}, "--ellm-device-kv-tokens 15"),
         ({"device_kv_tokens": -1}, "--ellm-device-kv-tokens -1"),

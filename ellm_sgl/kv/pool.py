@@ -43,6 +43,11 @@ class KVPool:
     def nbytes(self) -> int:
         return self.buffer.numel() * self.buffer.element_size()
 
+    @staticmethod
+    def bytes_per_unit(shape: PoolShape, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Size of one unit of such a pool."""
+        return shape.layer_group * 2 * shape.block_tokens * kv_heads * head_dim * dtype.itemsize
+
     @property
     def unit_bytes(self) -> int:
         return self.nbytes // (self.num_units + 1)
@@ -57,7 +62,7 @@ class KVPool:
 
 
 class HiddenPool:
-    """Hidden states on the host: one buffer `[units, F, block_tokens, hidden]`.
+    """Hidden states: one buffer `[units, F, block_tokens, hidden]`.
 
     A slot is the room for one block: a unit for each of the H lowest layer groups. Slot s holds
     group g in unit s H + g; slot 0 is scratch. What is kept of a token is what the K and V
@@ -72,12 +77,13 @@ class HiddenPool:
         num_slots: int,
         hidden: int,
         dtype: torch.dtype,
+        device: str | torch.device = "cpu",
         path: Path | None = None,
     ) -> None:
         self.shape = shape
         self.num_groups = num_groups
         size = ((num_slots + 1) * num_groups, shape.layer_group, shape.block_tokens, hidden)
-        self.buffer = _buffer(size, dtype, "cpu", path)
+        self.buffer = _buffer(size, dtype, device, path)
 
     @property
     def nbytes(self) -> int:

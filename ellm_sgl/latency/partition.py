@@ -5,7 +5,7 @@ from __future__ import annotations
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
 
 
-def hidden_layers(model: ModelShape, hardware: HardwareProfile) -> int:
+def hidden_layers(model: ModelShape, hardware: HardwareProfile, on_device: bool = False) -> int:
     """HCache's partition (EuroSys 2025, its restoration scheduler): L_H layers kept as hidden
     states, L - L_H as KV, such that restoring a token takes least, link and processor side by side:
 
@@ -20,13 +20,17 @@ def hidden_layers(model: ModelShape, hardware: HardwareProfile) -> int:
     HCache pairs hidden states with recomputation where the link is the bottleneck. Here a step's
     plan does that: of what the host has, it recomputes the lowest φ L layers (`Threads`).
 
+    Args:
+        on_device: hidden states are kept on the device, and need not be fetched: IO_H = 0.
+
     Returns:
         L_H, from 0 to L; of equally good ones the least.
     """
     kv_width = model.kv_heads * model.head_dim
     project_s = 2 * model.hidden * 2 * kv_width / hardware.flops
-    fetch_hidden_s = model.hidden * model.kv_bytes / hardware.link_bytes_per_s
-    fetch_kv_s = 2 * kv_width * model.kv_bytes / hardware.link_bytes_per_s
+    link = hardware.link_bytes_per_s
+    fetch_hidden_s = 0.0 if on_device else model.hidden * model.kv_bytes / link
+    fetch_kv_s = 2 * kv_width * model.kv_bytes / link
 
     def restore_s(layers: int) -> float:
         fetch = layers * fetch_hidden_s + (model.layers - layers) * fetch_kv_s

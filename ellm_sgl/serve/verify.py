@@ -2,9 +2,9 @@
 
 The reference is stock SGLang (eLLM off). It is compared with eLLM at several uncached ratios, and
 with a pool so small that blocks are evicted under pressure, and again with a host tier: at every
-split between layers that are fetched and layers that are recomputed, and with hidden states of
-all layers, or of half of them, on the host instead of KV; and with recomputation in a pass of its
-own.
+split between layers that are fetched and layers that are recomputed; with hidden states of all
+layers on the host instead of KV, or of half of them on the device; and with recomputation in a pass
+of its own.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def verify(
         output_tokens: generated per prompt, greedily, whatever the model says.
         layer_group: of eLLM's pool, but 1 where all splits are tried.
         block_tokens: of eLLM's pool.
-        quick: one ratio and three splits instead of all, the host with hidden states of half of
-            the layers.
+        quick: one ratio and three splits instead of all, with hidden states of half of the
+            layers on the host.
         seed: of the random prompts.
         mode: eLLM, or the baseline to verify instead.
 
@@ -159,6 +159,8 @@ def verify(
         host = ["--ellm-host-kv-tokens", str(POOL_TOKENS)]
         group = ["--ellm-layer-group", str(layer_group)]
         half = str(-(-_model_config(path)["num_hidden_layers"] // 2))
+        on_device = ["--ellm-hidden-on", "device", "--ellm-device-kv-tokens",
+                     str(2 * POOL_TOKENS + _as_kv_tokens(path, POOL_TOKENS))]  # fmt: skip
         if quick:
             with ServerProcess([*common, *group, *host, "--ellm-host-keeps", half]) as server:
                 comparisons += compared.splits(server, "mixed", QUICK_SPLITS, small)
@@ -171,7 +173,7 @@ def verify(
         for name, setting, splits in (
             ("host", ["--ellm-host-keeps", "kv"], SPLITS),
             ("hidden", ["--ellm-host-keeps", "hidden"], HIDDEN_SPLITS),
-            ("mixed", ["--ellm-host-keeps", half], HIDDEN_SPLITS),
+            ("mixed", ["--ellm-host-keeps", half, *on_device], HIDDEN_SPLITS),
             ("unfused", ["--ellm-fusion", "off"], UNFUSED_SPLITS),
         ):
             tier = ["--ellm-layer-group", "1", *host, *setting]
@@ -254,6 +256,15 @@ def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[lis
 def _model_config(model_path: str) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
     return config
+
+
+def _as_kv_tokens(model_path: str, tokens: int) -> int:
+    """As much memory as hidden states of so many tokens take, in tokens of KV."""
+    config = _model_config(model_path)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv = 2 * config.get("num_key_value_heads", heads) * head_dim
+    return int(-(-tokens * config["hidden_size"] // kv))
 
 
 def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:

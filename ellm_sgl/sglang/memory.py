@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,17 @@ import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
-from ellm_sgl.config import RECOMPUTE, ConfigError, EllmConfig
+from ellm_sgl.config import RECOMPUTE, EllmConfig
 from ellm_sgl.control import ElasticMemory
-from ellm_sgl.forward import AnyStreamer, DeviceStreamer, HiddenStates, NativeStreamer, Streamer
-from ellm_sgl.kernels.choose import choose_copy
-from ellm_sgl.kernels.cpu.library import load
-from ellm_sgl.kv import HiddenPool, KVPool, OutOfBlocksError, PageTable, PoolShape
-from ellm_sgl.latency import hidden_layers
+from ellm_sgl.forward import AnyStreamer, HiddenStates
+from ellm_sgl.kv import KVPool, OutOfBlocksError, PageTable, PoolShape
 from ellm_sgl.sglang import runtime
-from ellm_sgl.sglang.calibration import measure_device, model_shape
 from ellm_sgl.sglang.slots import Integers, begins_page, decode_slots, extend_slots, pages_to_add
+from ellm_sgl.sglang.tiers import SLOTS, make_hidden_pool, make_streamer, units_beside
 
 logger = logging.getLogger(__name__)
 
 _NO_PAGES = np.empty(0, np.int64)
-
-SLOTS = 2
-"""Layer groups whose fetched units a step holds at once: one computes, the next arrives."""
 
 _device_tokens: int | None = None
 """Tokens the device pool holds; decided before SGLang learns of the larger logical capacity."""
@@ -68,41 +61,30 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
     model = configurator.model_config
     layers = configurator.layer_info.num_effective_layers
     shape = PoolShape(layers, min(settings.layer_group, layers), settings.block_tokens)
-    sizes = _["sizes"]
-    assert _device_tokens is not None
-    units = shape.blocks_for(_device_tokens) * shape.num_groups
-    host_units = settings.host_kv_tokens // shape.block_tokens * shape.num_groups
-    hidden_groups = _hidden_groups(settings, shape, configurator)
-    logical_blocks = sizes.max_total_num_tokens // shape.block_tokens
-    table = PageTable(shape, logical_blocks, units, host_units, hidden_groups)
-    heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
+    logical_tokens = _["sizes"].max_total_num_tokens
+    heads, head_dim = model.get_num_kv_heads(get_parallel().attn_tp_size), model.head_dim
     dtype = configurator.kv_cache_dtype
-    pool = KVPool(shape, units, heads, model.head_dim, dtype, configurator.device)
+    assert _device_tokens is not None
+    hidden_pool = make_hidden_pool(settings, shape, configurator)
+    units = units_beside(
+        hidden_pool,
+        settings,
+        shape.blocks_for(_device_tokens) * shape.num_groups,
+        KVPool.bytes_per_unit(shape, heads, head_dim, dtype),
+    )
+    host_units = settings.host_kv_tokens // shape.block_tokens * shape.num_groups
+    table = PageTable(
+        shape,
+        logical_tokens // shape.block_tokens,
+        units,
+        host_units,
+        0 if hidden_pool is None else hidden_pool.num_groups,
+    )
+    pool = KVPool(shape, units, heads, head_dim, dtype, configurator.device)
+    hidden = None if hidden_pool is None else HiddenStates(hidden_pool, pool)
     streamer: AnyStreamer | None = None
-    hidden: HiddenStates | None = None
     if host_units:
-        if shape.num_groups <= SLOTS:
-            logger.warning(
-                "--ellm-layer-group %d makes %d layer groups: fetching from the host gains memory "
-                "only with more than %d; give a smaller number",
-                shape.layer_group, shape.num_groups, SLOTS,
-            )  # fmt: skip
-        path = None if settings.host_path is None else Path(settings.host_path)
-        on_cpu = pool.buffer.device.type == "cpu"
-        host = KVPool(
-            shape, table.host.kv_units, heads, model.head_dim, dtype, "cpu", path, not on_cpu
-        )
-        if hidden_groups:
-            hidden = HiddenStates(_hidden_pool(table, model, path), pool)
-        if on_cpu:
-            streamer = _host_streamer(settings, host, pool, hidden)
-        else:
-            if not settings.fusion:
-                raise ConfigError(
-                    "--ellm-fusion off: with a host tier on CPU hosts only so far; leave out "
-                    "--ellm-host-kv-tokens"
-                )
-            streamer = DeviceStreamer(host.buffer, pool.buffer, SLOTS, settings.overlap)
+        streamer = make_streamer(settings, table.host.kv_units, pool, hidden)
     ours: runtime.Runtime
     elastic = ElasticMemory(
         table,
@@ -116,10 +98,10 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
         "%d tokens logical",
-        _device_tokens, units, shape.layer_group, shape.block_tokens, pool.nbytes / 1e6,
-        sizes.max_total_num_tokens,
+        units * shape.block_tokens // shape.num_groups, units, shape.layer_group,
+        shape.block_tokens, pool.nbytes / 1e6, logical_tokens,
     )  # fmt: skip
-    return EllmKVCache(pool, sizes.max_total_num_tokens, configurator)
+    return EllmKVCache(pool, logical_tokens, configurator)
 
 
 def build_allocator(
@@ -140,50 +122,6 @@ def _transient_tokens(configurator: Any) -> int:
     """Rows a step may recompute: as many as the longest request has, or a prefill may bring."""
     context: int = configurator.model_config.context_len
     return max(context, configurator.server_args.max_prefill_tokens)
-
-
-def _hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> int:
-    """Layer groups, from the lowest, of which the host keeps hidden states."""
-    from sglang.srt.distributed import get_tp_group
-    from sglang.srt.runtime_context import get_parallel
-
-    keeps = settings.host_keeps
-    if not settings.keeps_hidden:
-        return 0
-    if configurator.device != "cpu":
-        raise ConfigError(
-            f"--ellm-host-keeps {keeps}: hidden states are captured on CPU hosts only so far "
-            "(replayed CUDA graphs run no hooks); give kv"
-        )
-    if keeps == "hidden":
-        groups = shape.num_groups
-    elif keeps == "mixed":
-        model = model_shape(configurator.model_config, get_parallel().attn_tp_size)
-        hardware = get_tp_group().broadcast_object(measure_device(configurator.device))
-        groups = round(hidden_layers(model, hardware) / shape.layer_group)
-    else:
-        groups = -(-int(keeps) // shape.layer_group)
-    logger.info("eLLM host tier: hidden states of %d of %d layer groups", groups, shape.num_groups)
-    return groups
-
-
-def _hidden_pool(table: PageTable, model: Any, path: Path | None) -> HiddenPool:
-    file = None if path is None else path.with_name(path.name + ".hidden")
-    host = table.host
-    return HiddenPool(
-        table.shape, host.hidden_groups, host.hidden_slots, model.hidden_size, model.dtype, file
-    )
-
-
-def _host_streamer(
-    settings: EllmConfig, host: KVPool, pool: KVPool, hidden: HiddenStates | None
-) -> AnyStreamer:
-    """What fetches units where the device is the host's processor."""
-    if hidden is None and not load().problem:
-        return NativeStreamer(host.buffer, pool.buffer, SLOTS, settings.overlap)
-    copy = choose_copy(pool.buffer.device, host.buffer.device)
-    project = None if hidden is None else hidden.restore
-    return Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
 
 
 def _settings() -> EllmConfig:

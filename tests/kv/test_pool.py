@@ -25,6 +25,8 @@ def test_the_buffer_has_a_scratch_unit(pool: KVPool) -> None:
 
 def test_nbytes_is_what_the_buffer_takes(pool: KVPool) -> None:
     assert pool.nbytes == (UNITS + 1) * GROUP * 2 * BLOCK_TOKENS * KV_HEADS * HEAD_DIM * 4
+    unit = KVPool.bytes_per_unit(SHAPE, KV_HEADS, HEAD_DIM, torch.float32)
+    assert pool.unit_bytes == unit == pool.buffer[0].numel() * 4
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

@@ -30,6 +30,16 @@ def test_a_fast_processor_takes_all_layers_from_hidden_states() -> None:
     assert hidden_layers(MHA, replace(GPU, flops=1e15)) == MHA.layers
 
 
+def test_hidden_states_on_the_device_need_no_link() -> None:
+    slow = replace(GPU, flops=1e13)
+    project = 4 * MHA.hidden * MHA.hidden / slow.flops
+    kv = 2 * MHA.hidden * MHA.kv_bytes / slow.link_bytes_per_s
+    balanced = MHA.layers * kv / (kv + project)
+    assert abs(hidden_layers(MHA, slow, on_device=True) - balanced) < 1
+    no_link = replace(GPU, flops=1e15, link_bytes_per_s=1.0)
+    assert hidden_layers(LLAMA, no_link, on_device=True) == LLAMA.layers
+
+
 @pytest.mark.parametrize("flops", [1e12, 1e15])
 def test_heads_that_share_their_kv_leave_nothing_to_gain(flops: float) -> None:
     assert hidden_layers(LLAMA, replace(GPU, flops=flops)) == 0
