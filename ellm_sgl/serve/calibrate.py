@@ -1,7 +1,8 @@
 """`ellm-sgl calibrate`: what the machine sustains, and how well each latency model predicts it.
 
 A server calibrates itself as it starts; then it gets loads of many shapes, and every step it ran
-is compared with what the models said of it.
+is compared with what the models said of it. What the machine itself leaves open is told beside
+them: decode steps of the same requests, one after the other, do not take the same time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 OUTPUT_TOKENS = 12
 LEARNING_STEPS = 200
 """Steps that the on-line model may learn from before its error counts."""
+BESIDE = 4
+"""Steps before and after a step that it is compared with, where they are equal to it."""
 _POOL_TOKENS = 32_768
 _LONGEST_STEP_S = 0.5
 """Loads whose steps would take longer by the profile are left out."""
@@ -81,6 +84,8 @@ class CalibrationReport:
     shape: ModelShape
     hardware: HardwareProfile
     errors: tuple[ModelError, ...]
+    unevenness: tuple[ModelError, ...]
+    """See `unevenness`."""
 
     def to_json(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -119,7 +124,13 @@ def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> Ca
             server.adjust(ellm_ratio=load.ratio)
             asyncio.run(_send(server.url, _prompts(load, shape.vocabulary, rng)))
         steps = server.steps()
-    return CalibrationReport(path, shape, hardware, compare(shape, hardware, steps, start_up))
+    return CalibrationReport(
+        path,
+        shape,
+        hardware,
+        compare(shape, hardware, steps, start_up),
+        unevenness(steps, start_up + LEARNING_STEPS),
+    )
 
 
 def compare(
@@ -134,11 +145,9 @@ def compare(
         start_up: how many of them had run when the server was ready.
     """
     works = [StepWork(**{name: s[name] for name in _WORK_FIELDS}) for s in steps]
-    seconds = np.array([s["seconds"] for s in steps])
 
     def error(name: str, predicted: Sequence[float], first: int) -> ModelError:
-        ape = np.abs(np.array(predicted) / seconds - 1)[first:]
-        return ModelError(name, len(ape), float(ape.mean()), float(np.median(ape)))
+        return _error(name, predicted[first:], steps[first:])
 
     model = RooflineLatencyModel(shape, hardware)
     by_profile = [float(model.step_seconds(w)) for w in works]
@@ -148,6 +157,40 @@ def compare(
         error(f"on line, after {LEARNING_STEPS} steps", on_line, start_up + LEARNING_STEPS),
         error("paper, Eq. (4)", [s["paper_s"] for s in steps], start_up),
     )
+
+
+def unevenness(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
+    """What the machine leaves open: decode steps, each compared with the median of up to `BESIDE`
+    equal ones before it and as many after it. A model on line knows none of those after it.
+
+    Args:
+        steps: records of all steps.
+        first: the first that counts.
+
+    Returns:
+        Errors of the on-line model and of the steps beside, over the same steps; none if there are
+        no such steps.
+    """
+    kinds = [(s["decode_rows"], s["span_rows"], s["prefill_rows"], s["turns"]) for s in steps]
+    compared, beside = [], []
+    for i in range(first, len(steps)):
+        near = [j for j in range(max(i - BESIDE, 0), min(i + BESIDE + 1, len(steps))) if j != i]
+        equal = [steps[j]["seconds"] for j in near if kinds[j] == kinds[i]]
+        if steps[i]["decode_rows"] and len(equal) >= BESIDE:
+            compared.append(steps[i])
+            beside.append(float(np.median(equal)))
+    if not compared:
+        return ()
+    return (
+        _error("on line, equal steps in a row", [s["predicted_s"] for s in compared], compared),
+        _error("median of the steps beside each", beside, compared),
+    )
+
+
+def _error(name: str, predicted: Sequence[float], steps: Sequence[Step]) -> ModelError:
+    measured = np.array([s["seconds"] for s in steps])
+    ape = np.abs(np.array(predicted) / measured - 1)
+    return ModelError(name, len(ape), float(ape.mean()), float(np.median(ape)))
 
 
 def _affordable(shape: ModelShape, hardware: HardwareProfile) -> list[Load]:

@@ -55,6 +55,6 @@ def _error_table(report: CalibrationReport) -> Table:
     table.add_column("latency model")
     for heading in ("steps", "mean error", "median error"):
         table.add_column(heading, justify="right")
-    for e in report.errors:
+    for e in (*report.errors, *report.unevenness):
         table.add_row(e.model, str(e.steps), f"{e.mape:.1%}", f"{e.median_ape:.1%}")
     return table

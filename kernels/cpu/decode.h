@@ -5,6 +5,7 @@
 #pragma once
 
 #include "convert.h"
+#include "rows.h"
 #include "scores.h"
 #include "simd.h"
 #include "tokens.h"
@@ -166,6 +167,30 @@ void attend_tokens(const Call& call, const Tokens& tokens, const Tokens* next, c
   }
 }
 
+// The same, a row at a time: see rows.h.
+void attend_rows(const Call& call, const Tokens& tokens, const Tokens* next, const RowMemory& row,
+                 float* o) {
+  constexpr int kStride = kQueries * kDecodeStep;  // of scores, from one head to the next
+  const int size = call.heads * call.head_dim;
+  const auto at = [](const char* place) { return reinterpret_cast<const float*>(place); };
+  for (int n = 0; n < tokens.count; ++n) {
+    fetch_row(next != nullptr ? at(next->k[n]) : nullptr, size);
+    score_row(at(tokens.k[n]), row.q, call.heads, call.head_dim, call.scale, row.scores + n,
+              kStride);
+  }
+  for_heads(call, [&](const Heads& heads, auto) {
+    const Softmax softmax = row.softmax_of(heads);
+    weigh<1>(row.scores_of(heads), tokens.count, softmax);
+    const vf rescale = splat(softmax.rescale[0]);
+    float* const own = o + heads.first * call.head_dim;
+    for (int d = 0; d < call.head_dim; d += W) store(own + d, load(own + d) * rescale);
+  });
+  for (int n = 0; n < tokens.count; ++n) {
+    fetch_row(next != nullptr ? at(next->v[n]) : nullptr, size);
+    add_row(at(tokens.v[n]), row.scores + n, call.heads, call.head_dim, o, kStride);
+  }
+}
+
 // Elements of each unit of `count` vectors to where T::place says, or back.
 template <class T, class F>
 INLINE void for_places(int64_t count, const F& move) {
@@ -207,7 +232,12 @@ void decode_as(const Call& call, const Part& part, const Part* ahead, int64_t ro
     const Part rest{part.source, from + kDecodeStep, part.end};
     const Part* const next = rest.begin < rest.end ? &rest : ahead;
     if (next != nullptr) locate_step(*next, both[now ^ 1]);
-    attend_tokens<T>(call, both[now], next != nullptr ? &both[now ^ 1] : nullptr, memory, o);
+    const Tokens* const after = next != nullptr ? &both[now ^ 1] : nullptr;
+    if (in_sequence(call, kBytes)) {
+      attend_rows(call, both[now], after, memory, o);
+    } else {
+      attend_tokens<T>(call, both[now], after, memory, o);
+    }
   }
   for_heads(call, [&](const Heads& heads, auto queries) {
     using P = Places<decltype(queries)::value>;

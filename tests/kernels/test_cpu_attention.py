@@ -85,9 +85,22 @@ def test_many_rows_and_much_missing(isa: str) -> None:
         check(inputs, inputs.tolerance(longest(inputs)))
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(8, 128), (5, 256), (16, 64)])
+def test_heads_of_their_own_whose_rows_fill_a_page(isa: str, heads: int, head_dim: int) -> None:
+    """A way of its own through decode rows: kernels/cpu/rows.h."""
+    steps = ((700, 1), (90, 70), (33, 1), (1, 1), (64, 1))
+    inputs = make(Sizes(steps, 16, heads, 1, head_dim, F32, F32, 0.3))
+    with threads(2):
+        check(inputs, inputs.tolerance(longest(inputs)))
+
+
 @pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
-def test_the_same_to_the_bit_however_the_work_is_divided(isa: str, shared: float) -> None:
-    inputs = make(Sizes(((2000, 1), (900, 70), (5, 1), (0, 90)), 16, 2, 2, 64, F32, F32, 0.1))
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 2, 64), (8, 1, 128)])
+def test_the_same_to_the_bit_however_the_work_is_divided(
+    isa: str, kv_heads: int, group: int, head_dim: int, shared: float
+) -> None:
+    steps = ((2000, 1), (900, 70), (5, 1), (0, 90))
+    inputs = make(Sizes(steps, 16, kv_heads, group, head_dim, F32, F32, 0.1))
     with threads(1):
         alone, _, _ = inputs.run(mixed_attention)
     with threads(4):
