@@ -65,6 +65,8 @@ class Simulation:
         self.record = Record(len(load))
         self._device = device_model(machine, settings)
         self._turns = Turns()
+        self._unevenness = np.array(settings.unevenness or [1.0])
+        self._steps = 0
         self._ratio = NewTokenRatio.of(settings.conservativeness)
         self._limits = PrefillLimits(settings.block_tokens, settings.chunk_tokens)
         self._running: list[int] = []
@@ -227,7 +229,7 @@ class Simulation:
         if rows:
             work = dataclasses.replace(work, turns=self._turns.of(True))
             self._log(work)
-            seconds += float(self._device.step_seconds(work))
+            seconds += float(self._device.step_seconds(work) * self._uneven(1)[0])
         self.clock.now_s += seconds
         self.record.prefill(self.clock.now_s, int(rows), seconds)
         for chunk in chunks:
@@ -259,7 +261,7 @@ class Simulation:
         self._log(work)
         ahead = self.mode.fetch_ahead(len(ids), self._step_s)
         moved = dataclasses.replace(work, span_rows=work.span_rows + ahead)
-        seconds = np.broadcast_to(self._device.step_seconds(moved), fitting)
+        seconds = self._device.step_seconds(moved) * self._uneven(fitting)
         ends = self.clock.now_s + np.cumsum(seconds)
         self.progress.kv_tokens[ids] += fitting
         self.record.blocks(self.progress.kv_tokens[ids], self.settings.block_tokens)
@@ -270,6 +272,12 @@ class Simulation:
         self.record.decode(ends, float(seconds.sum()), len(ids), len(self._waiting), work)
         self._ratio.decay(fitting)
         self._end_finished()
+
+    def _uneven(self, steps: int) -> FloatArray:
+        """By how much each of the next steps takes longer than the device's model says."""
+        at = np.arange(self._steps, self._steps + steps) % len(self._unevenness)
+        self._steps += steps
+        return self._unevenness[at]
 
     def _stride(self, decoding: list[int]) -> int:
         """Steps until something else happens."""
@@ -302,7 +310,8 @@ class Simulation:
         if isinstance(self.mode, Elastic):
             steps: StepLog = self.mode.loop.steps
             first = {name: float(np.ravel(value)[0]) for name, value in vars(work).items()}
-            steps.start(StepWork(**first))
+            one = StepWork(**first)
+            steps.start(self._device.restored(one) if self.settings.unevenness else one)
 
     # -- requests ---------------------------------------------------------------------------
 

@@ -75,6 +75,14 @@ class RestoringModel(LatencyModel):
     def observe(self, work: StepWork, seconds: float) -> None:
         """Nothing."""
 
+    def restored(self, work: StepWork) -> StepWork:
+        """One step's work, told as a server tells it: how its span rows came back."""
+        if not work.span_rows:
+            return work
+        shares = np.maximum(self._shares, 1 - self._host_tokens / work.span_rows)
+        share = float(shares[int(self._candidates(work).argmin())])
+        return dataclasses.replace(work, swap_tokens=work.span_rows, recompute_share=share)
+
     def _candidates(self, work: StepWork) -> FloatArray:
         """Seconds for each share (first axis) and each step."""
         rows = np.asarray(work.span_rows, np.float64)

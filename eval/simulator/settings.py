@@ -69,6 +69,10 @@ class Settings:
     late_results: bool = False
     """Tokens come out a step late, as from a server whose scheduler waits while a step computes
     (a CPU): see `Record.one_step_late`."""
+    unevenness: tuple[float, ...] = ()
+    """What successive steps take, in multiples of the latency model's time, over and over: as
+    measured. The policy's model then learns from such steps, as a server's does. Empty: steps take
+    what the model says, and the policy knows it."""
     stride: int = 8
     """Decode steps that one decision is good for, at most. 1 is what a server does; more is
     faster, and less exact: see `engine`."""
@@ -83,11 +87,24 @@ class Settings:
                 raise ConfigError(f"{name} {getattr(self, name)}: give a number from 1 up")
         if self.chunk_tokens < self.block_tokens:
             raise ConfigError(f"chunk_tokens {self.chunk_tokens}: less than one block")
+        if not all(0 < factor < math.inf for factor in self.unevenness):
+            raise ConfigError("unevenness: every factor must be a number above 0")
+        if self.unevenness and self.latency_model != "roofline":
+            raise ConfigError(f"unevenness: the model {self.latency_model} does not learn")
         if not self.model_error > -1:
             raise ConfigError(f"model_error {self.model_error}: must be above -1")
 
 
-def device_model(machine: Machine, settings: Settings, error: float = 0.0) -> LatencyModel:
+def policy_model(machine: Machine, settings: Settings) -> LatencyModel:
+    """What the policy is told of a step: what it takes, or what a server would have learnt."""
+    if settings.unevenness:
+        return RooflineLatencyModel(
+            machine.shape, slower(machine.profile, 1 + settings.model_error)
+        )
+    return device_model(machine, settings, settings.model_error)
+
+
+def device_model(machine: Machine, settings: Settings, error: float = 0.0) -> RestoringModel:
     """What a step takes on the machine.
 
     Args:
@@ -141,7 +158,7 @@ def build_mode(
     loop = ControlLoop(
         create(settings.policy, settings.policy_options),
         math.inf,
-        StepLog(device_model(machine, settings, settings.model_error), clock),
+        StepLog(policy_model(machine, settings), clock),
         ServerLimits(shape, machine.profile, settings.max_running, settings.tpot_slo_s, transient),
     )
     return Elastic(table, load, progress, loop, transient)

@@ -1,4 +1,4 @@
-"""`python -m ellm_sgl.eval.validate [--model-path DIR ...] [--only N] [--json]`.
+"""`python -m ellm_sgl.eval.validate [--model-path DIR ...] [--only N] [--rounds N] [--json]`.
 
 Serves each model (the demo model unless told otherwise; `python -m ellm_sgl.eval.tiny_models`
 writes random ones) in every mode. Loads of their own teach the simulator the machine: the hardware
@@ -32,8 +32,15 @@ from ellm_sgl.serve.process import DEMO_MODEL, ServerError
     help="May be given several times.",
 )
 @click.option("--only", type=click.IntRange(1), help="The first so many configurations of each.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Replays of each; from two on, how far one is from another is told.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
-def main(model_paths: tuple[Path, ...], only: int | None, as_json: bool) -> None:
+def main(model_paths: tuple[Path, ...], only: int | None, rounds: int, as_json: bool) -> None:
     """Hold the simulator's predictions against real servers."""
     err = Console(stderr=True)
     found = []
@@ -41,7 +48,9 @@ def main(model_paths: tuple[Path, ...], only: int | None, as_json: bool) -> None
         for path in model_paths:
             err.print(str(path))
             found.append(
-                validate(path, CONFIGURATIONS[:only], lambda line: err.print(line, style="dim"))
+                validate(
+                    path, CONFIGURATIONS[:only], rounds, lambda line: err.print(line, style="dim")
+                )
             )
             err.print(table(found[-1]))
     except (ServerError, ConfigError) as error:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from ellm_sgl.eval.simulator import Load, Machine, Settings, simulate
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.eval.simulator.settings import slower
 from ellm_sgl.eval.summary import Summary, summarize
-from ellm_sgl.eval.traces import Trace
+from ellm_sgl.eval.traces import FloatArray, Trace
 from ellm_sgl.eval.validate.configurations import (
     BURST,
     CHUNK_TOKENS,
@@ -30,7 +31,7 @@ from ellm_sgl.eval.validate.configurations import (
     Configuration,
     Server,
 )
-from ellm_sgl.eval.validate.results import MEASURES, Comparison, Validation
+from ellm_sgl.eval.validate.results import MEASURES, Comparison, Validation, mean_of
 from ellm_sgl.eval.workloads import to_requests
 from ellm_sgl.latency import HardwareProfile, RooflineLatencyModel, StepWork
 from ellm_sgl.latency.fit import fit_profile
@@ -41,6 +42,8 @@ Steps = list[tuple[StepWork, float]]
 TEACHING_SEED, OTHER_SEED = 100, 200
 AROUND = 2
 """Runs of the reference load before a configuration, and after it, that its slowness is from."""
+DRAWS = 4
+"""Predictions whose mean is one: each meets the machine's unevenness elsewhere."""
 LONE_REQUESTS, LONE_TOKENS, LONE_GAP_S = 9, 12, 0.5
 
 
@@ -57,10 +60,27 @@ class _Taught:
     """A load that was among those learnt from: run again, it tells the machine's speed."""
     latency_model: float
     """MAPE of the fitted latency model over the steps it was fitted to."""
+    unevenness: FloatArray
+    """What those steps took, in the order in which they ran, in multiples of what the model says
+    of them; 1 over all of them together."""
 
 
-def validate(model_path: Path, configurations: Sequence[Configuration], say: Say) -> Validation:
+@dataclass(frozen=True)
+class _Run:
+    """One replay of one configuration."""
+
+    configuration: Configuration
+    measured: Summary
+    slowness: float
+
+
+def validate(
+    model_path: Path, configurations: Sequence[Configuration], rounds: int, say: Say
+) -> Validation:
     """Serve, teach, replay and predict.
+
+    Args:
+        rounds: replays of each configuration, the whole list in turn, every other one backwards.
 
     Raises:
         ServerError: a server did not start, or requests failed.
@@ -77,9 +97,12 @@ def validate(model_path: Path, configurations: Sequence[Configuration], say: Say
         unfitted = Machine(str(model_path), shape, _profile(servers[Server(ELLM)]), POOL_TOKENS,
                            host_tokens=POOL_TOKENS)  # fmt: skip
         taught = _teach(servers[Server(ELLM)], unfitted, say)
-        runs = _run_all(servers, taught, configurations, say)
+        order = [configurations[:: 1 - 2 * (r % 2)] for r in range(rounds)]
+        runs = _run_all(servers, taught, list(chain.from_iterable(order)), say)
     say("predicting")
-    compared = tuple(_compare(taught, *run) for run in runs)
+    compared = tuple(
+        _compare(taught, [r for r in runs if r.configuration == c]) for c in configurations
+    )
     return Validation(str(model_path), taught.machine.profile, taught.latency_model, compared)
 
 
@@ -101,9 +124,12 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
     model = RooflineLatencyModel(machine.shape, profile)
-    error = statistics.fmean(abs(float(model.step_seconds(w)) / s - 1) for w, s in steps)
+    seconds = np.array([s for _, s in steps])
+    predicted = np.array([float(model.step_seconds(w)) for w, _ in steps])
+    error = float(np.abs(predicted / seconds - 1).mean())
+    unevenness = seconds / predicted * (predicted.sum() / seconds.sum())
     request_s = _request_seconds(server, machine, say)
-    return _Taught(machine, burst.tokens_per_s, request_s, reference, error)
+    return _Taught(machine, burst.tokens_per_s, request_s, reference, error, unevenness)
 
 
 def _steps_of(server: ServerProcess, configuration: Configuration, trace: Trace) -> Steps:
@@ -132,7 +158,7 @@ def _request_seconds(server: ServerProcess, machine: Machine, say: Say) -> float
     lengths = np.full(LONE_REQUESTS, LONE_TOKENS)
     trace = Trace(at_s, 2 * lengths, lengths)
     measured = _replay(server, REFERENCE, trace, OTHER_SEED).ttft.p50
-    return measured - _simulate(machine, REFERENCE, trace).ttft.p50
+    return measured - _simulate(machine, REFERENCE, trace, np.ones(1)).ttft.p50
 
 
 def _run_all(
@@ -140,7 +166,7 @@ def _run_all(
     taught: _Taught,
     configurations: Sequence[Configuration],
     say: Say,
-) -> list[tuple[Configuration, Summary, float]]:
+) -> list[_Run]:
     """Run each, with the reference load between them; each one's slowness is the mean of the
     runs of that load around it: the speed of a shared machine drifts by a fifth within minutes,
     and two runs of one load one after the other differ by some hundredths."""
@@ -155,20 +181,30 @@ def _run_all(
         statistics.fmean(slowness[max(i + 1 - AROUND, 0) : i + 1 + AROUND])
         for i in range(len(measured))
     ]
-    return list(zip(configurations, measured, around, strict=True))
+    return [_Run(*run) for run in zip(configurations, measured, around, strict=True)]
 
 
-def _compare(
-    taught: _Taught, configuration: Configuration, measured: Summary, slowness: float
-) -> Comparison:
-    trace, machine = configuration.cell.trace(taught.capacity, seed=0), taught.machine
-    slowed = dataclasses.replace(machine, profile=slower(machine.profile, slowness))
-    predicted = _simulate(slowed, configuration, trace)
-    found = {name: value(predicted) for name, value in MEASURES.items()}
-    found["ttft"] += taught.request_s * slowness
+def _compare(taught: _Taught, runs: Sequence[_Run]) -> Comparison:
+    """All replays of one configuration beside their predictions."""
     return Comparison(
-        configuration, slowness, {name: value(measured) for name, value in MEASURES.items()}, found
+        runs[0].configuration,
+        statistics.fmean(r.slowness for r in runs),
+        [{name: value(r.measured) for name, value in MEASURES.items()} for r in runs],
+        mean_of([_predict(taught, r) for r in runs]),
     )
+
+
+def _predict(taught: _Taught, run: _Run) -> dict[str, float]:
+    """The mean of several predictions, which begin evenly spaced in the machine's unevenness."""
+    trace, machine = run.configuration.cell.trace(taught.capacity, seed=0), taught.machine
+    slowed = dataclasses.replace(machine, profile=slower(machine.profile, run.slowness))
+    found = []
+    for begin in np.arange(DRAWS) * len(taught.unevenness) // DRAWS:
+        unevenness = np.roll(taught.unevenness, -begin)
+        summary = _simulate(slowed, run.configuration, trace, unevenness)
+        found.append({name: value(summary) for name, value in MEASURES.items()})
+    mean = mean_of(found)
+    return mean | {"ttft": mean["ttft"] + taught.request_s * run.slowness}
 
 
 def _replay(
@@ -189,7 +225,9 @@ def _replay(
     return summary
 
 
-def _simulate(machine: Machine, configuration: Configuration, trace: Trace) -> Summary:
+def _simulate(
+    machine: Machine, configuration: Configuration, trace: Trace, unevenness: FloatArray
+) -> Summary:
     settings = Settings(
         mode=configuration.mode,
         policy=configuration.policy,
@@ -198,6 +236,7 @@ def _simulate(machine: Machine, configuration: Configuration, trace: Trace) -> S
         max_running=MAX_RUNNING,
         chunk_tokens=CHUNK_TOKENS,
         late_results=True,
+        unevenness=tuple(unevenness.tolist()),
         stride=1,
     )
     limited = machine.limited(configuration.cell.device_tokens, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,19 +27,36 @@ TIE = 0.1
 differs as much (docs/performance.md)."""
 
 
+def mean_of(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each measure."""
+    return {name: statistics.fmean(one[name] for one in found) for name in found[0]}
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One configuration. Keys are those of `MEASURES`; seconds, or tokens per second."""
 
     configuration: Configuration
     slowness: float
-    """How much longer steps took then than when the machine was learnt."""
-    measured: dict[str, float]
+    """How much longer steps took then than when the machine was learnt; mean over the replays."""
+    replays: Sequence[dict[str, float]]
     predicted: dict[str, float]
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Means over the replays."""
+        return mean_of(self.replays)
 
     def errors(self) -> dict[str, float]:
         """|predicted - measured| / measured."""
         return {n: abs(self.predicted[n] / m - 1) for n, m in self.measured.items()}
+
+    def repeated(self) -> dict[str, float]:
+        """How far one replay is from another: the error of a prediction by doing it. nan of one."""
+        pairs = list(itertools.permutations(self.replays, 2))
+        if not pairs:
+            return dict.fromkeys(MEASURES, math.nan)
+        return {n: statistics.fmean(abs(a[n] / b[n] - 1) for a, b in pairs) for n in MEASURES}
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,13 @@ class Validation:
         means = {name: statistics.fmean(e[name] for e in errors) for name in MEASURES}
         return means | {"latency_model": self.latency_model}
 
+    @property
+    def repeated(self) -> dict[str, float] | None:
+        """Mean difference between two replays of one configuration; None if there was but one."""
+        if len(self.comparisons[0].replays) < 2:
+            return None
+        return mean_of([c.repeated() for c in self.comparisons])
+
     def rankings(self) -> list[Ranking]:
         """Of the modes, in each cell where there are several."""
         cells: dict[Cell, list[Comparison]] = {}
@@ -86,7 +111,10 @@ class Validation:
             "hardware": dataclasses.asdict(self.hardware),
             "mape": self.mape,
             "rankings": [dataclasses.asdict(r) | {"correct": r.correct} for r in self.rankings()],
-            "configurations": [dataclasses.asdict(c) for c in self.comparisons],
+            "repeated": self.repeated,
+            "configurations": [
+                dataclasses.asdict(c) | {"measured": c.measured} for c in self.comparisons
+            ],
         }
 
 
@@ -110,11 +138,17 @@ def overall(validations: Sequence[Validation]) -> dict[str, Any]:
             **{name: statistics.fmean(e[name] for e in every) for name in MEASURES},
             "latency_model": statistics.fmean(v.latency_model for v in validations),
         },
+        "repeated": _repeated(validations),
         "configurations": len(every),
         "rankings_correct": sum(r.correct for r in rankings),
         "rankings": len(rankings),
         "models": [v.to_json() for v in validations],
     }
+
+
+def _repeated(validations: Sequence[Validation]) -> dict[str, float] | None:
+    found = [v.repeated for v in validations if v.repeated is not None]
+    return mean_of(found) if found else None
 
 
 def table(validation: Validation) -> Table:
@@ -134,4 +168,6 @@ def table(validation: Validation) -> Table:
             f"{m['tpot'] * 1e3:.1f} / {p['tpot'] * 1e3:.1f}",
         )
     drawn.add_row("MAPE", *(f"{validation.mape[name]:.1%}" for name in MEASURES))
+    if repeated := validation.repeated:
+        drawn.add_row("one replay by another", *(f"{repeated[n]:.1%}" for n in MEASURES))
     return drawn

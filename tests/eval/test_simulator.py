@@ -137,6 +137,27 @@ def test_a_wrong_model_changes_decisions_only():
     assert simulate(L4, wrong, load).running_mean < simulate(L4, exact, load).running_mean
 
 
+def test_steps_take_as_long_as_the_unevenness_says():
+    load = Load.of(Trace(np.zeros(1), np.array([64]), np.array([9])))
+    even = simulate(L4, Settings(stride=1), load)
+    uneven = simulate(L4, Settings(stride=1, unevenness=(1.0, 3.0)), load)
+    assert uneven.decode_steps == even.decode_steps == 8
+    assert uneven.decode_step_s == pytest.approx(2.0 * even.decode_step_s, rel=0.01)
+    at_once = simulate(L4, Settings(stride=4, unevenness=(1.0, 3.0)), load)
+    assert at_once.summary.tpot.mean == pytest.approx(uneven.summary.tpot.mean, rel=1e-6)
+
+
+def test_with_uneven_steps_the_policys_model_learns():
+    """Steps take twice as long as the model it begins with says, and it finds that out."""
+    load = Load.of(Trace(np.zeros(2), np.array([64, 64]), np.array([200, 300])))
+    twice = Simulation(L4, Settings("ellm", stride=1, unevenness=(2.0,)), load)
+    twice.run()
+    assert isinstance(twice.mode, Elastic)
+    first, *_, last = twice.mode.loop.steps.reports
+    assert first.predicted_s == pytest.approx(first.seconds / 2, rel=0.01)
+    assert last.predicted_s == pytest.approx(last.seconds, rel=0.01)
+
+
 def test_times_are_the_latency_models():
     load = Load.of(Trace(np.zeros(1), np.array([64]), np.array([3])))
     roofline, paper = (simulate(L4, Settings(latency_model=m), load) for m in ("roofline", "paper"))
@@ -152,6 +173,8 @@ def test_times_are_the_latency_models():
         ({"restore": "pray"}, "restore 'pray'"),
         ({"stride": 0}, "stride 0"),
         ({"model_error": -1.0}, "above -1"),
+        ({"unevenness": (1.0, 0.0)}, "unevenness: every factor"),
+        ({"unevenness": (1.0,), "latency_model": "paper"}, "paper does not learn"),
         ({"chunk_tokens": 8}, "less than one block"),
     ],
 )

@@ -23,7 +23,7 @@ def compared(
 ) -> Comparison:
     return Comparison(
         configuration, 1.0,
-        {"tokens_per_s": measured, "ttft": 0.1, "tpot": 0.01},
+        [{"tokens_per_s": measured, "ttft": 0.1, "tpot": 0.01}],
         {"tokens_per_s": predicted, "ttft": ttft, "tpot": 0.01},
     )  # fmt: skip
 
@@ -38,6 +38,23 @@ def test_errors_are_relative_to_what_was_measured():
     )
     assert found.mape["tokens_per_s"] == pytest.approx(0.15)
     assert found.mape["ttft"] == pytest.approx(0.25) and found.mape["tpot"] == 0.0
+
+
+def test_replays_are_averaged_and_compared_with_each_other():
+    one, two, three = (
+        {"tokens_per_s": t, "ttft": 0.1, "tpot": 0.01} for t in (100.0, 125.0, 100.0)
+    )
+    predicted = {"tokens_per_s": 90.0, "ttft": 0.1, "tpot": 0.01}
+    repeated = Comparison(CONFIGURATIONS[0], 1.0, [one, two], predicted)
+    assert repeated.measured["tokens_per_s"] == 112.5
+    assert repeated.errors()["tokens_per_s"] == pytest.approx(0.2)
+    same = Comparison(CONFIGURATIONS[1], 1.0, [one, three], predicted)
+    found = validation(repeated, same)
+    assert found.repeated is not None
+    assert found.repeated["tokens_per_s"] == pytest.approx((0.2 + 0.25) / 2 / 2)
+    assert found.to_json()["configurations"][0]["measured"]["tokens_per_s"] == 112.5
+    alone = validation(compared(CONFIGURATIONS[0], 100, 80))
+    assert alone.repeated is None and overall([alone])["repeated"] is None
 
 
 def test_modes_are_ranked_within_a_cell_and_ties_do_not_count():
