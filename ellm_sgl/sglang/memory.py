@@ -17,7 +17,13 @@ from ellm_sgl.forward import AnyStreamer, HiddenStates
 from ellm_sgl.kv import KVPool, OutOfBlocksError, PageTable, PoolShape
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.slots import Integers, begins_page, decode_slots, extend_slots, pages_to_add
-from ellm_sgl.sglang.tiers import SLOTS, make_hidden_pool, make_streamer, units_beside
+from ellm_sgl.sglang.tiers import (
+    SLOTS,
+    device_units,
+    hidden_groups,
+    make_hidden_pool,
+    make_streamer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,23 +71,21 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
     heads, head_dim = model.get_num_kv_heads(get_parallel().attn_tp_size), model.head_dim
     dtype = configurator.kv_cache_dtype
     assert _device_tokens is not None
-    hidden_pool = make_hidden_pool(settings, shape, configurator)
-    units = units_beside(
-        hidden_pool,
+    groups = hidden_groups(settings, shape, configurator)
+    units = device_units(
         settings,
-        shape.blocks_for(_device_tokens) * shape.num_groups,
+        shape,
+        _device_tokens,
+        groups,
+        model.hidden_size * model.dtype.itemsize,
         KVPool.bytes_per_unit(shape, heads, head_dim, dtype),
     )
     host_units = settings.host_kv_tokens // shape.block_tokens * shape.num_groups
-    table = PageTable(
-        shape,
-        logical_tokens // shape.block_tokens,
-        units,
-        host_units,
-        0 if hidden_pool is None else hidden_pool.num_groups,
-    )
+    table = PageTable(shape, logical_tokens // shape.block_tokens, units, host_units, groups)
     pool = KVPool(shape, units, heads, head_dim, dtype, configurator.device)
-    hidden = None if hidden_pool is None else HiddenStates(hidden_pool, pool)
+    hidden: HiddenStates | None = None
+    if groups:
+        hidden = HiddenStates(make_hidden_pool(settings, shape, groups, configurator), pool)
     streamer: AnyStreamer | None = None
     if host_units:
         streamer = make_streamer(settings, table.host.kv_units, pool, hidden)

@@ -141,6 +141,13 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--ellm-host-keeps {config.host_keeps}: the model has {layers} layers; give as many "
             "at most"
         )
+    if args.kv_cache_dtype == "auto":
+        from ellm_sgl.sglang.tiers import check_room
+
+        try:
+            check_room(config, args.get_model_config(), args.tp_size)
+        except ConfigError as error:
+            _refuse(str(error))
     return None
 
 

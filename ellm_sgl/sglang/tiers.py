@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ellm_sgl.config import DEVICE, ConfigError, EllmConfig
+from ellm_sgl.config import DEVICE, MIXED, ConfigError, EllmConfig
 from ellm_sgl.forward import AnyStreamer, DeviceStreamer, HiddenStates, NativeStreamer, Streamer
 from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.kernels.cpu.library import load
@@ -20,24 +20,52 @@ SLOTS = 2
 """Layer groups whose fetched units a step holds at once: one computes, the next arrives."""
 
 
-def make_hidden_pool(
-    settings: EllmConfig, shape: PoolShape, configurator: Any
-) -> HiddenPool | None:
-    """Room for the hidden states of as many tokens as the host tier is to keep, or None.
+def hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> int:
+    """Layer groups, from the lowest, of which hidden states are kept.
 
     Raises:
         ConfigError: on CUDA devices, so far.
     """
-    if not (groups := _hidden_groups(settings, shape, configurator)):
-        return None
+    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.runtime_context import get_parallel
+
+    if not settings.keeps_hidden:
+        return 0
+    if configurator.device != "cpu":
+        raise ConfigError(
+            f"--ellm-host-keeps {settings.host_keeps}: hidden states are captured on CPU hosts "
+            "only so far (replayed CUDA graphs run no hooks); give kv"
+        )
+    if settings.host_keeps != MIXED:
+        return _groups_given(settings, shape)
+    model = model_shape(configurator.model_config, get_parallel().attn_tp_size)
+    hardware = get_tp_group().broadcast_object(measure_device(configurator.device))
+    layers = hidden_layers(model, hardware, settings.hidden_on == DEVICE)
+    return round(layers / shape.layer_group)
+
+
+def _groups_given(settings: EllmConfig, shape: PoolShape) -> int:
+    if settings.host_keeps == "hidden":
+        return shape.num_groups
+    return -(-int(settings.host_keeps) // shape.layer_group)
+
+
+def make_hidden_pool(
+    settings: EllmConfig, shape: PoolShape, groups: int, configurator: Any
+) -> HiddenPool:
+    """Room for the hidden states of as many tokens as the host tier is to keep.
+
+    Args:
+        groups: of which they are kept.
+    """
     model = configurator.model_config
-    slots = settings.host_kv_tokens // shape.block_tokens
     on_device = settings.hidden_on == DEVICE
     file = None
     if settings.host_path is not None and not on_device:
         path = Path(settings.host_path)
         file = path.with_name(path.name + ".hidden")
     device = configurator.device if on_device else "cpu"
+    slots = settings.host_kv_tokens // shape.block_tokens
     pool = HiddenPool(shape, groups, slots, model.hidden_size, model.dtype, device, file)
     logger.info(
         "eLLM hidden states: %d of %d layer groups, %.1f MB on the %s",
@@ -46,28 +74,62 @@ def make_hidden_pool(
     return pool
 
 
-def units_beside(hidden: HiddenPool | None, settings: EllmConfig, units: int, size: int) -> int:
-    """Units of KV that the device pool has, beside the hidden states that are kept on the device.
+def device_units(
+    settings: EllmConfig,
+    shape: PoolShape,
+    tokens: int,
+    groups: int,
+    hidden_bytes: int,
+    unit_bytes: int,
+) -> int:
+    """Units of KV that a device pool of so many tokens has, beside the hidden states it keeps.
 
     Args:
-        units: that there would be room for without them.
-        size: of a unit, in bytes.
+        groups: layer groups of which hidden states are kept.
+        hidden_bytes: size of a token's hidden state in one layer.
+        unit_bytes: size of a unit of KV.
 
     Raises:
         ConfigError: they leave no room for a block.
     """
-    if hidden is None or settings.hidden_on != DEVICE:
+    units = shape.blocks_for(tokens) * shape.num_groups
+    if settings.hidden_on != DEVICE or not groups:
         return units
-    left = units - -(-hidden.nbytes // size)
-    groups, block = hidden.shape.num_groups, hidden.shape.block_tokens
-    if left < groups:
+    slots = settings.host_kv_tokens // shape.block_tokens
+    taken = HiddenPool.layers_of(shape, groups, slots) * shape.block_tokens * hidden_bytes
+    left = units - -(-taken // unit_bytes)
+    if left < shape.num_groups:
+        as_tokens = (units - left) * shape.block_tokens // shape.num_groups
         raise ConfigError(
             f"--ellm-hidden-on {DEVICE}: the hidden states of {settings.host_kv_tokens} tokens "
-            f"(--ellm-host-kv-tokens) take as much memory as {(units - left) * block // groups} "
-            f"tokens of KV, and the device pool holds {units * block // groups}; give fewer, or "
-            "more --ellm-device-kv-tokens"
+            f"(--ellm-host-kv-tokens) take as much memory as {as_tokens} tokens of KV, and the "
+            f"device pool holds {tokens}; give fewer, or more --ellm-device-kv-tokens"
         )
     return left
+
+
+def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
+    """Before any process starts: as `device_units`, where the sizes are known by then.
+
+    Args:
+        model: SGLang's `ModelConfig`.
+        tp_size: ranks that share the KV heads.
+
+    Raises:
+        ConfigError: as `device_units`.
+    """
+    if not settings.keeps_hidden or settings.device_kv_tokens is None:
+        return
+    if settings.host_keeps == MIXED:
+        return
+    layers = model.num_hidden_layers
+    shape = PoolShape(layers, min(settings.layer_group, layers), settings.block_tokens)
+    unit = KVPool.bytes_per_unit(
+        shape, model.get_num_kv_heads(tp_size), model.head_dim, model.dtype
+    )
+    hidden = model.hidden_size * model.dtype.itemsize
+    groups = _groups_given(settings, shape)
+    device_units(settings, shape, settings.device_kv_tokens, groups, hidden, unit)
 
 
 def make_streamer(
@@ -105,26 +167,3 @@ def make_streamer(
     copy = choose_copy(device, host.buffer.device)
     project = None if hidden is None else hidden.restore
     return Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
-
-
-def _hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> int:
-    """Layer groups, from the lowest, of which hidden states are kept."""
-    from sglang.srt.distributed import get_tp_group
-    from sglang.srt.runtime_context import get_parallel
-
-    keeps = settings.host_keeps
-    if not settings.keeps_hidden:
-        return 0
-    if configurator.device != "cpu":
-        raise ConfigError(
-            f"--ellm-host-keeps {keeps}: hidden states are captured on CPU hosts only so far "
-            "(replayed CUDA graphs run no hooks); give kv"
-        )
-    if keeps == "hidden":
-        return shape.num_groups
-    if keeps == "mixed":
-        model = model_shape(configurator.model_config, get_parallel().attn_tp_size)
-        hardware = get_tp_group().broadcast_object(measure_device(configurator.device))
-        layers = hidden_layers(model, hardware, settings.hidden_on == DEVICE)
-        return round(layers / shape.layer_group)
-    return -(-int(keeps) // shape.layer_group)
