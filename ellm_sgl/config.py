@@ -52,7 +52,7 @@ class EllmConfig:
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether the host tier keeps hidden states of any layer."""
+        """Whether hidden states of any layer are kept instead of KV."""
         return self.host_keeps not in ("kv", "0")
 
     def __post_init__(self) -> None:
@@ -109,6 +109,11 @@ class EllmConfig:
             raise ConfigError(
                 f"--ellm-hidden-on {DEVICE} needs --ellm-host-keeps hidden, mixed or a number of "
                 "layers: hidden states are kept of none"
+            )
+        if self.hidden_on == DEVICE and self.host_keeps == "hidden" and self.host_path is not None:
+            raise ConfigError(
+                f"--ellm-host-path {self.host_path}: nothing would be in it, since all that is "
+                f"kept is on the device (--ellm-hidden-on {DEVICE}); leave it out"
             )
         if self.hidden_on == DEVICE and self.mode == RECOMPUTE:
             raise ConfigError(

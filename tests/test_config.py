@@ -35,6 +35,15 @@ def _no_settings_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
                 "hidden_on": "device",
                 "host_keeps": "hidden",
                 "host_kv_tokens": 99,
+                "host_path": "/tmp/tier",
+            },
+            "--ellm-host-path /tmp/tier",
+        ),
+        (
+            {
+                "hidden_on": "device",
+                "host_keeps": "hidden",
+                "host_kv_tokens": 99,
                 "mode": "recompute",
                 "policy": "recompute",
             },

@@ -3,7 +3,7 @@
 
 ```
  every step      rows ──▶ input norm ──▶ x ──▶ QKV projection ──▶ attention ...
-                                          └─ capture: to the block's slot on the host
+                                          └─ capture: to the block's slot of the pool
  a later step    slot ──▶ x ──▶ K, V projection ──▶ K norm ──▶ RoPE ──▶ the block's device units
 ```
 

@@ -23,7 +23,7 @@ class Placement(Enum):
     HOST = "host"
     """Only a copy in host memory: streamed in when a step needs it."""
     HIDDEN = "hidden"
-    """Only the layers' hidden states, on the host: projected to KV when a step needs it."""
+    """Only the layers' hidden states, on host or device: projected to KV when a step needs it."""
     NONE = "none"
     """Nowhere: recomputed when a step needs it."""
 

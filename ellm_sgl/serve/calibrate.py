@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -160,8 +160,9 @@ def compare(
 
 
 def unevenness(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
-    """What the machine leaves open: decode steps, each compared with the median of up to `BESIDE`
-    equal ones before it and as many after it. A model on line knows none of those after it.
+    """What the machine leaves open: decode steps, each compared with the median of the equal ones
+    next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. A
+    model on line knows none of those after it.
 
     Args:
         steps: records of all steps.
@@ -174,17 +175,25 @@ def unevenness(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     kinds = [(s["decode_rows"], s["span_rows"], s["prefill_rows"], s["turns"]) for s in steps]
     compared, beside = [], []
     for i in range(first, len(steps)):
-        near = [j for j in range(max(i - BESIDE, 0), min(i + BESIDE + 1, len(steps))) if j != i]
-        equal = [steps[j]["seconds"] for j in near if kinds[j] == kinds[i]]
+        equal = [*_equal_beside(kinds, i, -1), *_equal_beside(kinds, i, 1)]
         if steps[i]["decode_rows"] and len(equal) >= BESIDE:
             compared.append(steps[i])
-            beside.append(float(np.median(equal)))
+            beside.append(float(np.median([steps[j]["seconds"] for j in equal])))
     if not compared:
         return ()
     return (
         _error("on line, equal steps in a row", [s["predicted_s"] for s in compared], compared),
         _error("median of the steps beside each", beside, compared),
     )
+
+
+def _equal_beside(kinds: Sequence[tuple[float, ...]], at: int, step: int) -> Iterator[int]:
+    """Up to `BESIDE` places next to `at` on one side, while they are of its kind."""
+    for distance in range(1, BESIDE + 1):
+        place = at + step * distance
+        if not 0 <= place < len(kinds) or kinds[place] != kinds[at]:
+            return
+        yield place
 
 
 def _error(name: str, predicted: Sequence[float], steps: Sequence[Step]) -> ModelError:

@@ -71,7 +71,8 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
     heads, head_dim = model.get_num_kv_heads(get_parallel().attn_tp_size), model.head_dim
     dtype = configurator.kv_cache_dtype
     assert _device_tokens is not None
-    groups = hidden_groups(settings, shape, configurator)
+    host_units = settings.host_kv_tokens // shape.block_tokens * shape.num_groups
+    groups = hidden_groups(settings, shape, configurator) if host_units else 0
     units = device_units(
         settings,
         shape,
@@ -80,7 +81,6 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
         model.hidden_size * model.dtype.itemsize,
         KVPool.bytes_per_unit(shape, heads, head_dim, dtype),
     )
-    host_units = settings.host_kv_tokens // shape.block_tokens * shape.num_groups
     table = PageTable(shape, logical_tokens // shape.block_tokens, units, host_units, groups)
     pool = KVPool(shape, units, heads, head_dim, dtype, configurator.device)
     hidden: HiddenStates | None = None

@@ -26,9 +26,6 @@ def hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> 
     Raises:
         ConfigError: on CUDA devices, so far.
     """
-    from sglang.srt.distributed import get_tp_group
-    from sglang.srt.runtime_context import get_parallel
-
     if not settings.keeps_hidden:
         return 0
     if configurator.device != "cpu":
@@ -38,6 +35,18 @@ def hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> 
         )
     if settings.host_keeps != MIXED:
         return _groups_given(settings, shape)
+    groups = _balanced_groups(settings, shape, configurator)
+    logger.info(
+        "eLLM hidden states: of %d of %d layer groups, which balances link and processor%s",
+        groups, shape.num_groups, "" if groups else ": all others keep KV, on the host",
+    )  # fmt: skip
+    return groups
+
+
+def _balanced_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> int:
+    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.runtime_context import get_parallel
+
     model = model_shape(configurator.model_config, get_parallel().attn_tp_size)
     hardware = get_tp_group().broadcast_object(measure_device(configurator.device))
     layers = hidden_layers(model, hardware, settings.hidden_on == DEVICE)
@@ -129,7 +138,8 @@ def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
     )
     hidden = model.hidden_size * model.dtype.itemsize
     groups = _groups_given(settings, shape)
-    device_units(settings, shape, settings.device_kv_tokens, groups, hidden, unit)
+    whole_blocks = settings.device_kv_tokens // shape.block_tokens * shape.block_tokens
+    device_units(settings, shape, whole_blocks, groups, hidden, unit)
 
 
 def make_streamer(

@@ -81,7 +81,8 @@ class RestoringModel(LatencyModel):
             return work
         shares = np.maximum(self._shares, 1 - self._host_tokens / work.span_rows)
         share = float(shares[int(self._candidates(work).argmin())])
-        return dataclasses.replace(work, swap_tokens=work.span_rows, recompute_share=share)
+        fetched = work.span_rows if share < 1 else 0.0
+        return dataclasses.replace(work, swap_tokens=fetched, recompute_share=share)
 
     def _candidates(self, work: StepWork) -> FloatArray:
         """Seconds for each share (first axis) and each step."""

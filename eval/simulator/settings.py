@@ -71,8 +71,8 @@ class Settings:
     (a CPU): see `Record.one_step_late`."""
     unevenness: tuple[float, ...] = ()
     """What successive steps take, in multiples of the latency model's time, over and over: as
-    measured. The policy's model then learns from such steps, as a server's does. Empty: steps take
-    what the model says, and the policy knows it."""
+    measured. The policy's model then learns from such steps, as a server's does (with a stride of
+    1). Empty: steps take what the model says, and the policy knows it."""
     stride: int = 8
     """Decode steps that one decision is good for, at most. 1 is what a server does; more is
     faster, and less exact: see `engine`."""
@@ -89,6 +89,8 @@ class Settings:
             raise ConfigError(f"chunk_tokens {self.chunk_tokens}: less than one block")
         if not all(0 < factor < math.inf for factor in self.unevenness):
             raise ConfigError("unevenness: every factor must be a number above 0")
+        if self.unevenness and self.stride != 1:
+            raise ConfigError(f"stride {self.stride}: uneven steps are learnt from one by one; 1")
         if self.unevenness and self.latency_model != "roofline":
             raise ConfigError(f"unevenness: the model {self.latency_model} does not learn")
         if not self.model_error > -1:

@@ -62,7 +62,7 @@ class _Taught:
     """MAPE of the fitted latency model over the steps it was fitted to."""
     unevenness: FloatArray
     """What those steps took, in the order in which they ran, in multiples of what the model says
-    of them; 1 over all of them together."""
+    of them and of the mean of that: it is met by steps of any size."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     seconds = np.array([s for _, s in steps])
     predicted = np.array([float(model.step_seconds(w)) for w, _ in steps])
     error = float(np.abs(predicted / seconds - 1).mean())
-    unevenness = seconds / predicted * (predicted.sum() / seconds.sum())
+    unevenness = seconds / predicted
+    unevenness /= unevenness.mean()
     request_s = _request_seconds(server, machine, say)
     return _Taught(machine, burst.tokens_per_s, request_s, reference, error, unevenness)
 

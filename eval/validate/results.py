@@ -52,7 +52,8 @@ class Comparison:
         return {n: abs(self.predicted[n] / m - 1) for n, m in self.measured.items()}
 
     def repeated(self) -> dict[str, float]:
-        """How far one replay is from another: the error of a prediction by doing it. nan of one."""
+        """How far one replay is from another, the machine's speed included: the error of a
+        prediction by doing it. nan of one replay."""
         pairs = list(itertools.permutations(self.replays, 2))
         if not pairs:
             return dict.fromkeys(MEASURES, math.nan)

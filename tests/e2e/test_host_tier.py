@@ -66,9 +66,14 @@ def test_requests_that_outgrow_the_device_end_as_they_should(
 def test_so_they_do_with_a_full_host(
     server: ServerProcess, bodies: list[dict[str, object]], overlap: str, keeps: str
 ) -> None:
-    with start(256, "--ellm-overlap", overlap, "--ellm-host-keeps", keeps) as small:
-        state = check_that_requests_outgrow(server, small, bodies)
     hidden = keeps == "hidden"  # captured when computed, not saved when evicted
+    where = ["--ellm-hidden-on", "device"] if hidden else []
+    with start(256, "--ellm-overlap", overlap, "--ellm-host-keeps", keeps, *where) as small:
+        state = check_that_requests_outgrow(server, small, bodies)
+    # 17 blocks (one is scratch) of 192 numbers per token and layer in the pool's own memory, a unit
+    # of which holds 128.
+    taken = 17 * 8 * 192 // 128 if hidden else 0
+    assert state["device_units_total"] == POOL // 16 * 8 - taken
     assert (state["projected_units_total"] > 0, state["saved_units_total"] > 0) == (
         hidden, not hidden,
     )  # fmt: skip

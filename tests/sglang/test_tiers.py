@@ -66,6 +66,8 @@ def test_it_is_refused_before_a_process_starts() -> None:
     check_room(settings("device", 128, device=96), Model(), tp_size=1)
     with pytest.raises(ConfigError, match="take as much memory as 74 tokens"):
         check_room(settings("device", 128, device=80), Model(), tp_size=1)
+    with pytest.raises(ConfigError, match="holds 80;"):  # whole blocks only
+        check_room(settings("device", 128, device=95), Model(), tp_size=1)
     # Each rank keeps whole hidden states, but only its heads' KV.
     with pytest.raises(ConfigError, match="take as much memory as 144 tokens"):
         check_room(settings("device", 128, device=96), Model(), tp_size=2)
