@@ -12,9 +12,11 @@ from ellm_sgl.latency.base import FloatArray
 
 MEMORY_STEPS = 100
 """A step's weight falls to 1/e after so many further steps."""
-PRIOR = 0.1
-"""Weight, in steps, of the factors known so far against what new steps say of them: about the
-square of measuring noise over what a factor may be off by (0.1 / 0.3)."""
+PRIOR = 3.0
+"""Weight, in steps, of the factors known so far against what new steps say of them. With little of
+it, components that steps of a load share (rows, tokens read, what is fetched) trade places as the
+noise of steps has it, and the decisions that weigh one against another flip with them: by replays
+simulated with measured unevenness, docs/performance.md."""
 SOLVE_EVERY = 8
 """Steps after which θ is solved for anew: a tenth of a millisecond, too much for every step."""
 SPEED_RATE = 0.3

@@ -51,6 +51,19 @@ def test_200_steps_make_another_machine_known() -> None:
     assert error(model, truth) < 0.05
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_components_do_not_trade_places_because_steps_are_uneven(seed: int) -> None:
+    """A growing batch that decodes: rows and tokens pass together, and only noise tells one
+    component's share from another's."""
+    model, truth = machine(), machine()
+    rng = np.random.default_rng(seed)
+    for step in range(1_500):
+        requests, tokens = 4 + step // 10 % 20, 100 + step % 200
+        work = work_of([tokens] * requests, [0] * requests)
+        model.observe(work, float(truth.step_seconds(work)) * float(rng.lognormal(0, 0.3)))
+    assert max(model.factors.values()) < 1.5 * min(model.factors.values())
+
+
 def test_a_hiccup_hardly_moves_it() -> None:
     model, truth = machine(), machine()
     train(model, truth, 300)
