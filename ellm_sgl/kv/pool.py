@@ -82,14 +82,14 @@ class HiddenPool:
     ) -> None:
         self.shape = shape
         self.num_groups = num_groups
-        layers = self.layers_of(shape, num_groups, num_slots)
-        size = (layers // shape.layer_group, shape.layer_group, shape.block_tokens, hidden)
+        units = self.units_of(num_groups, num_slots)
+        size = (units, shape.layer_group, shape.block_tokens, hidden)
         self.buffer = _buffer(size, dtype, device, path)
 
     @staticmethod
-    def layers_of(shape: PoolShape, num_groups: int, num_slots: int) -> int:
-        """Blocks of hidden states of one layer that such a pool has room for."""
-        return (num_slots + 1) * num_groups * shape.layer_group
+    def units_of(num_groups: int, num_slots: int) -> int:
+        """Units of such a pool, those of its slot of scratch included."""
+        return (num_slots + 1) * num_groups
 
     @property
     def nbytes(self) -> int:

@@ -105,7 +105,8 @@ def device_units(
     if settings.hidden_on != DEVICE or not groups:
         return units
     slots = settings.host_kv_tokens // shape.block_tokens
-    taken = HiddenPool.layers_of(shape, groups, slots) * shape.block_tokens * hidden_bytes
+    hidden_unit = shape.layer_group * shape.block_tokens * hidden_bytes
+    taken = HiddenPool.units_of(groups, slots) * hidden_unit
     left = units - -(-taken // unit_bytes)
     if left < shape.num_groups:
         as_tokens = (units - left) * shape.block_tokens // shape.num_groups
@@ -127,9 +128,8 @@ def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
     Raises:
         ConfigError: as `device_units`.
     """
-    if not settings.keeps_hidden or settings.device_kv_tokens is None:
-        return
-    if settings.host_keeps == MIXED:
+    tokens = settings.device_kv_tokens
+    if tokens is None or not settings.keeps_hidden or settings.host_keeps == MIXED:
         return
     layers = model.num_hidden_layers
     shape = PoolShape(layers, min(settings.layer_group, layers), settings.block_tokens)
@@ -138,7 +138,7 @@ def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
     )
     hidden = model.hidden_size * model.dtype.itemsize
     groups = _groups_given(settings, shape)
-    whole_blocks = settings.device_kv_tokens // shape.block_tokens * shape.block_tokens
+    whole_blocks = tokens // shape.block_tokens * shape.block_tokens
     device_units(settings, shape, whole_blocks, groups, hidden, unit)
 
 

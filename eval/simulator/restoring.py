@@ -79,7 +79,7 @@ class RestoringModel(LatencyModel):
         """One step's work, told as a server tells it: how its span rows came back."""
         if not work.span_rows:
             return work
-        shares = np.maximum(self._shares, 1 - self._host_tokens / work.span_rows)
+        shares = self._shares_of(np.asarray(work.span_rows, np.float64))
         share = float(shares[int(self._candidates(work).argmin())])
         fetched = work.span_rows if share < 1 else 0.0
         return dataclasses.replace(work, swap_tokens=fetched, recompute_share=share)
@@ -87,14 +87,18 @@ class RestoringModel(LatencyModel):
     def _candidates(self, work: StepWork) -> FloatArray:
         """Seconds for each share (first axis) and each step."""
         rows = np.asarray(work.span_rows, np.float64)
-        shares = self._shares.reshape((-1,) + (1,) * rows.ndim)
-        shares = np.maximum(shares, 1 - self._host_tokens / np.maximum(rows, 1))
+        shares = self._shares_of(rows)
         swapped = (1 - shares) * rows
         link = self._token_s * swapped + self._latency_s * (swapped > 0)
         compute = self._compute_seconds(work, shares) + self._beside_s * swapped
         if self._restoration.overlapped:
             return np.asarray(np.maximum(compute, link))
         return np.asarray(compute + link)
+
+    def _shares_of(self, rows: FloatArray) -> FloatArray:
+        """The shares to choose from (first axis): what the host cannot hold is recomputed."""
+        shares = self._shares.reshape((-1,) + (1,) * rows.ndim)
+        return np.asarray(np.maximum(shares, 1 - self._host_tokens / np.maximum(rows, 1)))
 
     def _compute_seconds(self, work: StepWork, shares: Quantity) -> FloatArray:
         span = {

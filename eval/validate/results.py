@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,10 +52,8 @@ class Comparison:
 
     def repeated(self) -> dict[str, float]:
         """How far one replay is from another, the machine's speed included: the error of a
-        prediction by doing it. nan of one replay."""
+        prediction by doing it. Of two replays or more."""
         pairs = list(itertools.permutations(self.replays, 2))
-        if not pairs:
-            return dict.fromkeys(MEASURES, math.nan)
         return {n: statistics.fmean(abs(a[n] / b[n] - 1) for a, b in pairs) for n in MEASURES}
 
 
@@ -94,9 +91,7 @@ class Validation:
     @property
     def repeated(self) -> dict[str, float] | None:
         """Mean difference between two replays of one configuration; None if there was but one."""
-        if len(self.comparisons[0].replays) < 2:
-            return None
-        return mean_of([c.repeated() for c in self.comparisons])
+        return _repeated(self.comparisons)
 
     def rankings(self) -> list[Ranking]:
         """Of the modes, in each cell where there are several."""
@@ -139,7 +134,7 @@ def overall(validations: Sequence[Validation]) -> dict[str, Any]:
             **{name: statistics.fmean(e[name] for e in every) for name in MEASURES},
             "latency_model": statistics.fmean(v.latency_model for v in validations),
         },
-        "repeated": _repeated(validations),
+        "repeated": _repeated([c for v in validations for c in v.comparisons]),
         "configurations": len(every),
         "rankings_correct": sum(r.correct for r in rankings),
         "rankings": len(rankings),
@@ -147,8 +142,8 @@ def overall(validations: Sequence[Validation]) -> dict[str, Any]:
     }
 
 
-def _repeated(validations: Sequence[Validation]) -> dict[str, float] | None:
-    found = [v.repeated for v in validations if v.repeated is not None]
+def _repeated(comparisons: Sequence[Comparison]) -> dict[str, float] | None:
+    found = [c.repeated() for c in comparisons if len(c.replays) > 1]
     return mean_of(found) if found else None
 
 
