@@ -1,12 +1,11 @@
 """What an attention kernel is told about the rows of one step.
 
-What there is one of per request is a named tuple: made in every step, a fourth of a frozen
+These are named tuples: made in every step, per request or per group, in a fourth of a frozen
 dataclass's time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -43,8 +42,31 @@ class RequestLayout(NamedTuple):
     """Some of the `new` rows have no unit: take their KV from k and v, not from the pool."""
 
 
-@dataclass(frozen=True)
-class GroupLayout:
+class AlikeGroups(NamedTuple):
+    """All layer groups of a step, where they differ in nothing but units."""
+
+    units: torch.Tensor
+    """int64 [groups, blocks of all requests]: `GroupLayout.units` of each."""
+    write_units: torch.Tensor
+    """int64 [groups, w]: `GroupLayout.write_units` of each."""
+
+    def layouts(
+        self,
+        requests: tuple[RequestLayout, ...],
+        write_rows: slice,
+        write_offsets: torch.Tensor,
+    ) -> tuple[GroupLayout, ...]:
+        """Each group's layout, in order; `write_rows` are all rows."""
+        rows = write_rows.stop
+        return tuple(
+            GroupLayout(rows, requests, units, write_rows, targets, write_offsets, self, group)
+            for group, (units, targets) in enumerate(
+                zip(self.units.unbind(), self.write_units.unbind(), strict=True)
+            )
+        )
+
+
+class GroupLayout(NamedTuple):
     """All requests of a step in the layers of one layer group.
 
     Rows are ordered: the new rows of every request, then the span rows. A kernel first writes
@@ -63,3 +85,7 @@ class GroupLayout:
     """int64 [w]."""
     write_offsets: torch.Tensor
     """int64 [w]: place in the unit, 0..block_tokens-1."""
+    alike: AlikeGroups | None = None
+    """Tells a kernel what it can prepare for all groups at once; None where they are not alike."""
+    group: int = 0
+    """This group's row of `alike`."""

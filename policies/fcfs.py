@@ -79,8 +79,9 @@ class Fcfs(Policy):
         self._sit_out = sit_out
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
-        self._refused: _Standing | None = None
-        """That nobody could join. Till it falls running requests only grow: it gets no easier."""
+        self._answered: _Standing | None = None
+        """How many may join. They may wait for the server's own admission many steps long; and if
+        nobody may, running requests only grow: it gets no easier."""
         self._first_out: int | None = None
         """Id of the first running request that sits out."""
         self._counted: _Standing | None = None
@@ -114,13 +115,7 @@ class Fcfs(Policy):
         most = min(len(state.waiting), state.max_running - len(state.running))
         if most <= 0:
             return Batch(join=())
-        bounds, limit_s = _bounds(state), float(step_limit_s(state, NOBODY)[0])
-        if self._refused is not None and self._refused.still_holds(state, bounds, limit_s):
-            return Batch(join=())
-        size = self._solve(BatchProblem.of(state, most, self._lookahead))
-        joining = size - len(state.running)
-        self._refused = None if joining else _Standing(state.running.request_id, bounds, limit_s)
-        return Batch(join=tuple(range(joining)))
+        return Batch(join=tuple(range(self._joining(state, most))))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         if self._turn is not None:
@@ -159,6 +154,21 @@ class Fcfs(Policy):
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
         return plan_threads(state, plan)
+
+    def _joining(self, state: SystemState, most: int) -> int:
+        """How many of up to `most` waiting requests may join."""
+        bounds, limit_s = _bounds(state), float(step_limit_s(state, NOBODY)[0])
+        if self._answered is not None and self._answered.still_holds(state, bounds, limit_s):
+            return self._answered.joining
+        problem = BatchProblem.of(state, most, self._lookahead)
+        joining = self._solve(problem) - len(state.running)
+        stands = joining == 0 or self._lookahead >= SOLVE_EVERY
+        self._answered = (
+            _Standing(state.running.request_id, bounds, limit_s, joining, _next(state, joining))
+            if stands
+            else None
+        )
+        return joining
 
     def _active(self, state: SystemState) -> int:
         """How many took part in the step before, of those that still run; all of them count as
@@ -214,11 +224,15 @@ def _in_time(state: SystemState, batch: Batch, lineup: Lineup, span: IntArray) -
 @dataclass(eq=False)
 class _Standing:
     """An answer that stands for `SOLVE_EVERY` iterations of the same running requests, under the
-    same bounds, while a step may not take clearly longer."""
+    same bounds: a refusal while a step may not take clearly longer, `joining` requests while they
+    are the next in line and a step may take as long."""
 
     running: IntArray
     bounds: tuple[int, ...]
     limit_s: float = np.inf
+    joining: int = 0
+    waiting: IntArray | None = None
+    """Ids of those who join and of the next; None where the answer is not about them."""
     iterations: int = 0
 
     def still_holds(
@@ -228,18 +242,22 @@ class _Standing:
         return (
             self.iterations < SOLVE_EVERY
             and self.bounds == bounds
-            and len(self.running) == len(state.running)
-            and bool((self.running == state.running.request_id).all())
-            and limit_s <= self.limit_s + HOLD * abs(self.limit_s)
+            and np.array_equal(self.running, state.running.request_id)
+            and (self.waiting is None or np.array_equal(self.waiting, _next(state, self.joining)))
+            and (
+                limit_s >= self.limit_s
+                if self.joining
+                else limit_s <= self.limit_s + HOLD * abs(self.limit_s)
+            )
         )
 
 
+def _next(state: SystemState, joining: int) -> IntArray:
+    """Ids of so many waiting requests, and of the one behind them."""
+    return state.waiting.request_id[: joining + 1]
+
+
 def _bounds(state: SystemState) -> tuple[int, ...]:
-    """The first waiting request, places and memory."""
+    """Places and memory."""
     memory = state.memory
-    return (
-        int(state.waiting.request_id[0]),
-        state.max_running,
-        memory.device_tokens,
-        memory.transient_tokens,
-    )
+    return state.max_running, memory.device_tokens, memory.transient_tokens

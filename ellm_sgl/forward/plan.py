@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from ellm_sgl.forward.restoration import GroupTransfer, Restoration
-from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
+from ellm_sgl.kernels.layout import AlikeGroups, GroupLayout, RequestLayout, RowRange
 from ellm_sgl.kernels.upload import upload
 from ellm_sgl.kv import NONE, PageTable
 from ellm_sgl.kv.shape import IntArray
@@ -159,10 +159,8 @@ def _plan_resident_decode(
         RequestLayout(RowRange(i, p, 1), (), slice(bounds[i], bounds[i + 1]), False)
         for i, p in enumerate(start.tolist())
     )
-    rows, offsets = slice(0, len(layouts)), _tensor(start % block_tokens, device)
-    groups = tuple(
-        GroupLayout(len(layouts), layouts, source, rows, target, offsets)
-        for source, target in zip(_tensor(units, device), _tensor(targets, device), strict=True)
+    groups = AlikeGroups(_tensor(units, device), _tensor(targets, device)).layouts(
+        layouts, slice(0, len(layouts)), _tensor(start % block_tokens, device)
     )
     nothing = _tensor(_NOTHING, device)
     return StepPlan(len(layouts), nothing, nothing, groups)
@@ -255,11 +253,7 @@ class _Rows:
             _tensor(np.ascontiguousarray(u.T), device) for u in (self.sources, units)
         )
         offsets = _tensor(self.position % self.block_tokens, device)
-        rows = slice(0, self.new)
-        return tuple(
-            GroupLayout(self.new, layouts, source, rows, target, offsets)
-            for source, target in zip(sources, targets, strict=True)
-        )
+        return AlikeGroups(sources, targets).layouts(layouts, slice(0, self.new), offsets)
 
     def _in_group(self, group: int, device: str | torch.device) -> GroupLayout:
         alive = [span for span in self.spans if span.depth > group]

@@ -1,5 +1,6 @@
 // The C interface that library.py loads through ctypes, which releases the GIL during a call.
 #include <cstdint>
+#include <vector>
 
 #include "attention.h"
 #include "plan.h"
@@ -59,12 +60,15 @@ EXPORT const char* ellm_instruction_set(int most, int head_dim, int32_t* isa) {
   return nullptr;
 }
 
-EXPORT Plan* ellm_make_plan(PlanArguments* arguments) { return make_plan(*arguments); }
+EXPORT std::vector<Plan>* ellm_make_plans(PlanArguments* arguments) {
+  return make_plans(*arguments);
+}
 
-EXPORT void ellm_free_plan(Plan* plan) { delete plan; }
+EXPORT void ellm_free_plans(std::vector<Plan>* plans) { delete plans; }
 
-EXPORT void ellm_attend(const Plan* plan, const Call* call, int64_t rows) {
-  attend(*plan, *call, rows, *kTable[call->isa]);
+EXPORT void ellm_attend(const std::vector<Plan>* plans, int64_t group, const Call* call,
+                        int64_t rows) {
+  attend((*plans)[group], *call, rows, *kTable[call->isa]);
 }
 
 EXPORT void ellm_copy_units(char* to, const int64_t* to_units, const char* from,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from ellm_sgl.kernels.cpu.library import (
     loaded,
 )
 from ellm_sgl.kernels.cpu.transfer import check_buffers, check_units
-from ellm_sgl.kernels.layout import GroupLayout, RequestLayout
+from ellm_sgl.kernels.layout import AlikeGroups, GroupLayout, RequestLayout
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of rows and of the pool, as attention.h numbers them."""
@@ -38,7 +37,7 @@ def instruction_set_name(head_dim: int) -> str:
     Raises:
         ValueError: there is none.
     """
-    return _instruction_set(head_dim, os.environ.get(ISA_VARIABLE))[1]
+    return _instruction_set(head_dim)[1]
 
 
 def mixed_attention(
@@ -64,11 +63,10 @@ def mixed_attention(
     Raises:
         ValueError: `supports` says no, or a tensor is not laid out as the reference says.
     """
-    plan = _prepare(layout, keys.shape[1])
+    plan = _prepare(layout, keys.shape[1], q.shape[2])
     rows = layout.rows if out_rows is None else out_rows
     heads, head_dim = q.shape[1:]
     out = q.new_empty((rows, heads, head_dim))
-    isa, _ = _instruction_set(head_dim, os.environ.get(ISA_VARIABLE))
     q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
     if k.shape[0] < layout.rows or q.shape[0] < rows or len(keys) <= plan.largest_unit:
         raise ValueError(f"fewer rows or units than the layout speaks of: {q.shape}, {keys.shape}")
@@ -82,9 +80,9 @@ def mixed_attention(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(),
         out.data_ptr(), q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
         rows, heads, k.shape[1], head_dim, keys.shape[1], row_type, pool_type,
-        torch.get_num_threads(), isa, scale, delta,
+        torch.get_num_threads(), plan.isa, scale, delta,
     )  # fmt: skip
-    loaded().ellm_attend(plan.handle, ctypes.byref(call), layout.rows)
+    plan.library.ellm_attend(plan.handle, layout.group, ctypes.byref(call), layout.rows)
     return out
 
 
@@ -123,11 +121,12 @@ def copy_units(
 
 
 class _Plan:
-    """A layout in the form the kernels read, shared by all layers of its group."""
+    """A layout in the form the kernels read, and with it those of the groups that are alike."""
 
-    def __init__(self, layout: GroupLayout, block_tokens: int) -> None:
+    def __init__(self, layout: GroupLayout, block_tokens: int, head_dim: int) -> None:
         columns = _columns(layout.requests)
-        units, write_units = layout.units.contiguous(), layout.write_units.contiguous()
+        units, write_units = layout.alike or (layout.units[None], layout.write_units[None])
+        units, write_units = units.contiguous(), write_units.contiguous()
         write_offsets = layout.write_offsets.contiguous()
         rows, first_row = None, 0
         if isinstance(layout.write_rows, slice):
@@ -137,15 +136,17 @@ class _Plan:
         arguments = PlanArguments(
             columns.requests.data_ptr(), columns.spans.data_ptr(), units.data_ptr(),
             None if rows is None else rows.data_ptr(), write_units.data_ptr(),
-            write_offsets.data_ptr(), len(columns.requests), len(columns.spans), len(units),
-            len(write_units), first_row, block_tokens,
+            write_offsets.data_ptr(), len(columns.requests), len(columns.spans), units.shape[1],
+            write_units.shape[1], first_row, block_tokens, len(units),
         )  # fmt: skip
-        self._library = loaded()
-        self.handle = self._library.ellm_make_plan(ctypes.byref(arguments))
+        self.library = loaded()
+        self.handle = self.library.ellm_make_plans(ctypes.byref(arguments))
         self.largest_unit: int = arguments.largest_unit
+        """Of all groups'."""
+        self.isa, _ = _instruction_set(head_dim)
 
     def __del__(self) -> None:  # weakref.finalize takes as long as all the rest
-        self._library.ellm_free_plan(self.handle)
+        self.library.ellm_free_plans(self.handle)
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class _Columns:
 
 
 def _columns(requests: tuple[RequestLayout, ...]) -> _Columns:
-    """In most steps all groups have the same requests: the last ones' columns are kept."""
+    """Groups that are not alike often have the same requests: the last ones' columns are kept."""
     global _last_columns
     if _last_columns is None or _last_columns.of is not requests:
         ranges = [(*r.new, r.blocks.start, r.blocks.stop) for r in requests]
@@ -172,22 +173,23 @@ def _columns(requests: tuple[RequestLayout, ...]) -> _Columns:
 
 
 _last_columns: _Columns | None = None
-_last: tuple[GroupLayout, int, _Plan] | None = None
+_last: tuple[GroupLayout | AlikeGroups, int, int, _Plan] | None = None
 
 
-def _prepare(layout: GroupLayout, block_tokens: int) -> _Plan:
-    """The plan of a layout. Layers of a group follow one another, so the last one is kept."""
+def _prepare(layout: GroupLayout, block_tokens: int, head_dim: int) -> _Plan:
+    """The plan of a layout. Layers of a group follow one another, and groups that are alike share
+    one plan, so the last one is kept."""
     global _last
-    if (last := _last) is not None and last[0] is layout and last[1] == block_tokens:
-        return last[2]
-    plan = _Plan(layout, block_tokens)
-    _last = layout, block_tokens, plan
+    of = layout.alike or layout
+    if (last := _last) is not None and last[0] is of and last[1:3] == (block_tokens, head_dim):
+        return last[3]
+    plan = _Plan(layout, block_tokens, head_dim)
+    _last = of, block_tokens, head_dim, plan
     return plan
 
 
-@functools.cache
-def _instruction_set(head_dim: int, most: str | None) -> tuple[int, str]:
-    if (found := instruction_set(head_dim, most)) is None:
+def _instruction_set(head_dim: int) -> tuple[int, str]:
+    if (found := instruction_set(head_dim, os.environ.get(ISA_VARIABLE))) is None:
         raise ValueError(f"no kernel for heads of {head_dim}")
     return found
 

@@ -47,7 +47,7 @@ class PlanArguments(Structure):
         *((name, c_void_p) for name in ("write_rows", "write_units", "write_offsets")),
         *((name, c_int64) for name in ("num_requests", "num_spans", "num_units")),
         *((name, c_int64) for name in ("num_writes", "first_write_row", "block_tokens")),
-        ("largest_unit", c_int64),
+        *((name, c_int64) for name in ("groups", "largest_unit")),
     )
 
 
@@ -85,12 +85,12 @@ def load() -> Loaded:
         return Loaded(None, f"{path} was built from other sources than those beside it")
     library.ellm_instruction_set.restype = c_char_p
     library.ellm_instruction_set.argtypes = (c_int, c_int, POINTER(c_int32))
-    library.ellm_make_plan.restype = c_void_p
-    library.ellm_make_plan.argtypes = (POINTER(PlanArguments),)
-    library.ellm_free_plan.restype = None
-    library.ellm_free_plan.argtypes = (c_void_p,)
+    library.ellm_make_plans.restype = c_void_p
+    library.ellm_make_plans.argtypes = (POINTER(PlanArguments),)
+    library.ellm_free_plans.restype = None
+    library.ellm_free_plans.argtypes = (c_void_p,)
     library.ellm_attend.restype = None
-    library.ellm_attend.argtypes = (c_void_p, POINTER(Call), c_int64)
+    library.ellm_attend.argtypes = (c_void_p, c_int64, POINTER(Call), c_int64)
     library.ellm_copy_units.restype = None
     library.ellm_copy_units.argtypes = (
         c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int,
@@ -121,6 +121,7 @@ def loaded() -> ctypes.CDLL:
     return found.library
 
 
+@functools.cache
 def instruction_set(head_dim: int, most: str | None = None) -> tuple[int, str] | None:
     """(index, name) of the best instruction set of this machine for heads of this size.
 

@@ -4,9 +4,12 @@
 
 namespace ellm {
 
-Plan* make_plan(PlanArguments& a) {
-  Plan* plan = new Plan;
-  plan->blocks.assign(a.units, a.units + a.num_units);
+namespace {
+
+void fill(Plan* plan, const PlanArguments& a, int64_t group) {
+  const int64_t* units = a.units + group * a.num_units;
+  const int64_t* write_units = a.write_units + group * a.num_writes;
+  plan->blocks.assign(units, units + a.num_units);
   for (int64_t i = 0; i < a.num_requests; ++i) {
     const int64_t* r = a.requests + 5 * i;
     plan->ranges.push_back({i, r[0], r[1], r[2]});
@@ -27,16 +30,27 @@ Plan* make_plan(PlanArguments& a) {
     const int64_t* r = a.requests + 5 * i;
     plan->sources.push_back({plan->blocks.data() + r[3], r[1], r[0]});
   }
-  plan->write_units.assign(a.write_units, a.write_units + a.num_writes);
+  plan->write_units.assign(write_units, write_units + a.num_writes);
   plan->write_offsets.assign(a.write_offsets, a.write_offsets + a.num_writes);
   plan->write_rows.resize(a.num_writes);
   for (int64_t i = 0; i < a.num_writes; ++i) {
     plan->write_rows[i] = a.write_rows != nullptr ? a.write_rows[i] : a.first_write_row + i;
   }
-  a.largest_unit = 0;
-  for (int64_t i = 0; i < a.num_units; ++i) a.largest_unit = std::max(a.largest_unit, a.units[i]);
-  for (int64_t unit : plan->write_units) a.largest_unit = std::max(a.largest_unit, unit);
-  return plan;
+}
+
+int64_t largest(const int64_t* units, int64_t count, int64_t least) {
+  for (int64_t i = 0; i < count; ++i) least = std::max(least, units[i]);
+  return least;
+}
+
+}  // namespace
+
+std::vector<Plan>* make_plans(PlanArguments& a) {
+  auto* plans = new std::vector<Plan>(a.groups);
+  for (int64_t group = 0; group < a.groups; ++group) fill(&(*plans)[group], a, group);
+  a.largest_unit = largest(a.units, a.groups * a.num_units, 0);
+  a.largest_unit = largest(a.write_units, a.groups * a.num_writes, a.largest_unit);
+  return plans;
 }
 
 }  // namespace ellm

@@ -20,18 +20,21 @@ struct Plan {
   std::vector<int64_t> write_rows, write_units, write_offsets;
 };
 
-// What Python hands over; it owns the arrays, and they are copied.
+// What Python hands over of layer groups that differ in units alone; it owns the arrays, and they
+// are copied.
 struct PlanArguments {
   const int64_t* requests;  // [num_requests, 5]: row, position, count, first block, end block
   const int64_t* spans;     // [num_spans, 4]: request, row, position, count
-  const int64_t* units;     // [num_units]
+  const int64_t* units;     // [groups, num_units]
   const int64_t* write_rows;  // [num_writes], or null: rows first_write_row, + 1, ...
-  const int64_t* write_units;
+  const int64_t* write_units;  // [groups, num_writes]
   const int64_t* write_offsets;
   int64_t num_requests, num_spans, num_units, num_writes, first_write_row, block_tokens;
-  int64_t largest_unit;  // set by make_plan: of those read and written
+  int64_t groups;
+  int64_t largest_unit;  // set by make_plans: of those read and written
 };
 
-Plan* make_plan(PlanArguments& arguments);
+// One plan per group.
+std::vector<Plan>* make_plans(PlanArguments& arguments);
 
 }  // namespace ellm

@@ -99,10 +99,10 @@ def make(sizes: Sizes) -> Inputs:
         here = slice(first, first + count)
         requests.append(RequestLayout(new_range, tuple(own), here, unstored_new=0 in tail))
         first += count
-    columns = [torch.tensor(c, dtype=torch.int64) for c in zip(*writes, strict=True)] or [
-        torch.empty(0, dtype=torch.int64)
-    ] * 3
-    layout = GroupLayout(span_row, tuple(requests), torch.tensor(units), *columns)
+    written = torch.tensor(writes, dtype=torch.int64).reshape(-1, 3).T.contiguous()
+    layout = GroupLayout(
+        span_row, tuple(requests), torch.tensor(units), written[0], written[1], written[2]
+    )
     shape = sum(blocks) + 1, size, sizes.kv_heads, sizes.head_dim
     keys = torch.full(shape, torch.nan, dtype=sizes.pool_type)
     values = keys.clone()

@@ -75,7 +75,7 @@ def test_steps_at_fixed_addresses() -> None:
     pool = steps[0].keys
     graph = GraphSteps(FusedAttention(CPU, programs=2), 2, 4, 2 * len(pool), pool, heads=2)
     for inputs in (*steps, steps[0]):
-        layout = replace(inputs.layout, write_rows=slice(0, inputs.layout.rows))
+        layout = inputs.layout._replace(write_rows=slice(0, inputs.layout.rows))
         assert graph.fits([layout, layout])
         expected, *expected_pool = inputs.run(reference.mixed_attention)
         graph.load([layout, layout])
@@ -101,7 +101,7 @@ def test_steps_that_no_graph_computes() -> None:
     assert not graph.fits([make(STEPS["everything"]).layout])
     assert not graph.fits([make(STEPS["decode, missing blocks"]).layout])
     long = make(Sizes(((800, 1),), 16, 1, 2, 32, F32, F32, 0.0)).layout
-    assert not graph.fits([replace(long, write_rows=slice(0, 1))]), "51 blocks"
+    assert not graph.fits([long._replace(write_rows=slice(0, 1))]), "51 blocks"
 
 
 @pytest.mark.parametrize("seed", range(4))

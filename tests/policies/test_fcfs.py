@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,6 +227,36 @@ def test_a_refusal_ends_when_the_slo_allows_more() -> None:
     assert answers(late, policy)[0] == 0
     prompt = scene(requests([95], waited_s=0.001), requests([95]), 400, 1.0, tpot_slo_s=0.005)
     assert answers(prompt, policy)[0] == 1
+
+
+def test_those_who_may_join_are_thought_over_now_and_then() -> None:
+    # Until the server has let them in. What cached prefixes take is told by `device_free_tokens`.
+    policy = Fcfs(lookahead=16, sit_out=False)
+    before = scene(requests([79] * 3), requests([79]), 400, 1.0, device_free_tokens=160)
+    after = replace(before, memory=replace(before.memory, device_free_tokens=0))
+    assert answers(before, policy)[0] == 1
+    joined = [answers(after, policy)[0] for _ in range(16)]
+    assert joined == [1] * 15 + [0]
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "changes", "joining"),
+    [
+        (16, {}, 1),
+        (16, {"waiting": requests([79] * 2)}, 0),  # somebody has come
+        (16, {"waiting": requests([79], request_id=[7])}, 0),
+        (16, {"running": requests([79] * 3, request_id=[0, 1, 3])}, 0),
+        (16, {"tpot_slo_s": 0.999}, 0),
+        (0, {}, 0),  # the paper's problem, which does not look ahead
+    ],
+)
+def test_what_ends_an_answer_early(lookahead: int, changes: dict[str, Any], joining: int) -> None:
+    policy = Fcfs(lookahead=lookahead, sit_out=False)
+    before = scene(requests([79] * 3), requests([79]), 400, 1.0, device_free_tokens=160)
+    before = replace(before, tpot_slo_s=1.0)
+    assert answers(before, policy)[0] == 1
+    after = replace(before, memory=replace(before.memory, device_free_tokens=0), **changes)
+    assert answers(after, policy)[0] == joining
 
 
 # -- over generated states ------------------------------------------------------------------
