@@ -207,6 +207,8 @@ class ElasticMemory:
         A block sent to the host frees a unit in each of the G groups and occupies one in each
         of the `slots` groups in flight while a step fetches it.
         """
+        if self.table.none_units == 0 and units <= self.table.free_units:
+            return True
         fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
         short = units + self.slots * fetched - self.table.free_units
         gain = self.table.shape.num_groups - self.slots

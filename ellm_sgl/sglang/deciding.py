@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +55,13 @@ class Deciding:
 
     def apply_targets(self, reqs: list[Req], sitting_out: bool = False) -> None:
         """Bring these requests to the policy's ratios."""
-        seq_ids = [runtime.row_of(req) for req in reqs]
+        seq_ids = runtime.rows_of(reqs)
         ratios = [self.ratios.get(s, 0.0) for s in seq_ids]
         runtime.current().elastic.apply_targets(seq_ids, ratios, sitting_out)
 
     def sitting_out(self) -> list[int]:
         """`seq_id` of the requests that sit out the step under way."""
-        return [] if self.paused is None else [runtime.row_of(r) for r in self.paused.reqs]
+        return [] if self.paused is None else runtime.rows_of(self.paused.reqs)
 
     # -- observe ----------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Deciding:
     def observe(self, running: list[Req], waiting: list[Req]) -> SystemState:
         now = time.monotonic()
         elastic = runtime.current().elastic
-        seq_ids = [runtime.row_of(r) for r in running]
+        seq_ids = runtime.rows_of(running)
         lengths = elastic.table.lengths_of(seq_ids)
         return self.loop.state(
             now,
@@ -121,10 +121,9 @@ class Deciding:
     def _reclaimable(self) -> int:
         return int(self.scheduler.tree_cache.evictable_size())
 
-    def token_decoded(self, reqs: list[Req]) -> None:
+    def token_decoded(self, reqs: list[Req], seq_ids: Sequence[int]) -> None:
         """These requests get a token each in the step that is being prepared."""
-        lengths = runtime.current().table.lengths_of([runtime.row_of(r) for r in reqs])
-        self.in_step = self.slots(reqs), lengths
+        self.in_step = self.slots(reqs), runtime.current().table.lengths_of(seq_ids)
 
     def _note_tokens(self) -> None:
         """The step before has ended: its requests have their tokens."""
@@ -156,9 +155,7 @@ class Deciding:
                 self.loop.steps.idle()
             return
         decision = self._agreed(running, waiting)
-        self.ratios = {
-            runtime.row_of(r): ratio for r, ratio in zip(running, decision.ratios, strict=True)
-        }
+        self.ratios = dict(zip(runtime.rows_of(running), decision.ratios, strict=True))
         self.joining_ratio = decision.joining_ratio
         self.join = {waiting[w]: rank for rank, w in enumerate(decision.join)}
         self.reorders = decision.reorders

@@ -270,3 +270,11 @@ def row_of(req: Req) -> int:
     """A request's row in `req_to_token`: what identifies it as a sequence."""
     holder = req if hasattr(req, "req_pool_idx") else req.kv  # in `kv` from SGLang 0.5.20 on
     return int(holder.req_pool_idx)
+
+
+def rows_of(reqs: Sequence[Req]) -> list[int]:
+    """`row_of` of each, for what is done in every step."""
+    try:
+        return [req.req_pool_idx for req in reqs]
+    except AttributeError:
+        return [row_of(req) for req in reqs]

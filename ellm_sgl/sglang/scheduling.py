@@ -29,10 +29,10 @@ def map_extended(result: Any, batch: ScheduleBatch) -> Any:
 def map_decoded(out_cache_loc: Any, batch: ScheduleBatch, token_per_req: int) -> Any:
     """After `alloc_for_decode`: each request has a token more."""
     ours = runtime.current()
-    deciding().token_decoded(batch.reqs)
+    seq_ids = runtime.rows_of(batch.reqs)
+    deciding().token_decoded(batch.reqs, seq_ids)
     slots = out_cache_loc.cpu().numpy()
     with ours.bookkeeping():
-        seq_ids = [runtime.row_of(req) for req in batch.reqs]
         ours.table.extend_each(seq_ids, slots // ours.table.shape.block_tokens)
     return out_cache_loc
 
@@ -53,7 +53,7 @@ def check_decode_memory(
     elastic, shape = ours.elastic, ours.table.shape
     tokens = batch.new_tokens_required_next_decode(selected_indices)
     reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
-    seq_ids = [runtime.row_of(req) for req in reqs]
+    seq_ids = runtime.rows_of(reqs)
     units = tokens // shape.block_tokens * shape.num_groups
     with ours.bookkeeping():
         return elastic.make_room_for_step(units, seq_ids) and elastic.fits_transient(seq_ids)
