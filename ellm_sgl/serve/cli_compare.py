@@ -83,10 +83,11 @@ def compare(
     file: Path | None,
     as_json: bool,
 ) -> None:
-    """The same load on eLLM, its baseline modes and stock SGLang, in turn. About 10 minutes.
+    """The same load on eLLM, its baseline modes and stock SGLang, in turn. About 15 minutes.
 
     Arrivals, lengths and prompts are the same for all; the servers share the machine, but only
-    one is under load at a time. Ample memory is eLLM's own server with all the memory it wants.
+    one is under load at a time; each round starts them anew. Ample memory is eLLM's own server
+    with all the memory it wants.
     """
     from ellm_sgl.eval import compare as comparing
     from ellm_sgl.eval.compare.plot import plot

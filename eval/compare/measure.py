@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,26 +30,36 @@ def compare(scenario: Scenario, say: Progress) -> Comparison:
     """Load every server with every cell, in `rounds` rounds, each in the reverse order of the one
     before. Never two servers under load at once.
 
+    Each round has processes of its own: two of the same program differ, by up to a tenth of their
+    speed, for as long as they live (docs/performance.md).
+
     Raises:
         ServerError: a server did not start, or went away.
         KeyboardInterrupt: asked to stop (by SIGTERM or SIGHUP too); no server is left.
     """
     contenders = scenario.contenders()
     runs: list[Run] = []
-    with stop_on_signals(), ExitStack() as stack:
-        servers: dict[str, ServerProcess] = {}
-        for contender in contenders:
-            say(f"starting {contender.name}")
-            process = ServerProcess(contender.arguments, ENVIRONMENT)
-            servers[contender.name] = stack.enter_context(process)
-            if contender.name.startswith(STOCK):
-                say(f"{contender.name}: attention backend {process.attention_backend()}")
-            replay(process.url, _warm_up(scenario))
+    with stop_on_signals():
         for number in range(scenario.rounds):
-            for cell in scenario.cells:
-                say(f"round {number + 1}/{scenario.rounds}, {cell.title}")
-                runs += _round(scenario, cell, number, contenders, servers, say)
+            with ExitStack() as stack:
+                servers = {
+                    c.name: stack.enter_context(_start(scenario, c, say)) for c in contenders
+                }
+                for cell in scenario.cells:
+                    say(f"round {number + 1}/{scenario.rounds}, {cell.title}")
+                    runs += _round(scenario, cell, number, contenders, servers, say)
     return Comparison(scenario, tuple(runs))
+
+
+@contextmanager
+def _start(scenario: Scenario, contender: Contender, say: Progress) -> Iterator[ServerProcess]:
+    """A server that has served a few requests; stopped when the context is left."""
+    say(f"starting {contender.name}")
+    with ServerProcess(contender.arguments, ENVIRONMENT) as process:
+        if contender.name.startswith(STOCK):
+            say(f"{contender.name}: attention backend {process.attention_backend()}")
+        replay(process.url, _warm_up(scenario))
+        yield process
 
 
 def _warm_up(scenario: Scenario) -> list[Request]:

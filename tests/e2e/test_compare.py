@@ -1,0 +1,27 @@
+"""`ellm-sgl compare`, with real servers: every run, in every round, has the same outputs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_compare_reports_every_run() -> None:
+    command = [sys.executable, "-m", "ellm_sgl.serve.cli", "compare", "--json", "--rounds", "2",
+               "--requests", "8", "--factor", "3", "--outputs", "known",
+               "--servers", "ellm,stock"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert [(run["round"], run["server"]) for run in report["runs"]] == [
+        (0, "ample"), (0, "ellm"), (0, "stock"), (1, "stock"), (1, "ellm"), (1, "ample"),
+    ]  # fmt: skip
+    assert all(run["same_output"] == 1 for run in report["runs"])
+    assert all(run["summary"]["tokens_per_s"] > 0 for run in report["runs"])
+    assert done.stderr.count("starting ellm") == 2, "each round has servers of its own"
+    restored = [run["fetched_units"] for run in report["runs"] if run["server"] == "ellm"]
+    assert all(units > 0 for units in restored), "three times what memory holds"
