@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 
+from ellm_sgl.serve.process import IDLE_CONNECTION_S
+
 Progress = Callable[[int], None]
 """Called with the number of requests that have ended."""
 
@@ -158,7 +160,7 @@ def replay_to_end(url: str, requests: Sequence[Request]) -> list[Outcome]:
 async def _replay(
     url: str, outcomes: list[Outcome], progress: Progress, openai_model: str | None
 ) -> None:
-    limits = httpx.Limits(max_connections=None)
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_S)
     ended = 0
     async with httpx.AsyncClient(
         base_url=url, limits=limits, timeout=None, trust_env=False

@@ -22,8 +22,9 @@ START_TIMEOUT_S = 240.0
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 DEMO_ARGUMENTS = ("--model-path", str(DEMO_MODEL), "--dtype", "float32")
 """fp32, so that a different order of additions cannot tip the choice of a token."""
-
-
+IDLE_CONNECTION_S = 1.0
+"""After so long a client gives an idle connection up. Servers do after 5 s (uvicorn), httpx too: a
+request sent then may find it closed."""
 SERVER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 """Unless the user says otherwise. Threads that spin while they wait take the core that another
 thread needs to finish: with one more busy process on two cores, 5 times the tokens per second.
@@ -62,7 +63,8 @@ class ServerProcess:
         self.log = log or Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._http = httpx.Client(base_url=self.url, trust_env=False)
+        idle = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_S)
+        self._http = httpx.Client(base_url=self.url, limits=idle, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
         self._serves = False
         """Until it does there is nothing to end in good order, and nobody who would listen."""
