@@ -86,6 +86,7 @@ class GroupLayout(NamedTuple):
     write_offsets: torch.Tensor
     """int64 [w]: place in the unit, 0..block_tokens-1."""
     alike: AlikeGroups | None = None
-    """Tells a kernel what it can prepare for all groups at once; None where they are not alike."""
+    """Tells a kernel what it can prepare for all groups at once, from any one's layout; None where
+    they are not alike. A changed copy of a layout has none."""
     group: int = 0
     """This group's row of `alike`."""
