@@ -51,15 +51,12 @@ class AlikeGroups(NamedTuple):
     """int64 [groups, w]: `GroupLayout.write_units` of each."""
 
     def layouts(
-        self,
-        requests: tuple[RequestLayout, ...],
-        write_rows: slice,
-        write_offsets: torch.Tensor,
+        self, rows: int, requests: tuple[RequestLayout, ...], write_offsets: torch.Tensor
     ) -> tuple[GroupLayout, ...]:
-        """Each group's layout, in order; `write_rows` are all rows."""
-        rows = write_rows.stop
+        """Each group's layout, in order; all rows are written."""
+        every = slice(0, rows)
         return tuple(
-            GroupLayout(rows, requests, units, write_rows, targets, write_offsets, self, group)
+            GroupLayout(rows, requests, units, every, targets, write_offsets, self, group)
             for group, (units, targets) in enumerate(
                 zip(self.units.unbind(), self.write_units.unbind(), strict=True)
             )

@@ -160,7 +160,7 @@ def _plan_resident_decode(
         for i, p in enumerate(start.tolist())
     )
     groups = AlikeGroups(_tensor(units, device), _tensor(targets, device)).layouts(
-        layouts, slice(0, len(layouts)), _tensor(start % block_tokens, device)
+        len(layouts), layouts, _tensor(start % block_tokens, device)
     )
     nothing = _tensor(_NOTHING, device)
     return StepPlan(len(layouts), nothing, nothing, groups)
@@ -253,7 +253,7 @@ class _Rows:
             _tensor(np.ascontiguousarray(u.T), device) for u in (self.sources, units)
         )
         offsets = _tensor(self.position % self.block_tokens, device)
-        return AlikeGroups(sources, targets).layouts(layouts, slice(0, self.new), offsets)
+        return AlikeGroups(sources, targets).layouts(self.new, layouts, offsets)
 
     def _in_group(self, group: int, device: str | torch.device) -> GroupLayout:
         alive = [span for span in self.spans if span.depth > group]

@@ -103,7 +103,7 @@ def test_groups_that_are_alike_are_prepared_at_once(isa: str) -> None:
         torch.stack([layout.units, moved[layout.units]]),
         torch.stack([layout.write_units, moved[layout.write_units]]),
     )
-    first, second = alike.layouts(layout.requests, slice(0, layout.rows), layout.write_offsets)
+    first, second = alike.layouts(layout.rows, layout.requests, layout.write_offsets)
     keys, values = torch.empty_like(inputs.keys), torch.empty_like(inputs.values)
     keys[moved], values[moved] = inputs.keys, inputs.values
     elsewhere = replace(inputs, keys=keys, values=values, layout=second)

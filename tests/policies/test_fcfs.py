@@ -209,14 +209,22 @@ def test_nobody_joins_until_something_has_changed() -> None:
     assert answers(other, policy)[0] == 1
 
 
-def test_a_refusal_is_thought_over_now_and_then() -> None:
-    # Memory that cached prefixes gave back is told by `device_free_tokens` only.
-    policy = Fcfs(lookahead=0, sit_out=False)
-    before = scene(requests([95] * 3), requests([95]), 400, 1.0, device_free_tokens=50)
-    after = replace(before, memory=replace(before.memory, device_free_tokens=100))
-    assert answers(before, policy)[0] == 0
+@pytest.mark.parametrize(
+    ("tokens", "lookahead", "free", "joining"),
+    [
+        (95, 0, (50, 100), (0, 1)),  # memory that cached prefixes gave back
+        (79, 16, (160, 0), (1, 0)),  # or took, before the server has let them in
+    ],
+)
+def test_an_answer_is_thought_over_now_and_then(
+    tokens: int, lookahead: int, free: tuple[int, int], joining: tuple[int, int]
+) -> None:
+    policy = Fcfs(lookahead=lookahead, sit_out=False)
+    before = scene(requests([tokens] * 3), requests([tokens]), 400, 1.0, device_free_tokens=free[0])
+    after = replace(before, memory=replace(before.memory, device_free_tokens=free[1]))
+    assert answers(before, policy)[0] == joining[0]
     joined = [answers(after, policy)[0] for _ in range(16)]
-    assert joined == [0] * 15 + [1]
+    assert joined == [joining[0]] * 15 + [joining[1]]
 
 
 def test_a_refusal_ends_when_the_slo_allows_more() -> None:
@@ -227,16 +235,6 @@ def test_a_refusal_ends_when_the_slo_allows_more() -> None:
     assert answers(late, policy)[0] == 0
     prompt = scene(requests([95], waited_s=0.001), requests([95]), 400, 1.0, tpot_slo_s=0.005)
     assert answers(prompt, policy)[0] == 1
-
-
-def test_those_who_may_join_are_thought_over_now_and_then() -> None:
-    # Until the server has let them in. What cached prefixes take is told by `device_free_tokens`.
-    policy = Fcfs(lookahead=16, sit_out=False)
-    before = scene(requests([79] * 3), requests([79]), 400, 1.0, device_free_tokens=160)
-    after = replace(before, memory=replace(before.memory, device_free_tokens=0))
-    assert answers(before, policy)[0] == 1
-    joined = [answers(after, policy)[0] for _ in range(16)]
-    assert joined == [1] * 15 + [0]
 
 
 @pytest.mark.parametrize(
