@@ -212,7 +212,7 @@ class _Setting:
         ]
         units = torch.cat([own[: span.size // BLOCK_TOKENS] for own, span in places])
         rows = self.layout.rows - new
-        recompute = GroupLayout(
+        recompute = GroupLayout.of(
             rows,
             tuple(chunks),
             complete.units,
@@ -246,7 +246,7 @@ def _layout(case: Case, units: torch.Tensor) -> GroupLayout:
         for i in range(case.batch)
     ]
     positions = torch.arange(before, case.context)
-    return GroupLayout(
+    return GroupLayout.of(
         rows=case.batch * (case.new + missing),
         requests=tuple(requests),
         units=units.flatten(),

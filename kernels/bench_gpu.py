@@ -189,7 +189,7 @@ def layouts(
 
     def layout(rows: int, requests: list[RequestLayout], positions: torch.Tensor) -> GroupLayout:
         """The first rows are written: those at `positions` of every request."""
-        return GroupLayout(
+        return GroupLayout.of(
             rows=rows,
             requests=tuple(requests),
             units=units.flatten().to(device),

@@ -43,28 +43,7 @@ class RequestLayout(NamedTuple):
 
 
 class AlikeGroups(NamedTuple):
-    """All layer groups of a step, where they differ in nothing but units."""
-
-    units: torch.Tensor
-    """int64 [groups, blocks of all requests]: `GroupLayout.units` of each."""
-    write_units: torch.Tensor
-    """int64 [groups, w]: `GroupLayout.write_units` of each."""
-
-    def layouts(
-        self, rows: int, requests: tuple[RequestLayout, ...], write_offsets: torch.Tensor
-    ) -> tuple[GroupLayout, ...]:
-        """Each group's layout, in order; all rows are written."""
-        every = slice(0, rows)
-        return tuple(
-            GroupLayout(rows, requests, units, every, targets, write_offsets, self, group)
-            for group, (units, targets) in enumerate(
-                zip(self.units.unbind(), self.write_units.unbind(), strict=True)
-            )
-        )
-
-
-class GroupLayout(NamedTuple):
-    """All requests of a step in the layers of one layer group.
+    """Layer groups of a step that differ in nothing but units: mostly all of them.
 
     Rows are ordered: the new rows of every request, then the span rows. A kernel first writes
     k and v of `write_rows` to the pool, then attends: each row to all tokens of its request up
@@ -72,18 +51,65 @@ class GroupLayout(NamedTuple):
     """
 
     rows: int
-    """Rows alive in these layers."""
+    """Rows alive in the layers of these groups."""
     requests: tuple[RequestLayout, ...]
     units: torch.Tensor
-    """int64 [blocks of all requests]: unit of each block; 0 where there is none."""
+    """int64 [groups, blocks of all requests]: unit of each block; 0 where there is none."""
     write_rows: torch.Tensor | slice
     """int64 [w], or a slice when they are consecutive: rows whose k and v go to the pool."""
     write_units: torch.Tensor
-    """int64 [w]."""
+    """int64 [groups, w]."""
     write_offsets: torch.Tensor
     """int64 [w]: place in the unit, 0..block_tokens-1."""
-    alike: AlikeGroups | None = None
-    """Tells a kernel what it can prepare for all groups at once, from any one's layout; None where
-    they are not alike. A changed copy of a layout has none."""
-    group: int = 0
-    """This group's row of `alike`."""
+
+    def layouts(self) -> tuple[GroupLayout, ...]:
+        """Each group's layout, in order."""
+        return tuple(GroupLayout(self, group) for group in range(len(self.units)))
+
+
+class GroupLayout(NamedTuple):
+    """All requests of a step in the layers of one layer group: one of `AlikeGroups`."""
+
+    alike: AlikeGroups
+    """What a kernel may prepare for all groups at once, from any one's layout."""
+    group: int
+    """This group's place among them."""
+
+    @staticmethod
+    def of(
+        rows: int,
+        requests: tuple[RequestLayout, ...],
+        units: torch.Tensor,
+        write_rows: torch.Tensor | slice,
+        write_units: torch.Tensor,
+        write_offsets: torch.Tensor,
+    ) -> GroupLayout:
+        """The layout of a group that no other is like. `units`: [blocks], `write_units`: [w]."""
+        alone = units[None], write_rows, write_units[None], write_offsets
+        return GroupLayout(AlikeGroups(rows, requests, *alone), 0)
+
+    @property
+    def rows(self) -> int:
+        return self.alike.rows
+
+    @property
+    def requests(self) -> tuple[RequestLayout, ...]:
+        return self.alike.requests
+
+    @property
+    def units(self) -> torch.Tensor:
+        """int64 [blocks of all requests]."""
+        return self.alike.units[self.group]
+
+    @property
+    def write_rows(self) -> torch.Tensor | slice:
+        return self.alike.write_rows
+
+    @property
+    def write_units(self) -> torch.Tensor:
+        """int64 [w]."""
+        return self.alike.write_units[self.group]
+
+    @property
+    def write_offsets(self) -> torch.Tensor:
+        return self.alike.write_offsets

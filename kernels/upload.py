@@ -15,6 +15,8 @@ def upload(array: np.ndarray[Any, np.dtype[Any]], device: str | torch.device) ->
     device has done everything before the copy.
     """
     tensor = torch.from_numpy(array)
+    if tensor.device == device:
+        return tensor
     if torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

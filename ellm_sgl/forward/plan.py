@@ -12,6 +12,7 @@ how many layers its rows must go through), so the general case is a list of rang
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,8 +39,7 @@ class NewTokens(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One forward pass. A snapshot: later changes of the page table do not reach it."""
 
     new_rows: int
@@ -74,18 +74,17 @@ class _Span(NamedTuple):
     depth: int
 
 
-@dataclass(frozen=True)
-class _Blocks:
+class _Blocks(NamedTuple):
     """The blocks of all requests of a step, end to end."""
 
     ids: IntArray
-    first: IntArray
+    first: list[int]
     """[requests + 1]: where each request's blocks begin among all."""
 
     @staticmethod
     def of(table: PageTable, requests: Sequence[NewTokens]) -> _Blocks:
         blocks = [table.blocks_of(r.seq_id) for r in requests]
-        first = np.cumsum([0, *map(len, blocks)], dtype=np.int32)
+        first = [0, *itertools.accumulate(map(len, blocks))]
         return _Blocks(np.concatenate(blocks), first)
 
 
@@ -146,24 +145,29 @@ def _plan_resident_decode(
     """The plan where each request decodes one token, the last of its blocks', and none misses
     anything: what most steps are. None for others."""
     block_tokens = table.shape.block_tokens
-    start, end = np.array([(r.start, r.end) for r in requests], np.int64).T
-    whole = np.diff(blocks.first) * block_tokens
-    if not ((end == start + 1) & (start < whole) & (end > whole - block_tokens)).all():
-        return None
-    last = blocks.first[1:] - 1
+    layouts = []
+    for row, (request, (begin, end)) in enumerate(
+        zip(requests, itertools.pairwise(blocks.first), strict=True)
+    ):
+        position = request.start
+        in_last_block = position // block_tokens == end - begin - 1
+        if request.end != position + 1 or not in_last_block:
+            return None
+        layouts.append(RequestLayout(RowRange(row, position, 1), (), slice(begin, end), False))
     units = np.ascontiguousarray(table.units[blocks.ids].T, np.int64)
-    if (targets := units[:, last]).min() == NONE:
+    targets = units[:, [request.blocks.stop - 1 for request in layouts]]
+    if targets.min() == NONE:
         return None
-    bounds = blocks.first.tolist()
-    layouts = tuple(
-        RequestLayout(RowRange(i, p, 1), (), slice(bounds[i], bounds[i + 1]), False)
-        for i, p in enumerate(start.tolist())
+    groups = AlikeGroups(
+        rows=len(layouts),
+        requests=tuple(layouts),
+        units=upload(units, device),
+        write_rows=slice(0, len(layouts)),
+        write_units=upload(targets, device),
+        write_offsets=upload(np.array([r.start % block_tokens for r in requests]), device),
     )
-    groups = AlikeGroups(_tensor(units, device), _tensor(targets, device)).layouts(
-        len(layouts), layouts, _tensor(start % block_tokens, device)
-    )
-    nothing = _tensor(_NOTHING, device)
-    return StepPlan(len(layouts), nothing, nothing, groups)
+    nothing = upload(_NOTHING, device)
+    return StepPlan(len(layouts), nothing, nothing, groups.layouts())
 
 
 def _missing_spans(
@@ -177,7 +181,7 @@ def _missing_spans(
     if not depth.any():
         return []
     owner = np.repeat(np.arange(len(requests)), np.diff(blocks.first))
-    start = (np.arange(len(depth)) - blocks.first[owner]) * block_tokens
+    start = (np.arange(len(depth)) - np.array(blocks.first)[owner]) * block_tokens
     limit = np.array([r.start for r in requests])[owner]
     depth = np.where(start < limit, depth, 0)
     begins = np.ones(len(depth), np.bool_)
@@ -198,7 +202,7 @@ class _Rows:
     spans: Sequence[_Span]
     new: int
     """New rows."""
-    first_block: IntArray
+    first_block: list[int]
     """[requests + 1]: where each request's blocks begin among all blocks."""
     units: IntArray
     """[blocks, groups]: the unit that a row of the block is written to, or `NONE`."""
@@ -238,7 +242,7 @@ class _Rows:
             units=units,
             # A missing block reads scratch unit 0; its tokens come from the step's own rows.
             sources=np.maximum(sources, 0),
-            block=np.repeat(blocks.first[owner], count) + position // block_tokens,
+            block=np.repeat(np.array(blocks.first)[owner], count) + position // block_tokens,
             position=position,
             block_tokens=block_tokens,
         )
@@ -253,7 +257,8 @@ class _Rows:
             _tensor(np.ascontiguousarray(u.T), device) for u in (self.sources, units)
         )
         offsets = _tensor(self.position % self.block_tokens, device)
-        return AlikeGroups(sources, targets).layouts(self.new, layouts, offsets)
+        every = slice(0, self.new)
+        return AlikeGroups(self.new, layouts, sources, every, targets, offsets).layouts()
 
     def _in_group(self, group: int, device: str | torch.device) -> GroupLayout:
         alive = [span for span in self.spans if span.depth > group]
@@ -262,7 +267,7 @@ class _Rows:
         stored = units != NONE
         everything = bool(stored.all())
         written = np.arange(rows) if everything else np.flatnonzero(stored)
-        return GroupLayout(
+        return GroupLayout.of(
             rows=rows,
             requests=self._layouts(alive, stored),
             units=_tensor(self.sources[:, group], device),
@@ -284,11 +289,10 @@ class _Rows:
             row += span.end - span.start
         layouts = []
         row = 0
-        bounds = self.first_block.tolist()
         for i, request in enumerate(self.requests):
             count = request.end - request.start
             unstored = not (complete or stored[row : row + count].all())
-            blocks = slice(bounds[i], bounds[i + 1])
+            blocks = slice(self.first_block[i], self.first_block[i + 1])
             new = RowRange(row, request.start, count)
             layouts.append(RequestLayout(new, tuple(ranges[i]), blocks, unstored))
             row += count

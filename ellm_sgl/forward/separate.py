@@ -112,7 +112,7 @@ def spans_only(layout: GroupLayout, new_rows: int) -> GroupLayout:
     The last span of a request takes the place of its new rows. Nothing is written.
     """
     nothing = torch.empty(0, dtype=torch.int64, device=layout.units.device)
-    return GroupLayout(
+    return GroupLayout.of(
         rows=layout.rows - new_rows,
         requests=tuple(_spans_of(r, new_rows) for r in layout.requests if r.spans),
         units=layout.units,

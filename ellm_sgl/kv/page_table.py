@@ -322,7 +322,8 @@ class PageTable:
         for i in begun:
             self._starts[blocks[i]] = sequences[i].length
             sequences[i].append(blocks[i : i + 1])
-        np.add.at(self._refs, blocks[begun], 1)
+        if begun:
+            np.add.at(self._refs, blocks[begun], 1)
         for sequence in sequences:
             sequence.length += 1
         # Of requests that share a block, one may hold less of it than the others.

@@ -78,15 +78,16 @@ class Roofline:
         share = work.recompute_share
         rows = work.decode_rows + work.prefill_rows + share * work.span_rows
         # Logits: one row per request that decodes, and one for a prompt.
-        head_rows = work.decode_rows + np.minimum(work.prefill_rows, 1)
+        head_rows = work.decode_rows + _smaller(work.prefill_rows, 1)
         read = self._weights_read_s(rows)
         compute = self._row_s * rows + self._head_row_s * head_rows
-        hidden = np.minimum(compute, read)
+        hidden = _smaller(compute, read)
+        more_rows = _smaller(rows - _smaller(rows, 1), 1)
         return (
             self._step_s,
             self._decode_row_s * work.decode_rows,
             read,
-            self._packing * read * np.minimum(np.maximum(rows - 1, 0), 1) if self._packing else 0.0,
+            self._packing * read * more_rows,
             compute - hidden,
             self._serial * hidden,
             self._token_s * work.decode_tokens,
@@ -99,7 +100,7 @@ class Roofline:
         """Time of the transfer from host memory; Eq. (6) with l1 / L = 1 - φ."""
         tokens = work.swap_tokens
         wire = self._swap_token_s * tokens * (1.0 - work.recompute_share)
-        return wire + self._link_latency_s * np.minimum(tokens, 1)
+        return wire + self._link_latency_s * _smaller(tokens, 1)
 
     def _weights_read_s(self, rows: Quantity) -> Quantity:
         """Time to read the weights once; of experts, those that some row goes through.
@@ -137,7 +138,7 @@ class RooflineLatencyModel(LatencyModel):
         self._latest = work, parts
         for factor, part in zip(self._correction.factors.tolist(), parts, strict=True):
             total = total + factor * part
-        if np.any(work.swap_tokens):
+        if isinstance(work.swap_tokens, np.ndarray) or work.swap_tokens:
             total = np.maximum(total, self._roofline.swap_seconds(work))
         return np.asarray(total, np.float64)
 
@@ -147,5 +148,13 @@ class RooflineLatencyModel(LatencyModel):
         latest = self._latest
         known = latest[1] if latest is not None and latest[0] is work else None
         parts = np.array(known or self._roofline.components(work), np.float64)
-        if self._roofline.swap_seconds(work) < self._correction.factors @ parts:
+        fetches = bool(work.swap_tokens)
+        if not fetches or self._roofline.swap_seconds(work) < self._correction.factors @ parts:
             self._correction.observe(parts, seconds)
+
+
+def _smaller(a: Quantity, b: Quantity) -> Quantity:
+    """`np.minimum`, which takes ten times as long for two numbers: each step asks for one."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.minimum(a, b)
+    return min(a, b)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ellm_sgl.forward import StepPlan
     from ellm_sgl.kernels.triton.graph import GraphSteps
+    from ellm_sgl.kv import KVPool
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,31 @@ def register_backend() -> None:
     register_attention_backend(cuda.ATTENTION_BACKEND)(EllmAttention)
 
 
+class _Layer(NamedTuple):
+    """What one layer's attention is given in every step."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    group: int
+    begins_group: bool
+    ends_group: bool
+
+    @staticmethod
+    def of(pool: KVPool) -> list[_Layer]:
+        """All layers, in order."""
+        shape = pool.shape
+        return [
+            _Layer(
+                keys=pool.keys(layer),
+                values=pool.values(layer),
+                group=shape.group_of(layer),
+                begins_group=layer % shape.layer_group == 0,
+                ends_group=shape.ends_group(layer),
+            )
+            for layer in range(shape.num_layers)
+        ]
+
+
 class EllmAttention(AttentionBackend):
     """Attention of the step that `Runtime.plan` describes; all it needs is in the plan."""
 
@@ -41,6 +67,7 @@ class EllmAttention(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self._runtime = runtime.current()
         pool = self._runtime.pool.buffer
+        self._layers = _Layer.of(self._runtime.pool)
         self._kernel, chosen = choose(pool.device, pool.shape[-1], runner.dtype, pool.dtype)
         self._model_config = runner.model_config
         self._graphs: GraphSteps | None = None
@@ -93,30 +120,28 @@ class EllmAttention(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        plan, pool = self._runtime.plan, self._runtime.pool
-        shape, index = pool.shape, layer.layer_id
-        group = shape.group_of(index)
+        plan = self._runtime.plan
+        keys, values, group, begins_group, ends_group = self._layers[layer.layer_id]
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        keys, values = pool.keys(index), pool.values(index)
         if plan is None:
             assert self._graphs is not None, "attention outside of a planned step"
             out = self._graphs.run(q, k, v, keys, values, group, layer.scaling)
             return out.view(len(out), -1)
         streamer = self._runtime.streamer
-        if streamer is not None and index % shape.layer_group == 0:
+        if streamer is not None and begins_group:
             streamer.wait(group)
         # What the next layer needs: in a group's last layer some rows have done their part.
-        out_rows = plan.rows_in(group + 1 if shape.ends_group(index) else group)
+        out_rows = plan.rows_in(group + ends_group)
         layout = plan.groups[group]
         if (separate := self._runtime.separate) is not None:
-            layout, (k, v) = separate.attend(index, layout, (k, v))
+            layout, (k, v) = separate.attend(layer.layer_id, layout, (k, v))
             out_rows = len(q)
         out = self._kernel(
             q, k, v, keys, values, layout, layer.scaling, out_rows, delta=self._runtime.delta()
         )
-        if streamer is not None and shape.ends_group(index):
+        if streamer is not None and ends_group:
             streamer.done(group)
         return out.view(len(out), -1)
 

@@ -132,7 +132,7 @@ class CpuAttention(TorchNativeAttnBackend):
         places = batch.out_cache_loc
         if not requests or len(places) != row:
             return None
-        return GroupLayout(
+        return GroupLayout.of(
             rows=row,
             requests=tuple(requests),
             units=torch.from_numpy(np.concatenate(blocks).astype(np.int64) // self._page),

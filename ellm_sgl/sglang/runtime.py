@@ -133,8 +133,7 @@ class Runtime:
     def plan_decode(self, seq_ids: Sequence[int]) -> StepPlan:
         """Plan one more token for each request, restoring blocks where there is room; and fetch
         what requests that sit the step out will need when they come back."""
-        lengths = self.table.lengths_of(seq_ids).tolist()
-        new = [NewTokens(s, n - 1, n) for s, n in zip(seq_ids, lengths, strict=True)]
+        new = [NewTokens(s, n - 1, n) for s in seq_ids for n in (self.table.length_of(s),)]
         with self.bookkeeping():
             plan = self._plan(new, restore=True)
             self._ahead = self._fetch_ahead(len(new))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from ctypes import c_int64
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ellm_sgl.kernels.cpu.library import (
@@ -63,12 +63,13 @@ def mixed_attention(
     Raises:
         ValueError: `supports` says no, or a tensor is not laid out as the reference says.
     """
-    plan = _prepare(layout, keys.shape[1], q.shape[2])
-    rows = layout.rows if out_rows is None else out_rows
+    groups = layout.alike
+    plan = _prepare(groups, keys.shape[1], q.shape[2])
+    rows = groups.rows if out_rows is None else out_rows
     heads, head_dim = q.shape[1:]
     out = q.new_empty((rows, heads, head_dim))
     q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
-    if k.shape[0] < layout.rows or q.shape[0] < rows or len(keys) <= plan.largest_unit:
+    if k.shape[0] < groups.rows or q.shape[0] < rows or len(keys) <= plan.largest_unit:
         raise ValueError(f"fewer rows or units than the layout speaks of: {q.shape}, {keys.shape}")
     if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
         raise ValueError(f"strides of keys and values: {keys.stride()}, {values.stride()}")
@@ -82,7 +83,7 @@ def mixed_attention(
         rows, heads, k.shape[1], head_dim, keys.shape[1], row_type, pool_type,
         torch.get_num_threads(), plan.isa, scale, delta,
     )  # fmt: skip
-    plan.library.ellm_attend(plan.handle, layout.group, ctypes.byref(call), layout.rows)
+    plan.library.ellm_attend(plan.handle, layout.group, ctypes.byref(call), groups.rows)
     return out
 
 
@@ -121,23 +122,23 @@ def copy_units(
 
 
 class _Plan:
-    """A layout in the form the kernels read, and with it those of the groups that are alike."""
+    """Layouts of groups that are alike, in the form the kernels read."""
 
-    def __init__(self, layout: GroupLayout, block_tokens: int, head_dim: int) -> None:
-        columns = _columns(layout.requests)
-        units, write_units = layout.alike or (layout.units[None], layout.write_units[None])
-        units, write_units = units.contiguous(), write_units.contiguous()
-        write_offsets = layout.write_offsets.contiguous()
+    def __init__(self, groups: AlikeGroups, block_tokens: int, head_dim: int) -> None:
+        columns = _columns(groups.requests)
+        units, write_units = groups.units.contiguous(), groups.write_units.contiguous()
+        write_offsets = groups.write_offsets.contiguous()
         rows, first_row = None, 0
-        if isinstance(layout.write_rows, slice):
-            first_row = layout.write_rows.start
+        if isinstance(groups.write_rows, slice):
+            first_row = groups.write_rows.start
         else:
-            rows = layout.write_rows.contiguous()
+            rows = groups.write_rows.contiguous()
+        num_groups, num_units = units.shape
         arguments = PlanArguments(
-            columns.requests.data_ptr(), columns.spans.data_ptr(), units.data_ptr(),
+            ctypes.addressof(columns.requests), ctypes.addressof(columns.spans), units.data_ptr(),
             None if rows is None else rows.data_ptr(), write_units.data_ptr(),
-            write_offsets.data_ptr(), len(columns.requests), len(columns.spans), units.shape[1],
-            write_units.shape[1], first_row, block_tokens, len(units),
+            write_offsets.data_ptr(), len(groups.requests), columns.num_spans, num_units,
+            write_units.shape[1], first_row, block_tokens, num_groups,
         )  # fmt: skip
         self.library = loaded()
         self.handle = self.library.ellm_make_plans(ctypes.byref(arguments))
@@ -149,42 +150,42 @@ class _Plan:
         self.library.ellm_free_plans(self.handle)
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """`requests` and `spans` of `PlanArguments`; int64, on the host."""
+class _Columns(NamedTuple):
+    """`requests` and `spans` of `PlanArguments`."""
 
     of: tuple[RequestLayout, ...]
-    requests: torch.Tensor
-    spans: torch.Tensor
+    requests: ctypes.Array[c_int64]
+    spans: ctypes.Array[c_int64]
+    num_spans: int
 
 
 def _columns(requests: tuple[RequestLayout, ...]) -> _Columns:
     """Groups that are not alike often have the same requests: the last ones' columns are kept."""
     global _last_columns
-    if _last_columns is None or _last_columns.of is not requests:
-        ranges = [(*r.new, r.blocks.start, r.blocks.stop) for r in requests]
-        spans = [(i, *span) for i, request in enumerate(requests) for span in request.spans]
-        _last_columns = _Columns(
-            requests,
-            torch.from_numpy(np.array(ranges, np.int64)),
-            torch.from_numpy(np.array(spans, np.int64)),
-        )
-    return _last_columns
+    if (last := _last_columns) is not None and last.of is requests:
+        return last
+    ranges = [n for r in requests for n in (*r.new, r.blocks.start, r.blocks.stop)]
+    spans = [(i, *span) for i, request in enumerate(requests) for span in request.spans]
+    columns = _Columns(requests, _array(ranges), _array([n for s in spans for n in s]), len(spans))
+    _last_columns = columns
+    return columns
+
+
+def _array(numbers: list[int]) -> ctypes.Array[c_int64]:
+    return (c_int64 * len(numbers))(*numbers)
 
 
 _last_columns: _Columns | None = None
-_last: tuple[GroupLayout | AlikeGroups, int, int, _Plan] | None = None
+_last: tuple[AlikeGroups, int, int, _Plan] | None = None
 
 
-def _prepare(layout: GroupLayout, block_tokens: int, head_dim: int) -> _Plan:
-    """The plan of a layout. Layers of a group follow one another, and groups that are alike share
-    one plan, so the last one is kept."""
+def _prepare(groups: AlikeGroups, block_tokens: int, head_dim: int) -> _Plan:
+    """The plan of these groups. Their layers follow one another, so the last one is kept."""
     global _last
-    of = layout.alike or layout
-    if (last := _last) is not None and last[0] is of and last[1:3] == (block_tokens, head_dim):
+    if (last := _last) is not None and last[0] is groups and last[1:3] == (block_tokens, head_dim):
         return last[3]
-    plan = _Plan(layout, block_tokens, head_dim)
-    _last = of, block_tokens, head_dim, plan
+    plan = _Plan(groups, block_tokens, head_dim)
+    _last = groups, block_tokens, head_dim, plan
     return plan
 
 

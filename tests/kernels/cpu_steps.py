@@ -100,7 +100,7 @@ def make(sizes: Sizes) -> Inputs:
         requests.append(RequestLayout(new_range, tuple(own), here, unstored_new=0 in tail))
         first += count
     written = torch.tensor(writes, dtype=torch.int64).reshape(-1, 3).T.contiguous()
-    layout = GroupLayout(
+    layout = GroupLayout.of(
         span_row, tuple(requests), torch.tensor(units), written[0], written[1], written[2]
     )
     shape = sum(blocks) + 1, size, sizes.kv_heads, sizes.head_dim

@@ -27,7 +27,7 @@ def test_prefill_of_a_whole_prompt_is_full_attention(sizes: Heads) -> None:
     torch.manual_seed(0)
     tokens, block_tokens, units = 10, 4, [3, 1, 2]
     new = RowRange(row=0, position=0, size=tokens)
-    layout = GroupLayout(
+    layout = GroupLayout.of(
         rows=tokens,
         requests=(RequestLayout(new, spans=(), blocks=slice(0, 3), unstored_new=False),),
         units=torch.tensor(units),

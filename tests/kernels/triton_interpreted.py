@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ellm_sgl.kernels import reference
+from ellm_sgl.kernels.layout import GroupLayout
 from ellm_sgl.kernels.triton.attention import FusedAttention
 from ellm_sgl.kernels.triton.graph import GraphSteps
 from tests.kernels.cpu_steps import F16, F32, Inputs, Sizes, make
@@ -68,6 +69,11 @@ def test_only_the_rows_asked_for() -> None:
     torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
 
 
+def consecutive(layout: GroupLayout, written: int) -> GroupLayout:
+    """The same, told that the rows written are the first ones."""
+    return GroupLayout(layout.alike._replace(write_rows=slice(0, written)), layout.group)
+
+
 def test_steps_at_fixed_addresses() -> None:
     """What a CUDA graph would replay: the same tensors, loaded anew before each step."""
     decoding = Sizes(((700, 1), (33, 1), (0, 1)), 16, 1, 2, 32, F32, F32, 0.0)
@@ -75,7 +81,7 @@ def test_steps_at_fixed_addresses() -> None:
     pool = steps[0].keys
     graph = GraphSteps(FusedAttention(CPU, programs=2), 2, 4, 2 * len(pool), pool, heads=2)
     for inputs in (*steps, steps[0]):
-        layout = inputs.layout._replace(write_rows=slice(0, inputs.layout.rows))
+        layout = consecutive(inputs.layout, inputs.layout.rows)
         assert graph.fits([layout, layout])
         expected, *expected_pool = inputs.run(reference.mixed_attention)
         graph.load([layout, layout])
@@ -101,7 +107,7 @@ def test_steps_that_no_graph_computes() -> None:
     assert not graph.fits([make(STEPS["everything"]).layout])
     assert not graph.fits([make(STEPS["decode, missing blocks"]).layout])
     long = make(Sizes(((800, 1),), 16, 1, 2, 32, F32, F32, 0.0)).layout
-    assert not graph.fits([long._replace(write_rows=slice(0, 1))]), "51 blocks"
+    assert not graph.fits([consecutive(long, 1)]), "51 blocks"
 
 
 @pytest.mark.parametrize("seed", range(4))
