@@ -62,7 +62,8 @@ class StepPlan(NamedTuple):
 
     def rows_in(self, group: int) -> int:
         """Rows alive in the layers of `group`; past the last group, only the new rows."""
-        return self.groups[group].rows if group < len(self.groups) else self.new_rows
+        groups = self.groups
+        return groups[group].alike.rows if group < len(groups) else self.new_rows
 
 
 class _Span(NamedTuple):

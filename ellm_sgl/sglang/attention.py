@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -105,13 +105,7 @@ class EllmAttention(AttentionBackend):
             assert self._graphs is not None and self._runtime.plan is not None
             self._graphs.load(self._runtime.plan.groups)
 
-    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._attend(*args, **kwargs)
-
-    def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._attend(*args, **kwargs)
-
-    def _attend(
+    def forward_decode(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -144,6 +138,8 @@ class EllmAttention(AttentionBackend):
         if streamer is not None and ends_group:
             streamer.done(group)
         return out.view(len(out), -1)
+
+    forward_extend = forward_decode
 
     def support_triton(self) -> bool:
         return False

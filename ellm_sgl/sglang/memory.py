@@ -226,7 +226,7 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
         """One slot per request, likewise. `check_decode_mem` makes room before, but a step that
         mixes prefill with decoding does not ask it."""
         after = seq_lens_cpu.numpy()
-        pages = self._new_pages(int(begins_page(after, self.page_size).sum()))
+        pages = self._new_pages(int(np.count_nonzero(begins_page(after, self.page_size))))
         if pages is None:
             return None
         slots = decode_slots(after, last_loc.cpu().numpy(), pages, self.page_size)
