@@ -160,9 +160,9 @@ def verify(
 
 def _verify_table(report: Any, dtype: str) -> Table:
     table = Table(
-        box=box.SIMPLE,
+        box=box.SIMPLE_HEAD,
+        padding=0,
         pad_edge=False,
-        collapse_padding=True,
         title=f"{dtype}: eLLM against stock SGLang, {report.prompts} prompts, "
         f"{report.output_tokens} tokens each",
     )
@@ -170,8 +170,8 @@ def _verify_table(report: Any, dtype: str) -> Table:
         "setting",
         "agree",
         "|Δlogp|",
-        "recomputed",
-        "evicted",
+        "recom-\nputed",
+        "evic-\nted",
         "fetched",
         "retr.",
         "out",
