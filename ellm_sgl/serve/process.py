@@ -32,6 +32,12 @@ PyTorch's larger tensors lie in huge pages: a KV pool in small ones costs decode
 40 % (docs/performance.md)."""
 
 
+def has_tokenizer(model: str | Path) -> bool:
+    """Whether a model's folder has a tokenizer. Without one a server takes token ids alone, and
+    has to be told `--skip-tokenizer-init`."""
+    return any(Path(model).glob("tokenizer*"))
+
+
 class ServerError(RuntimeError):
     """The server did not start, or went away; the message ends with what it last said."""
 

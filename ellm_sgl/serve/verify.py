@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from ellm_sgl.config import ELLM, HCACHE, RECOMPUTE
-from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess, has_tokenizer
 from ellm_sgl.sglang import cuda
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
@@ -242,7 +242,7 @@ def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[lis
     vocabulary = _model_config(model_path)["vocab_size"]
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
-    if any(Path(model_path).glob("tokenizer*")):
+    if has_tokenizer(model_path):
         from ellm_sgl.sglang.torchvision_ops import declare
 
         declare()

@@ -9,7 +9,7 @@ import numpy as np
 
 from ellm_sgl.eval.replay import Request
 from ellm_sgl.eval.workloads import Lengths, LogNormal, drawn, poisson_arrivals, to_requests
-from ellm_sgl.serve.process import DEMO_ARGUMENTS
+from ellm_sgl.serve.process import DEMO_ARGUMENTS, has_tokenizer
 
 BLOCK_TOKENS = 16
 AMPLE, ELLM, STOCK = "ample", "ellm", "stock"
@@ -108,6 +108,8 @@ class Scenario:
         model: tuple[str, ...] = DEMO_ARGUMENTS
         if self.model_path is not None:
             model = ("--model-path", self.model_path)
+            if not has_tokenizer(self.model_path):
+                model += ("--skip-tokenizer-init",)
         common = (*model, "--disable-radix-cache")
         device = ("--ellm-device-kv-tokens", str(self.device_tokens),
                   "--ellm-layer-group", str(self.layer_group))  # fmt: skip

@@ -50,6 +50,13 @@ def test_servers_share_every_argument_but_their_own() -> None:
     assert [c.name for c in Scenario(servers=("swap",)).contenders()] == ["swap"]
 
 
+def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> None:
+    scenario = Scenario(model_path=str(tmp_path))
+    assert all("--skip-tokenizer-init" in c.arguments for c in scenario.contenders())
+    (tmp_path / "tokenizer.json").touch()
+    assert not any("--skip-tokenizer-init" in c.arguments for c in scenario.contenders())
+
+
 def outcome(seconds: float, tokens: int = 11) -> Outcome:
     times = [0.5 + seconds * i / (tokens - 1) for i in range(tokens)]
     return Outcome(Request(0.0, (1,), tokens), 0.0, times, list(range(tokens)), "length")
