@@ -52,6 +52,12 @@ class Job:
     search: tuple[float, float] | None = None
     """Rates between which to search the goodput."""
 
+    def simulates(self, other: Job) -> bool:
+        """Whether both are the same simulation, for whatever figure."""
+        return (self.machine, self.load, self.settings, self.search) == (
+            other.machine, other.load, other.settings, other.search
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Done:
@@ -80,8 +86,28 @@ def run_job(job: Job) -> Done:
     return Done(job, None, goodput(attainment, *job.search))
 
 
+def distinct(jobs: Sequence[Job]) -> list[Job]:
+    """The first of each that are the same simulation."""
+    return [
+        job
+        for number, job in enumerate(jobs)
+        if not any(job.simulates(earlier) for earlier in jobs[:number])
+    ]
+
+
 def run_all(jobs: Sequence[Job], workers: int, tick: Callable[[Done], None]) -> list[Done]:
-    """Run all jobs; results in their order. `tick` is called as each is done."""
+    """Run all jobs, those that are `distinct`; results in the jobs' order.
+
+    Args:
+        jobs: what to run.
+        workers: processes.
+        tick: called as each of the distinct ones is done.
+    """
+    found = _run(distinct(jobs), workers, tick)
+    return [replace(next(d for d in found if job.simulates(d.job)), job=job) for job in jobs]
+
+
+def _run(jobs: Sequence[Job], workers: int, tick: Callable[[Done], None]) -> list[Done]:
     if workers == 1:
         results = []
         for job in jobs:

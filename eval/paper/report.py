@@ -12,7 +12,7 @@ from ellm_sgl import __version__
 from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.paper import plots
 from ellm_sgl.eval.paper.bounds import bounds
-from ellm_sgl.eval.paper.jobs import Done, run_all
+from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
 from ellm_sgl.eval.paper.local import TOKENS, decisions, table_times
 from ellm_sgl.eval.paper.plan import (
     EAGER,
@@ -53,13 +53,13 @@ def evaluate(
         latency_model: "roofline" or "paper".
         workers: processes.
         measured: see `Results.measured`.
-        begin: called with the number of jobs.
+        begin: called with the number of simulations.
         tick: called as each is done.
     """
     # First, while this machine is quiet.
     timed, tables = decisions(), table_times(preset(SMALL), GROUPS)
     jobs = plan(scale, latency_model)
-    begin(len(jobs))
+    begin(len(distinct(jobs)))
     done = run_all(jobs, workers, tick)
     settings = Settings(latency_model=latency_model)
     limits = [bounds(preset(name), TOKENS, settings) for name in PRESETS]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ellm_sgl.eval.paper.jobs import distinct, run_all
 from ellm_sgl.eval.paper.plan import plan
 from ellm_sgl.eval.paper.report import read_measured
 from ellm_sgl.serve.cli import main
@@ -78,6 +79,17 @@ def test_the_papers_figures_all_have_jobs():
     figures = {job.figure for job in plan(1.0, "roofline")}
     assert figures == {"3", "10", "13", "14", "15", "table 2", "6.6"}
     assert max(job.load.requests for job in plan(1.0, "roofline")) == 3000
+
+
+def test_a_simulation_that_two_figures_ask_for_runs_once():
+    jobs = [job for job in plan(0.02, "roofline") if job.machine == "llama3-8b"]
+    shared = [j for j in jobs if j.variant == "fcfs, both" or (j.figure, j.x) == ("6.6", 0.0)]
+    other = next(j for j in jobs if j.variant == "swap only")
+    ticked = []
+    done = run_all([*shared, other], 1, ticked.append)
+    assert [d.job for d in done] == [*shared, other]
+    assert len(shared) == 2 and len(ticked) == len(distinct([*shared, other])) == 2
+    assert done[0].report is done[1].report is not done[2].report
 
 
 def test_measured_figures_are_read(tmp_path: Path):
