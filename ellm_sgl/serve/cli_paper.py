@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,16 +35,32 @@ _file = click.Path(path_type=Path, dir_okay=False)
     type=click.FloatRange(0, 1, min_open=True),
     help="Share of the requests to simulate, for a quick look.",
 )
-@click.option("--measured", type=_file, help="JSON of `python -m ellm_sgl.eval.validate --json`.")
+@click.option(
+    "--measured",
+    type=_file,
+    multiple=True,
+    help="What `ellm-sgl compare --json` printed, or eval.validate, load_sweep, layer_groups or "
+    "fusion, for the table's column; may be given several times.",
+)
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(1))
-def paper(out: Path, latency_model: str, scale: float, measured: Path | None, workers: int) -> None:
+@click.option("--json", "as_json", is_flag=True, help="The table on stdout, nothing else.")
+def paper(
+    out: Path,
+    latency_model: str,
+    scale: float,
+    measured: tuple[Path, ...],
+    workers: int,
+    as_json: bool,
+) -> None:
     """Simulate the eLLM paper's figures and tables, and write one HTML report: what the paper
     said, what the simulator says, what was measured here, and why they differ.
     """
-    from ellm_sgl.eval.paper.report import evaluate, read_measured, render
+    from ellm_sgl.eval.paper.measured import read_measured
+    from ellm_sgl.eval.paper.report import evaluate, render
+    from ellm_sgl.eval.paper.table import rows
 
     try:
-        known = read_measured(measured) if measured is not None else {}
+        known = read_measured(measured)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
     with Progress(console=Console(stderr=True)) as bar:
@@ -58,4 +76,8 @@ def paper(out: Path, latency_model: str, scale: float, measured: Path | None, wo
         out.write_text(render(results))
     except OSError as error:
         raise click.ClickException(f"{out}: cannot be written: {error}") from None
-    click.echo(f"wrote {out}")
+    if as_json:
+        table = [dataclasses.asdict(row) for row in rows(results)]
+        click.echo(json.dumps({"report": str(out), "rows": table}))
+    else:
+        click.echo(f"wrote {out}")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 from ellm_sgl import __version__
-from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.paper import plots
 from ellm_sgl.eval.paper.bounds import bounds
 from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
 from ellm_sgl.eval.paper.local import TOKENS, decisions, table_times
+from ellm_sgl.eval.paper.measured import Measured
 from ellm_sgl.eval.paper.plan import (
     EAGER,
     GROUPS,
@@ -42,7 +40,7 @@ def evaluate(
     scale: float,
     latency_model: str,
     workers: int,
-    measured: dict[str, float],
+    measured: Measured,
     begin: Callable[[int], None],
     tick: Callable[[Done], None],
 ) -> Results:
@@ -52,7 +50,7 @@ def evaluate(
         scale: of the number of requests; 1 is the full evaluation.
         latency_model: "roofline" or "paper".
         workers: processes.
-        measured: see `Results.measured`.
+        measured: what real servers did.
         begin: called with the number of simulations.
         tick: called as each is done.
     """
@@ -64,21 +62,6 @@ def evaluate(
     settings = Settings(latency_model=latency_model)
     limits = [bounds(preset(name), TOKENS, settings) for name in PRESETS]
     return Results(done, limits, timed, tables, latency_model, scale, measured)
-
-
-def read_measured(path: Path) -> dict[str, float]:
-    """What `python -m ellm_sgl.eval.validate --json` found.
-
-    Raises:
-        ConfigError: it cannot be read, or is something else.
-    """
-    try:
-        found = json.loads(path.read_text())["mape"]
-        return {str(name): float(value) for name, value in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: not the JSON of `python -m ellm_sgl.eval.validate --json`: {error!r}"
-        ) from None
 
 
 def render(results: Results) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ellm_sgl.eval.paper.bounds import Bounds
 from ellm_sgl.eval.paper.jobs import Done
 from ellm_sgl.eval.paper.local import TableTime
+from ellm_sgl.eval.paper.measured import Measured
 from ellm_sgl.serve.policies_bench import PolicyBench
 
 BASELINES = ("recompute", "swap", "hcache")
@@ -23,8 +24,8 @@ class Results:
     table_times: Sequence[TableTime]
     latency_model: str
     scale: float
-    measured: dict[str, float] = field(default_factory=dict)
-    """MAPE of the simulator against a real server, by figure; see `ellm_sgl.eval.validate`."""
+    measured: Measured
+    """What real servers did."""
 
     def of(self, figure: str) -> list[Done]:
         return [d for d in self.done if d.job.figure == figure]

@@ -29,6 +29,7 @@ from ellm_sgl.latency import (
     LatencyModel,
     PaperLatencyModel,
     RooflineLatencyModel,
+    StepWork,
 )
 from ellm_sgl.policies.registry import create
 
@@ -73,6 +74,11 @@ class Settings:
     """What successive steps take, in multiples of the latency model's time, over and over: as
     measured. The policy's model then learns from such steps, as a server's does (with a stride of
     1). Empty: steps take what the model says, and the policy knows it."""
+    calibrated: HardwareProfile | None = None
+    """What the policy's model begins with where it learns: a server's own calibration at start-up.
+    None: the device's."""
+    experience: tuple[tuple[StepWork, float], ...] = ()
+    """Steps, and their seconds, that the policy's model has learnt from before."""
     stride: int = 8
     """Decode steps that one decision is good for, at most. 1 is what a server does; more is
     faster, and less exact: see `engine`."""
@@ -93,6 +99,8 @@ class Settings:
             raise ConfigError(f"stride {self.stride}: uneven steps are learnt from one by one; 1")
         if self.unevenness and self.latency_model != "roofline":
             raise ConfigError(f"unevenness: the model {self.latency_model} does not learn")
+        if (self.calibrated or self.experience) and not self.unevenness:
+            raise ConfigError("calibrated, experience: only a model that meets unevenness learns")
         if not self.model_error > -1:
             raise ConfigError(f"model_error {self.model_error}: must be above -1")
 
@@ -100,9 +108,11 @@ class Settings:
 def policy_model(machine: Machine, settings: Settings) -> LatencyModel:
     """What the policy is told of a step: what it takes, or what a server would have learnt."""
     if settings.unevenness:
-        return RooflineLatencyModel(
-            machine.shape, slower(machine.profile, 1 + settings.model_error)
-        )
+        profile = settings.calibrated or machine.profile
+        model = RooflineLatencyModel(machine.shape, slower(profile, 1 + settings.model_error))
+        for work, seconds in settings.experience:
+            model.observe(work, seconds)
+        return model
     return device_model(machine, settings, settings.model_error)
 
 
@@ -157,11 +167,12 @@ def build_mode(
     host = 0 if settings.restore == "recompute" else machine.host_tokens
     host_blocks = -(-logical // block) if host is None else host // block
     table = PageTable(pool, -(-logical // block), units, host_blocks * pool.num_groups)
+    known = settings.calibrated or machine.profile
     loop = ControlLoop(
         create(settings.policy, settings.policy_options),
         math.inf,
         StepLog(policy_model(machine, settings), clock),
-        ServerLimits(shape, machine.profile, settings.max_running, settings.tpot_slo_s, transient),
+        ServerLimits(shape, known, settings.max_running, settings.tpot_slo_s, transient),
     )
     return Elastic(table, load, progress, loop, transient)
 

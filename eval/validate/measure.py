@@ -44,7 +44,6 @@ AROUND = 2
 """Runs of the reference load before a configuration, and after it, that its slowness is from."""
 DRAWS = 4
 """Predictions whose mean is one: each meets the machine's unevenness elsewhere."""
-LONE_REQUESTS, LONE_TOKENS, LONE_GAP_S = 9, 12, 0.5
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,11 @@ class _Taught:
     """What the machine was found to be, before any configuration was run."""
 
     machine: Machine
+    """As fitted to the steps."""
+    calibrated: HardwareProfile
+    """What the server took the machine for when it started: its policy's model began with it,"""
+    steps: tuple[tuple[StepWork, float], ...]
+    """and has learnt from these since."""
     capacity: float
     """Output tokens per second with ample memory."""
     request_s: float
@@ -116,11 +120,14 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     burst = _replay(server, REFERENCE, BURST.trace(1.0, TEACHING_SEED), TEACHING_SEED)
     reference = REFERENCE.cell.trace(burst.tokens_per_s, TEACHING_SEED)
     steps: Steps = []
+    ttfts = []
     for configuration in TEACHING:
         say(f"learning the machine: {configuration}")
         trace = configuration.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-        steps += _steps_of(server, configuration, trace)
-        steps += _steps_of(server, REFERENCE, reference)
+        steps += _steps_of(server, configuration, trace)[0]
+        of_reference, replayed = _steps_of(server, REFERENCE, reference)
+        steps += of_reference
+        ttfts.append(replayed.ttft.mean)
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
     model = RooflineLatencyModel(machine.shape, profile)
@@ -129,37 +136,41 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     error = float(np.abs(predicted / seconds - 1).mean())
     unevenness = seconds / predicted
     unevenness /= unevenness.mean()
-    request_s = _request_seconds(server, machine, say)
-    return _Taught(machine, burst.tokens_per_s, request_s, reference, error, unevenness)
+    taught = _Taught(
+        machine=machine,
+        calibrated=unfitted.profile,
+        steps=tuple(steps),
+        capacity=burst.tokens_per_s,
+        request_s=0.0,
+        reference=reference,
+        latency_model=error,
+        unevenness=unevenness,
+    )
+    # With memory for all, what the simulator leaves out of a TTFT is what HTTP takes.
+    request_s = statistics.fmean(ttfts) - _simulate(taught, REFERENCE, reference).ttft.mean
+    return dataclasses.replace(taught, request_s=request_s)
 
 
-def _steps_of(server: ServerProcess, configuration: Configuration, trace: Trace) -> Steps:
+def _steps_of(
+    server: ServerProcess, configuration: Configuration, trace: Trace
+) -> tuple[Steps, Summary]:
     """Replay, and return the steps that it took, with their times."""
     before = server.state()["steps_total"]
-    _replay(server, configuration, trace, TEACHING_SEED)
+    summary = _replay(server, configuration, trace, TEACHING_SEED)
     new = server.state()["steps_total"] - before
     fields = [f.name for f in dataclasses.fields(StepWork)]
-    return [
+    steps = [
         (StepWork(**{name: step[name] for name in fields}), step["seconds"])
         for step in server.steps()[-new:]
     ]
+    return steps, summary
 
 
 def _slowness(server: ServerProcess, taught: _Taught) -> float:
     """How much longer the reference load's steps take than when the machine was learnt."""
-    steps = _steps_of(server, REFERENCE, taught.reference)
+    steps, _ = _steps_of(server, REFERENCE, taught.reference)
     model = RooflineLatencyModel(taught.machine.shape, taught.machine.profile)
     return sum(s for _, s in steps) / sum(float(model.step_seconds(w)) for w, _ in steps)
-
-
-def _request_seconds(server: ServerProcess, machine: Machine, say: Say) -> float:
-    """TTFT of requests that are alone, less what the simulator says of them."""
-    say("learning the machine: requests that are alone")
-    at_s = np.linspace(0.0, LONE_GAP_S * LONE_REQUESTS, LONE_REQUESTS)
-    lengths = np.full(LONE_REQUESTS, LONE_TOKENS)
-    trace = Trace(at_s, 2 * lengths, lengths)
-    measured = _replay(server, REFERENCE, trace, OTHER_SEED).ttft.p50
-    return measured - _simulate(machine, REFERENCE, trace, np.ones(1)).ttft.p50
 
 
 def _run_all(
@@ -197,12 +208,11 @@ def _compare(taught: _Taught, runs: Sequence[_Run]) -> Comparison:
 
 def _predict(taught: _Taught, run: _Run) -> dict[str, float]:
     """The mean of several predictions, which begin evenly spaced in the machine's unevenness."""
-    trace, machine = run.configuration.cell.trace(taught.capacity, seed=0), taught.machine
-    slowed = dataclasses.replace(machine, profile=slower(machine.profile, run.slowness))
+    trace = run.configuration.cell.trace(taught.capacity, seed=0)
     found = []
-    for begin in np.arange(DRAWS) * len(taught.unevenness) // DRAWS:
-        unevenness = np.roll(taught.unevenness, -begin)
-        summary = _simulate(slowed, run.configuration, trace, unevenness)
+    for draw in range(DRAWS):
+        begin = draw * len(taught.unevenness) // DRAWS
+        summary = _simulate(taught, run.configuration, trace, run.slowness, begin)
         found.append({name: value(summary) for name, value in MEASURES.items()})
     mean = mean_of(found)
     return mean | {"ttft": mean["ttft"] + taught.request_s * run.slowness}
@@ -227,8 +237,13 @@ def _replay(
 
 
 def _simulate(
-    machine: Machine, configuration: Configuration, trace: Trace, unevenness: FloatArray
+    taught: _Taught,
+    configuration: Configuration,
+    trace: Trace,
+    slowness: float = 1.0,
+    begin: int = 0,
 ) -> Summary:
+    """What the simulator says of these requests. `begin`: where it meets the unevenness first."""
     settings = Settings(
         mode=configuration.mode,
         policy=configuration.policy,
@@ -237,8 +252,11 @@ def _simulate(
         max_running=MAX_RUNNING,
         chunk_tokens=CHUNK_TOKENS,
         late_results=True,
-        unevenness=tuple(unevenness.tolist()),
+        unevenness=tuple(np.roll(taught.unevenness, -begin).tolist()),
+        calibrated=taught.calibrated,
+        experience=taught.steps,
         stride=1,
     )
-    limited = machine.limited(configuration.cell.device_tokens, None)
-    return simulate(limited, settings, Load.of(trace)).summary
+    machine = taught.machine.limited(configuration.cell.device_tokens, None)
+    machine = dataclasses.replace(machine, profile=slower(machine.profile, slowness))
+    return simulate(machine, settings, Load.of(trace)).summary

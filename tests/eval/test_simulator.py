@@ -12,8 +12,10 @@ from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.simulator import MODES, Load, Settings, Simulation, preset, simulate
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.report import sum_up
+from ellm_sgl.eval.simulator.settings import slower
 from ellm_sgl.eval.traces import Trace
 from ellm_sgl.eval.workloads import paper_workload
+from ellm_sgl.latency import RooflineLatencyModel, StepWork
 
 L4 = preset("llama3-8b").limited(3000, None)
 """Little memory, and a link that restores a third of it per step."""
@@ -156,6 +158,29 @@ def test_with_uneven_steps_the_policys_model_learns():
     assert last.predicted_s == pytest.approx(last.seconds, rel=0.01)
 
 
+def test_the_policys_model_begins_with_what_its_server_took_the_machine_for():
+    load = Load.of(Trace(np.zeros(2), np.array([64, 64]), np.array([200, 300])))
+    believed = slower(L4.profile, 0.5)
+    settings = Settings("ellm", stride=1, unevenness=(1.0,), calibrated=believed)
+
+    def begin(settings: Settings) -> tuple[float, float]:
+        """(predicted, taken) of the first step."""
+        run = Simulation(L4, settings, load)
+        run.run()
+        assert isinstance(run.mode, Elastic)
+        first = run.mode.loop.steps.reports[0]
+        return first.predicted_s, first.seconds
+
+    predicted, seconds = begin(settings)
+    assert predicted == pytest.approx(seconds / 2, rel=0.01)
+    known = RooflineLatencyModel(L4.shape, L4.profile)
+    steps = [StepWork(decode_rows=b, decode_tokens=100 * b, prefill_rows=0) for b in range(1, 40)]
+    steps += [StepWork(0, 0, prefill_rows=n, prefill_pairs=n * n / 2) for n in range(64, 164)]
+    experience = tuple((work, float(known.step_seconds(work))) for work in steps)
+    predicted, seconds = begin(dataclasses.replace(settings, experience=experience))
+    assert predicted == pytest.approx(seconds, rel=0.1)
+
+
 def test_times_are_the_latency_models():
     load = Load.of(Trace(np.zeros(1), np.array([64]), np.array([3])))
     roofline, paper = (simulate(L4, Settings(latency_model=m), load) for m in ("roofline", "paper"))
@@ -174,6 +199,7 @@ def test_times_are_the_latency_models():
         ({"unevenness": (1.0, 0.0)}, "unevenness: every factor"),
         ({"unevenness": (1.0,)}, "stride 8"),
         ({"unevenness": (1.0,), "stride": 1, "latency_model": "paper"}, "paper does not learn"),
+        ({"calibrated": L4.profile}, "only a model that meets unevenness learns"),
         ({"chunk_tokens": 8}, "less than one block"),
     ],
 )

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ellm_sgl.eval.paper.jobs import distinct, run_all
+from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
+from ellm_sgl.eval.paper.measured import Gain, Measured, read_measured
 from ellm_sgl.eval.paper.plan import plan
-from ellm_sgl.eval.paper.report import read_measured
 from ellm_sgl.serve.cli import main
 
 SMALL = ["simulate", "--preset", "llama3-8b", "--requests", "12", "--scale-lengths", "0.1"]
@@ -85,29 +85,69 @@ def test_a_simulation_that_two_figures_ask_for_runs_once():
     jobs = [job for job in plan(0.02, "roofline") if job.machine == "llama3-8b"]
     shared = [j for j in jobs if j.variant == "fcfs, both" or (j.figure, j.x) == ("6.6", 0.0)]
     other = next(j for j in jobs if j.variant == "swap only")
-    ticked = []
+    ticked: list[Done] = []
     done = run_all([*shared, other], 1, ticked.append)
     assert [d.job for d in done] == [*shared, other]
     assert len(shared) == 2 and len(ticked) == len(distinct([*shared, other])) == 2
     assert done[0].report is done[1].report is not done[2].report
 
 
-def test_measured_figures_are_read(tmp_path: Path):
-    path = tmp_path / "measured.json"
-    path.write_text('{"mape": {"ttft": 0.1}}')
-    assert read_measured(path) == {"ttft": 0.1}
-    path.write_text("[]")
+CELL = {"factor": 3.0, "outputs": "known"}
+RATIOS = {"cell": CELL, "best": "stock", "of_best": 1.5, "ttft_mean_of_best": 0.25}
+MEASURED = {
+    "validate": {"mape": {"ttft": 0.1}},
+    "compare": {"ratios": [RATIOS], "scenario": {"model_path": "/models/some"}},
+    "sweep": {"goodput": {"ellm": {"by_seed": [6, 9.0]}, "stock": {"by_seed": [3.0, 3]}}},
+    "groups": {
+        "server": [{"layer_group": 4, "ratio": r, "page_table_share": 0.125} for r in (0.0, 0.5)],
+        "table": [{"layer_group": 4, "fragmentation": 0.0625}],
+    },
+    "fusion": [{"requests": 1, "prompt_tokens": 64, "separate_ms": 5.0, "ratio": 1.25}],
+}
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> list[Path]:
+    """A file of each command that measures."""
+    for name, document in MEASURED.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    return [tmp_path / f"{name}.json" for name in MEASURED]
+
+
+def test_measured_figures_are_read(measured: list[Path]):
+    load = "some, 3 x memory, output lengths known"
+    assert read_measured(measured) == Measured(
+        errors={"ttft": 0.1},
+        gains=(Gain(load, "stock", tokens_per_s=1.5, ttft=4.0),),
+        goodput_gains=(2.0, 3.0),
+        fragmentation={4: 0.0625},
+        table_shares={4: 0.125},
+        fused={"1 x 64 tokens": 0.8},
+    )
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "not JSON", '{"mape": {"ttft": "fast"}}'])
+def test_other_files_are_refused(tmp_path: Path, text: str):
+    path = tmp_path / "other.json"
+    path.write_text(text)
     done = run("paper", "--measured", str(path), "--out", str(tmp_path / "r.html"))
-    assert done.exit_code == 1 and "not the JSON of" in done.output
+    assert done.exit_code == 1 and f"{path}: not the JSON of ellm-sgl compare" in done.output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("latency_model", ["roofline", "paper"])
-def test_the_report_needs_no_network_and_names_all_figures(tmp_path: Path, latency_model: str):
+def test_the_report_needs_no_network_and_names_all_figures(
+    tmp_path: Path, measured: list[Path], latency_model: str
+):
     out = tmp_path / "r.html"
-    done = run("paper", "--scale", "0.004", "--workers", "1", "--out", str(out),
-               "--latency-model", latency_model)  # fmt: skip
+    files = [argument for path in measured for argument in ("--measured", str(path))]
+    done = run("paper", "--scale", "0.004", "--workers", "1", "--out", str(out), *files,
+               "--latency-model", latency_model, "--json")  # fmt: skip
     assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["report"] == str(out)
+    real = [r["measured"] for r in said["rows"] if "Real servers" in r["why"]]
+    assert real == [1.5, 4.0, 0.8, 2.5]
     text = out.read_text()
     for link in ("<script", "<link", "<img", 'src="http', "@import", 'href="http'):
         assert link not in text

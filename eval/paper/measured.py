@@ -1,0 +1,103 @@
+"""What real servers on this machine did: the JSON of the measuring commands, for the table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ellm_sgl.config import ConfigError
+
+COMMANDS = (
+    "ellm-sgl compare",
+    "python -m ellm_sgl.eval.validate",
+    "python -m ellm_sgl.eval.load_sweep",
+    "python -m ellm_sgl.eval.layer_groups",
+    "python -m ellm_sgl.eval.fusion",
+)
+"""Those whose `--json` is understood."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """eLLM beside the best baseline under one load."""
+
+    load: str
+    best: str
+    tokens_per_s: float
+    """Of eLLM, over the baseline's."""
+    ttft: float
+    """Of the baseline, over eLLM's."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found; nothing where a command was not run."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    """MAPE of the simulator against a real server, by figure."""
+    gains: tuple[Gain, ...] = ()
+    goodput_gains: tuple[float, ...] = ()
+    """Goodput of eLLM over stock SGLang's, by seed."""
+    fragmentation: dict[int, float] = field(default_factory=dict)
+    """By F; of the page table, with requests of the paper's lengths."""
+    table_shares: dict[int, float] = field(default_factory=dict)
+    """By F: the page table's share of a server's time, half of the KV restored."""
+    fused: dict[str, float] = field(default_factory=dict)
+    """By load: time of a step in one pass over that in two."""
+
+
+def read_measured(paths: Sequence[Path]) -> Measured:
+    """Read what `COMMANDS` printed with `--json`; of two files of one command the last counts,
+    but loads of `ellm-sgl compare` are put together.
+
+    Raises:
+        ConfigError: a file cannot be read, or is something else.
+    """
+    found = Measured()
+    for path in paths:
+        try:
+            found = _with(found, json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}: not the JSON of {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}: {error!r}"
+            ) from None
+    return found
+
+
+def _with(found: Measured, document: Any) -> Measured:
+    match document:
+        case {"mape": errors}:
+            return replace(found, errors={str(k): float(v) for k, v in errors.items()})
+        case {"ratios": ratios, "scenario": scenario}:
+            model = Path(scenario["model_path"] or "demo model").name
+            return replace(found, gains=found.gains + tuple(_gain(model, r) for r in ratios))
+        case {"goodput": {"ellm": ours, "stock": theirs}}:
+            pairs = zip(ours["by_seed"], theirs["by_seed"], strict=True)
+            return replace(found, goodput_gains=tuple(a / b for a, b in pairs if b))
+        case {"server": servers, "table": table}:
+            shares = {s["layer_group"]: s["page_table_share"] for s in servers if s["ratio"]}
+            wasted = {t["layer_group"]: t["fragmentation"] for t in table}
+            return replace(found, table_shares=shares, fragmentation=wasted)
+        case [{"separate_ms": _}, *_]:
+            loads = {f"{c['requests']} x {c['prompt_tokens']} tokens": c for c in document}
+            return replace(found, fused={load: 1 / c["ratio"] for load, c in loads.items()})
+    raise ValueError("its keys are none of theirs")
+
+
+def _gain(model: str, ratios: dict[str, Any]) -> Gain:
+    cell = ratios["cell"]
+    return Gain(
+        load=f"{model}, {cell['factor']:g} x memory, output lengths {cell['outputs']}",
+        best=ratios["best"],
+        tokens_per_s=float(ratios["of_best"]),
+        ttft=1 / float(ratios["ttft_mean_of_best"]),
+    )
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None of nothing."""
+    return statistics.median(values) if values else None
