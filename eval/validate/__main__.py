@@ -2,9 +2,9 @@
 
 Serves each model (the demo model unless told otherwise; `python -m ellm_sgl.eval.tiny_models`
 writes random ones) in every mode. Loads of their own teach the simulator the machine: the hardware
-profile is fitted to the steps that the server reports, and requests that are alone tell what HTTP
-takes. Then each configuration of load, memory, policy and mode is replayed and simulated. About 6
-minutes for the demo model, more for larger ones; nothing else should run.
+profile is fitted to the steps that the server reports, and requests that find memory for all tell
+what HTTP takes. Then each configuration of load, memory, policy and mode is replayed and simulated.
+About 6 minutes for the demo model, more for larger ones; nothing else should run.
 """
 
 from __future__ import annotations
