@@ -61,7 +61,7 @@ def read_measured(paths: Sequence[Path]) -> Measured:
     for path in paths:
         try:
             found = _with(found, json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ConfigError(
                 f"{path}: not the JSON of {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}: {error!r}"
             ) from None

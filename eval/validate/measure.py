@@ -76,6 +76,9 @@ class _Run:
     configuration: Configuration
     measured: Summary
     slowness: float
+    """Of the reference load around it."""
+    own_slowness: float
+    """Of its own steps."""
 
 
 def validate(
@@ -124,8 +127,8 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     for configuration in TEACHING:
         say(f"learning the machine: {configuration}")
         trace = configuration.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-        steps += _steps_of(server, configuration, trace)[0]
-        of_reference, replayed = _steps_of(server, REFERENCE, reference)
+        steps += _steps_of(server, configuration, trace, TEACHING_SEED)[0]
+        of_reference, replayed = _steps_of(server, REFERENCE, reference, TEACHING_SEED)
         steps += of_reference
         ttfts.append(replayed.ttft.mean)
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
@@ -152,11 +155,11 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
 
 
 def _steps_of(
-    server: ServerProcess, configuration: Configuration, trace: Trace
+    server: ServerProcess, configuration: Configuration, trace: Trace, seed: int
 ) -> tuple[Steps, Summary]:
     """Replay, and return the steps that it took, with their times."""
     before = server.state()["steps_total"]
-    summary = _replay(server, configuration, trace, TEACHING_SEED)
+    summary = _replay(server, configuration, trace, seed)
     new = server.state()["steps_total"] - before
     fields = [f.name for f in dataclasses.fields(StepWork)]
     steps = [
@@ -166,11 +169,15 @@ def _steps_of(
     return steps, summary
 
 
-def _slowness(server: ServerProcess, taught: _Taught) -> float:
-    """How much longer the reference load's steps take than when the machine was learnt."""
-    steps, _ = _steps_of(server, REFERENCE, taught.reference)
+def _slowness(
+    server: ServerProcess, configuration: Configuration, taught: _Taught, trace: Trace, seed: int
+) -> tuple[float, Summary]:
+    """How much longer the load's steps take than the model says that was fitted to the machine
+    when it was learnt; and the replay."""
+    steps, summary = _steps_of(server, configuration, trace, seed)
     model = RooflineLatencyModel(taught.machine.shape, taught.machine.profile)
-    return sum(s for _, s in steps) / sum(float(model.step_seconds(w)) for w, _ in steps)
+    predicted = sum(float(model.step_seconds(w)) for w, _ in steps)
+    return sum(s for _, s in steps) / predicted, summary
 
 
 def _run_all(
@@ -182,18 +189,30 @@ def _run_all(
     """Run each, with the reference load between them; each one's slowness is the mean of the
     runs of that load around it: the speed of a shared machine drifts by a fifth within minutes,
     and two runs of one load one after the other differ by some hundredths."""
-    slowness = [_slowness(servers[Server(ELLM)], taught)]
-    measured = []
+
+    def of_reference() -> float:
+        server = servers[Server(ELLM)]
+        return _slowness(server, REFERENCE, taught, taught.reference, TEACHING_SEED)[0]
+
+    slowness = [of_reference()]
+    replays = []
     for configuration in configurations:
         say(str(configuration))
         trace = configuration.cell.trace(taught.capacity, seed=0)
-        measured.append(_replay(servers[configuration.server], configuration, trace, seed=0))
-        slowness.append(_slowness(servers[Server(ELLM)], taught))
-    around = [
-        statistics.fmean(slowness[max(i + 1 - AROUND, 0) : i + 1 + AROUND])
-        for i in range(len(measured))
+        server = servers[configuration.server]
+        replays.append(_slowness(server, configuration, taught, trace, seed=0))
+        slowness.append(of_reference())
+    return [
+        _Run(
+            configuration,
+            measured,
+            slowness=statistics.fmean(slowness[max(i + 1 - AROUND, 0) : i + 1 + AROUND]),
+            own_slowness=own,
+        )
+        for i, (configuration, (own, measured)) in enumerate(
+            zip(configurations, replays, strict=True)
+        )
     ]
-    return [_Run(*run) for run in zip(configurations, measured, around, strict=True)]
 
 
 def _compare(taught: _Taught, runs: Sequence[_Run]) -> Comparison:
@@ -202,20 +221,21 @@ def _compare(taught: _Taught, runs: Sequence[_Run]) -> Comparison:
         runs[0].configuration,
         statistics.fmean(r.slowness for r in runs),
         [{name: value(r.measured) for name, value in MEASURES.items()} for r in runs],
-        mean_of([_predict(taught, r) for r in runs]),
+        mean_of([_predict(taught, r.configuration, r.slowness) for r in runs]),
+        mean_of([_predict(taught, r.configuration, r.own_slowness) for r in runs]),
     )
 
 
-def _predict(taught: _Taught, run: _Run) -> dict[str, float]:
+def _predict(taught: _Taught, configuration: Configuration, slowness: float) -> dict[str, float]:
     """The mean of several predictions, which begin evenly spaced in the machine's unevenness."""
-    trace = run.configuration.cell.trace(taught.capacity, seed=0)
+    trace = configuration.cell.trace(taught.capacity, seed=0)
     found = []
     for draw in range(DRAWS):
         begin = draw * len(taught.unevenness) // DRAWS
-        summary = _simulate(taught, run.configuration, trace, run.slowness, begin)
+        summary = _simulate(taught, configuration, trace, slowness, begin)
         found.append({name: value(summary) for name, value in MEASURES.items()})
     mean = mean_of(found)
-    return mean | {"ttft": mean["ttft"] + taught.request_s * run.slowness}
+    return mean | {"ttft": mean["ttft"] + taught.request_s * slowness}
 
 
 def _replay(

@@ -21,11 +21,9 @@ CPU = HardwareProfile("cpu", 1e11, 1e10, 1e10, 1e-5, 1e-3, 1e-4, 1e11)
 def compared(
     configuration: Configuration, measured: float, predicted: float, ttft: float = 0.1
 ) -> Comparison:
-    return Comparison(
-        configuration, 1.0,
-        [{"tokens_per_s": measured, "ttft": 0.1, "tpot": 0.01}],
-        {"tokens_per_s": predicted, "ttft": ttft, "tpot": 0.01},
-    )  # fmt: skip
+    right = {"tokens_per_s": measured, "ttft": 0.1, "tpot": 0.01}
+    said = {"tokens_per_s": predicted, "ttft": ttft, "tpot": 0.01}
+    return Comparison(configuration, 1.0, [right], said, at_own_speed=right | {"ttft": 0.11})
 
 
 def validation(*comparisons: Comparison) -> Validation:
@@ -38,6 +36,9 @@ def test_errors_are_relative_to_what_was_measured():
     )
     assert found.mape["tokens_per_s"] == pytest.approx(0.15)
     assert found.mape["ttft"] == pytest.approx(0.25) and found.mape["tpot"] == 0.0
+    own = found.mape_at_own_speed
+    assert own == pytest.approx({"tokens_per_s": 0.0, "ttft": 0.1, "tpot": 0.0})
+    assert found.to_json()["mape_at_own_speed"] == own == overall([found])["mape_at_own_speed"]
 
 
 def test_replays_are_averaged_and_compared_with_each_other():
@@ -45,10 +46,10 @@ def test_replays_are_averaged_and_compared_with_each_other():
         {"tokens_per_s": t, "ttft": 0.1, "tpot": 0.01} for t in (100.0, 125.0, 100.0)
     )
     predicted = {"tokens_per_s": 90.0, "ttft": 0.1, "tpot": 0.01}
-    repeated = Comparison(CONFIGURATIONS[0], 1.0, [one, two], predicted)
+    repeated = Comparison(CONFIGURATIONS[0], 1.0, [one, two], predicted, predicted)
     assert repeated.measured["tokens_per_s"] == 112.5
     assert repeated.errors()["tokens_per_s"] == pytest.approx(0.2)
-    same = Comparison(CONFIGURATIONS[1], 1.0, [one, three], predicted)
+    same = Comparison(CONFIGURATIONS[1], 1.0, [one, three], predicted, predicted)
     found = validation(repeated, same)
     assert found.repeated is not None
     assert found.repeated["tokens_per_s"] == pytest.approx((0.2 + 0.25) / 2 / 2)

@@ -126,7 +126,16 @@ def test_measured_figures_are_read(measured: list[Path]):
     )
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "not JSON", '{"mape": {"ttft": "fast"}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        "not JSON",
+        '{"mape": {"ttft": "fast"}}',
+        '[{"separate_ms": 1, "requests": 1, "prompt_tokens": 64, "ratio": 0}]',
+    ],
+)
 def test_other_files_are_refused(tmp_path: Path, text: str):
     path = tmp_path / "other.json"
     path.write_text(text)
