@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -40,10 +43,25 @@ from ellm_sgl.serve.process import ServerError, ServerProcess, stop_on_signals
 Say = Callable[[str], None]
 Steps = list[tuple[StepWork, float]]
 TEACHING_SEED, OTHER_SEED = 100, 200
-AROUND = 2
-"""Runs of the reference load before a configuration, and after it, that its slowness is from."""
-DRAWS = 4
+BETWEEN = 4
+"""Configurations between two runs of the reference load."""
+DRAWS = 16
 """Predictions whose mean is one: each meets the machine's unevenness elsewhere."""
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """What steps took, in multiples of what the fitted model says of them."""
+
+    slowness: float
+    """Of them all: the mean."""
+    unevenness: FloatArray
+    """Each one's, over the mean."""
+
+    def beginning_at(self, share: float) -> _Pace:
+        """The same steps, in turn, but from another one on."""
+        skipped = int(share * len(self.unevenness))
+        return dataclasses.replace(self, unevenness=np.roll(self.unevenness, -skipped))
 
 
 @dataclass(frozen=True)
@@ -64,9 +82,8 @@ class _Taught:
     """A load that was among those learnt from: run again, it tells the machine's speed."""
     latency_model: float
     """MAPE of the fitted latency model over the steps it was fitted to."""
-    unevenness: FloatArray
-    """What those steps took, in the order in which they ran, in multiples of what the model says
-    of them and of the mean of that: it is met by steps of any size."""
+    pace: _Pace
+    """Of those steps, in the order in which they ran: it is met by steps of any size."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +92,7 @@ class _Run:
 
     configuration: Configuration
     measured: Summary
-    slowness: float
-    """Of the reference load around it."""
-    own_slowness: float
-    """Of its own steps."""
+    steps: Steps
 
 
 def validate(
@@ -105,12 +119,14 @@ def validate(
                            host_tokens=POOL_TOKENS)  # fmt: skip
         taught = _teach(servers[Server(ELLM)], unfitted, say)
         order = [configurations[:: 1 - 2 * (r % 2)] for r in range(rounds)]
-        runs = _run_all(servers, taught, list(chain.from_iterable(order)), say)
+        runs, slowness = _run_all(servers, taught, list(chain.from_iterable(order)), say)
     say("predicting")
-    compared = tuple(
-        _compare(taught, [r for r in runs if r.configuration == c]) for c in configurations
+    of_each = [[r for r in runs if r.configuration == c] for c in configurations]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        compared = tuple(pool.map(partial(_compare, taught, slowness), of_each))
+    return Validation(
+        str(model_path), taught.machine.profile, taught.latency_model, slowness, compared
     )
-    return Validation(str(model_path), taught.machine.profile, taught.latency_model, compared)
 
 
 def _profile(server: ServerProcess) -> HardwareProfile:
@@ -122,23 +138,17 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     _replay(server, REFERENCE, BURST.trace(1.0, OTHER_SEED), OTHER_SEED)  # the first is slow
     burst = _replay(server, REFERENCE, BURST.trace(1.0, TEACHING_SEED), TEACHING_SEED)
     reference = REFERENCE.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-    steps: Steps = []
-    ttfts = []
+    lessons = []
     for configuration in TEACHING:
         say(f"learning the machine: {configuration}")
         trace = configuration.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-        steps += _steps_of(server, configuration, trace, TEACHING_SEED)[0]
-        of_reference, replayed = _steps_of(server, REFERENCE, reference, TEACHING_SEED)
-        steps += of_reference
-        ttfts.append(replayed.ttft.mean)
+        lessons.append((_run(server, configuration, trace, TEACHING_SEED), trace))
+        lessons.append((_run(server, REFERENCE, reference, TEACHING_SEED), reference))
+    steps = [step for run, _ in lessons for step in run.steps]
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
-    model = RooflineLatencyModel(machine.shape, profile)
-    seconds = np.array([s for _, s in steps])
-    predicted = np.array([float(model.step_seconds(w)) for w, _ in steps])
-    error = float(np.abs(predicted / seconds - 1).mean())
-    unevenness = seconds / predicted
-    unevenness /= unevenness.mean()
+    pace = _pace(machine, steps)
+    error = float(np.abs(1 / (pace.slowness * pace.unevenness) - 1).mean())
     taught = _Taught(
         machine=machine,
         calibrated=unfitted.profile,
@@ -147,17 +157,19 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
         request_s=0.0,
         reference=reference,
         latency_model=error,
-        unevenness=unevenness,
+        pace=pace,
     )
-    # With memory for all, what the simulator leaves out of a TTFT is what HTTP takes.
-    request_s = statistics.fmean(ttfts) - _simulate(taught, REFERENCE, reference).ttft.mean
-    return dataclasses.replace(taught, request_s=request_s)
+    # What the simulator leaves out of a TTFT, given how long each step took, is what HTTP takes.
+    left_out = [
+        run.measured.ttft.mean
+        - _simulate(taught, run.configuration, trace, _pace(machine, run.steps)).ttft.mean
+        for run, trace in lessons
+    ]
+    return dataclasses.replace(taught, request_s=statistics.median(left_out))
 
 
-def _steps_of(
-    server: ServerProcess, configuration: Configuration, trace: Trace, seed: int
-) -> tuple[Steps, Summary]:
-    """Replay, and return the steps that it took, with their times."""
+def _run(server: ServerProcess, configuration: Configuration, trace: Trace, seed: int) -> _Run:
+    """Replay; with the steps that it took, and their times."""
     before = server.state()["steps_total"]
     summary = _replay(server, configuration, trace, seed)
     new = server.state()["steps_total"] - before
@@ -166,18 +178,13 @@ def _steps_of(
         (StepWork(**{name: step[name] for name in fields}), step["seconds"])
         for step in server.steps()[-new:]
     ]
-    return steps, summary
+    return _Run(configuration, summary, steps)
 
 
-def _slowness(
-    server: ServerProcess, configuration: Configuration, taught: _Taught, trace: Trace, seed: int
-) -> tuple[float, Summary]:
-    """How much longer the load's steps take than the model says that was fitted to the machine
-    when it was learnt; and the replay."""
-    steps, summary = _steps_of(server, configuration, trace, seed)
-    model = RooflineLatencyModel(taught.machine.shape, taught.machine.profile)
-    predicted = sum(float(model.step_seconds(w)) for w, _ in steps)
-    return sum(s for _, s in steps) / predicted, summary
+def _pace(machine: Machine, steps: Steps) -> _Pace:
+    model = RooflineLatencyModel(machine.shape, machine.profile)
+    slowness = np.array([seconds / float(model.step_seconds(work)) for work, seconds in steps])
+    return _Pace(float(slowness.mean()), slowness / slowness.mean())
 
 
 def _run_all(
@@ -185,57 +192,49 @@ def _run_all(
     taught: _Taught,
     configurations: Sequence[Configuration],
     say: Say,
-) -> list[_Run]:
-    """Run each, with the reference load between them; each one's slowness is the mean of the
-    runs of that load around it: the speed of a shared machine drifts by a fifth within minutes,
-    and two runs of one load one after the other differ by some hundredths."""
+) -> tuple[list[_Run], float]:
+    """Run each, and now and then the reference load, whose steps tell how much slower the machine
+    is than when it was learnt. The mean of all counts: one replay's steps and those of the next
+    differ by a quarter, and say nothing of each other (docs/evaluation.md)."""
 
-    def of_reference() -> float:
-        server = servers[Server(ELLM)]
-        return _slowness(server, REFERENCE, taught, taught.reference, TEACHING_SEED)[0]
+    def slowness() -> float:
+        run = _run(servers[Server(ELLM)], REFERENCE, taught.reference, TEACHING_SEED)
+        return _pace(taught.machine, run.steps).slowness
 
-    slowness = [of_reference()]
-    replays = []
-    for configuration in configurations:
+    found = [slowness()]
+    runs = []
+    for number, configuration in enumerate(configurations, 1):
         say(str(configuration))
         trace = configuration.cell.trace(taught.capacity, seed=0)
-        server = servers[configuration.server]
-        replays.append(_slowness(server, configuration, taught, trace, seed=0))
-        slowness.append(of_reference())
-    return [
-        _Run(
-            configuration,
-            measured,
-            slowness=statistics.fmean(slowness[max(i + 1 - AROUND, 0) : i + 1 + AROUND]),
-            own_slowness=own,
-        )
-        for i, (configuration, (own, measured)) in enumerate(
-            zip(configurations, replays, strict=True)
-        )
-    ]
+        runs.append(_run(servers[configuration.server], configuration, trace, seed=0))
+        if number % BETWEEN == 0:
+            found.append(slowness())
+    return runs, statistics.fmean(found)
 
 
-def _compare(taught: _Taught, runs: Sequence[_Run]) -> Comparison:
-    """All replays of one configuration beside their predictions."""
+def _compare(taught: _Taught, slowness: float, runs: Sequence[_Run]) -> Comparison:
+    """All replays of one configuration, what was to be expected of it at the machine's slowness,
+    and what is to be expected knowing how long each of the replays' steps took."""
+    configuration = runs[0].configuration
+    pace = dataclasses.replace(taught.pace, slowness=slowness)
+    expected = [pace.beginning_at(draw / DRAWS) for draw in range(DRAWS)]
+    own = [_pace(taught.machine, run.steps) for run in runs]
     return Comparison(
-        runs[0].configuration,
-        statistics.fmean(r.slowness for r in runs),
-        [{name: value(r.measured) for name, value in MEASURES.items()} for r in runs],
-        mean_of([_predict(taught, r.configuration, r.slowness) for r in runs]),
-        mean_of([_predict(taught, r.configuration, r.own_slowness) for r in runs]),
+        configuration,
+        [_measures(run.measured) for run in runs],
+        mean_of([_predict(taught, configuration, pace) for pace in expected]),
+        mean_of([_predict(taught, configuration, pace) for pace in own]),
     )
 
 
-def _predict(taught: _Taught, configuration: Configuration, slowness: float) -> dict[str, float]:
-    """The mean of several predictions, which begin evenly spaced in the machine's unevenness."""
+def _measures(summary: Summary) -> dict[str, float]:
+    return {name: value(summary) for name, value in MEASURES.items()}
+
+
+def _predict(taught: _Taught, configuration: Configuration, pace: _Pace) -> dict[str, float]:
     trace = configuration.cell.trace(taught.capacity, seed=0)
-    found = []
-    for draw in range(DRAWS):
-        begin = draw * len(taught.unevenness) // DRAWS
-        summary = _simulate(taught, configuration, trace, slowness, begin)
-        found.append({name: value(summary) for name, value in MEASURES.items()})
-    mean = mean_of(found)
-    return mean | {"ttft": mean["ttft"] + taught.request_s * slowness}
+    found = _measures(_simulate(taught, configuration, trace, pace))
+    return found | {"ttft": found["ttft"] + taught.request_s * pace.slowness}
 
 
 def _replay(
@@ -256,14 +255,8 @@ def _replay(
     return summary
 
 
-def _simulate(
-    taught: _Taught,
-    configuration: Configuration,
-    trace: Trace,
-    slowness: float = 1.0,
-    begin: int = 0,
-) -> Summary:
-    """What the simulator says of these requests. `begin`: where it meets the unevenness first."""
+def _simulate(taught: _Taught, configuration: Configuration, trace: Trace, pace: _Pace) -> Summary:
+    """What the simulator says of these requests."""
     settings = Settings(
         mode=configuration.mode,
         policy=configuration.policy,
@@ -272,11 +265,11 @@ def _simulate(
         max_running=MAX_RUNNING,
         chunk_tokens=CHUNK_TOKENS,
         late_results=True,
-        unevenness=tuple(np.roll(taught.unevenness, -begin).tolist()),
+        unevenness=tuple(pace.unevenness.tolist()),
         calibrated=taught.calibrated,
         experience=taught.steps,
         stride=1,
     )
     machine = taught.machine.limited(configuration.cell.device_tokens, None)
-    machine = dataclasses.replace(machine, profile=slower(machine.profile, slowness))
+    machine = dataclasses.replace(machine, profile=slower(machine.profile, pace.slowness))
     return simulate(machine, settings, Load.of(trace)).summary

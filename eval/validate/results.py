@@ -36,13 +36,11 @@ class Comparison:
     """One configuration. Keys are those of `MEASURES`; seconds, or tokens per second."""
 
     configuration: Configuration
-    slowness: float
-    """How much longer steps took then than when the machine was learnt; mean over the replays."""
     replays: Sequence[dict[str, float]]
     predicted: dict[str, float]
-    at_own_speed: dict[str, float]
-    """What would have been predicted, had it been known how slow the replay's own steps would be:
-    what is wrong with this is the simulator's alone, not the machine's unevenness."""
+    given_steps: dict[str, float]
+    """What would have been predicted, had it been known how much longer than the model says each
+    step of the replays would take: what is wrong with this is not the machine's unevenness."""
 
     @property
     def measured(self) -> dict[str, float]:
@@ -53,9 +51,9 @@ class Comparison:
         """|predicted - measured| / measured."""
         return self._errors(self.predicted)
 
-    def errors_at_own_speed(self) -> dict[str, float]:
-        """Those of `at_own_speed`."""
-        return self._errors(self.at_own_speed)
+    def errors_given_steps(self) -> dict[str, float]:
+        """Those of `given_steps`."""
+        return self._errors(self.given_steps)
 
     def _errors(self, predicted: dict[str, float]) -> dict[str, float]:
         return {n: abs(predicted[n] / m - 1) for n, m in self.measured.items()}
@@ -90,6 +88,8 @@ class Validation:
     hardware: HardwareProfile
     latency_model: float
     """MAPE of the fitted latency model over the steps it was fitted to."""
+    slowness: float
+    """How much longer steps took later than when the machine was learnt."""
     comparisons: Sequence[Comparison]
 
     @property
@@ -98,8 +98,8 @@ class Validation:
         return mean_of(errors) | {"latency_model": self.latency_model}
 
     @property
-    def mape_at_own_speed(self) -> dict[str, float]:
-        return mean_of([c.errors_at_own_speed() for c in self.comparisons])
+    def mape_given_steps(self) -> dict[str, float]:
+        return mean_of([c.errors_given_steps() for c in self.comparisons])
 
     @property
     def repeated(self) -> dict[str, float] | None:
@@ -118,8 +118,9 @@ class Validation:
         return {
             "model_path": self.model_path,
             "hardware": dataclasses.asdict(self.hardware),
+            "slowness": self.slowness,
             "mape": self.mape,
-            "mape_at_own_speed": self.mape_at_own_speed,
+            "mape_given_steps": self.mape_given_steps,
             "rankings": [dataclasses.asdict(r) | {"correct": r.correct} for r in self.rankings()],
             "repeated": self.repeated,
             "configurations": [
@@ -148,7 +149,7 @@ def overall(validations: Sequence[Validation]) -> dict[str, Any]:
             **mean_of([c.errors() for c in every]),
             "latency_model": statistics.fmean(v.latency_model for v in validations),
         },
-        "mape_at_own_speed": mean_of([c.errors_at_own_speed() for c in every]),
+        "mape_given_steps": mean_of([c.errors_given_steps() for c in every]),
         "repeated": _repeated(every),
         "configurations": len(every),
         "rankings_correct": sum(r.correct for r in rankings),
@@ -179,8 +180,8 @@ def table(validation: Validation) -> Table:
             f"{m['tpot'] * 1e3:.1f} / {p['tpot'] * 1e3:.1f}",
         )
     drawn.add_row("MAPE", *(f"{validation.mape[name]:.1%}" for name in MEASURES))
-    own = validation.mape_at_own_speed
-    drawn.add_row("MAPE at each replay's own speed", *(f"{own[name]:.1%}" for name in MEASURES))
+    given = validation.mape_given_steps
+    drawn.add_row("MAPE given the steps' times", *(f"{given[name]:.1%}" for name in MEASURES))
     if repeated := validation.repeated:
         drawn.add_row("one replay by another", *(f"{repeated[n]:.1%}" for n in MEASURES))
     return drawn

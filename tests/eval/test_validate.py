@@ -23,11 +23,11 @@ def compared(
 ) -> Comparison:
     right = {"tokens_per_s": measured, "ttft": 0.1, "tpot": 0.01}
     said = {"tokens_per_s": predicted, "ttft": ttft, "tpot": 0.01}
-    return Comparison(configuration, 1.0, [right], said, at_own_speed=right | {"ttft": 0.11})
+    return Comparison(configuration, [right], said, given_steps=right | {"ttft": 0.11})
 
 
 def validation(*comparisons: Comparison) -> Validation:
-    return Validation("model", CPU, 0.1, comparisons)
+    return Validation("model", CPU, 0.1, 1.0, comparisons)
 
 
 def test_errors_are_relative_to_what_was_measured():
@@ -36,9 +36,9 @@ def test_errors_are_relative_to_what_was_measured():
     )
     assert found.mape["tokens_per_s"] == pytest.approx(0.15)
     assert found.mape["ttft"] == pytest.approx(0.25) and found.mape["tpot"] == 0.0
-    own = found.mape_at_own_speed
+    own = found.mape_given_steps
     assert own == pytest.approx({"tokens_per_s": 0.0, "ttft": 0.1, "tpot": 0.0})
-    assert found.to_json()["mape_at_own_speed"] == own == overall([found])["mape_at_own_speed"]
+    assert found.to_json()["mape_given_steps"] == own == overall([found])["mape_given_steps"]
 
 
 def test_replays_are_averaged_and_compared_with_each_other():
@@ -46,10 +46,10 @@ def test_replays_are_averaged_and_compared_with_each_other():
         {"tokens_per_s": t, "ttft": 0.1, "tpot": 0.01} for t in (100.0, 125.0, 100.0)
     )
     predicted = {"tokens_per_s": 90.0, "ttft": 0.1, "tpot": 0.01}
-    repeated = Comparison(CONFIGURATIONS[0], 1.0, [one, two], predicted, predicted)
+    repeated = Comparison(CONFIGURATIONS[0], [one, two], predicted, predicted)
     assert repeated.measured["tokens_per_s"] == 112.5
     assert repeated.errors()["tokens_per_s"] == pytest.approx(0.2)
-    same = Comparison(CONFIGURATIONS[1], 1.0, [one, three], predicted, predicted)
+    same = Comparison(CONFIGURATIONS[1], [one, three], predicted, predicted)
     found = validation(repeated, same)
     assert found.repeated is not None
     assert found.repeated["tokens_per_s"] == pytest.approx((0.2 + 0.25) / 2 / 2)
