@@ -38,7 +38,9 @@ class Measured:
     """What was found; nothing where a command was not run."""
 
     errors: dict[str, float] = field(default_factory=dict)
-    """MAPE of the simulator against a real server, by figure."""
+    """MAPE of the simulator against a real server, by figure,"""
+    validated: int = 0
+    """over so many configurations."""
     gains: tuple[Gain, ...] = ()
     goodput_gains: tuple[float, ...] = ()
     """Goodput of eLLM over stock SGLang's, by seed."""
@@ -52,7 +54,7 @@ class Measured:
 
 def read_measured(paths: Sequence[Path]) -> Measured:
     """Read what `COMMANDS` printed with `--json`; of two files of one command the last counts,
-    but loads of `ellm-sgl compare` are put together.
+    but loads of `ellm-sgl compare` and configurations of `eval.validate` are put together.
 
     Raises:
         ConfigError: a file cannot be read, or is something else.
@@ -70,8 +72,13 @@ def read_measured(paths: Sequence[Path]) -> Measured:
 
 def _with(found: Measured, document: Any) -> Measured:
     match document:
-        case {"mape": errors}:
-            return replace(found, errors={str(k): float(v) for k, v in errors.items()})
+        case {"mape": errors, "configurations": count}:
+            every = found.validated + count
+            means = {
+                str(name): (found.errors.get(name, 0.0) * found.validated + error * count) / every
+                for name, error in errors.items()
+            }
+            return replace(found, errors=means, validated=every)
         case {"ratios": ratios, "scenario": scenario}:
             model = Path(scenario["model_path"] or "demo model").name
             return replace(found, gains=found.gains + tuple(_gain(model, r) for r in ratios))

@@ -2,9 +2,10 @@
 
 Serves each model (the demo model unless told otherwise; `python -m ellm_sgl.eval.tiny_models`
 writes random ones) in every mode. Loads of their own teach the simulator the machine: the hardware
-profile is fitted to the steps that the server reports, and requests that find memory for all tell
-what HTTP takes. Then each configuration of load, memory, policy and mode is replayed and simulated.
-About 6 minutes for the demo model, more for larger ones; nothing else should run.
+profile is fitted to the steps that the server reports, and what TTFT has beyond the simulated one
+is what HTTP takes. Then each configuration of load, memory, policy and mode is replayed, and
+simulated twice: knowing no more than that, and knowing how long each step took.
+About 7 minutes for the demo model, 10 for larger ones; nothing else should run.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ def test_a_simulation_that_two_figures_ask_for_runs_once():
 CELL = {"factor": 3.0, "outputs": "known"}
 RATIOS = {"cell": CELL, "best": "stock", "of_best": 1.5, "ttft_mean_of_best": 0.25}
 MEASURED = {
-    "validate": {"mape": {"ttft": 0.1}},
+    "validate": {"mape": {"ttft": 0.125}, "configurations": 4},
+    "validate another": {"mape": {"ttft": 0.5}, "configurations": 12},
     "compare": {"ratios": [RATIOS], "scenario": {"model_path": "/models/some"}},
     "sweep": {"goodput": {"ellm": {"by_seed": [6, 9.0]}, "stock": {"by_seed": [3.0, 3]}}},
     "groups": {
@@ -117,7 +118,8 @@ def measured(tmp_path: Path) -> list[Path]:
 def test_measured_figures_are_read(measured: list[Path]):
     load = "some, 3 x memory, output lengths known"
     assert read_measured(measured) == Measured(
-        errors={"ttft": 0.1},
+        errors={"ttft": 0.40625},
+        validated=16,
         gains=(Gain(load, "stock", tokens_per_s=1.5, ttft=4.0),),
         goodput_gains=(2.0, 3.0),
         fragmentation={4: 0.0625},
@@ -132,7 +134,7 @@ def test_measured_figures_are_read(measured: list[Path]):
         "[]",
         "{}",
         "not JSON",
-        '{"mape": {"ttft": "fast"}}',
+        '{"mape": {"ttft": "fast"}, "configurations": 4}',
         '[{"separate_ms": 1, "requests": 1, "prompt_tokens": 64, "ratio": 0}]',
     ],
 )
