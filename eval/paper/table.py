@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ellm_sgl.eval.paper import claims
 from ellm_sgl.eval.paper.measured import median
+from ellm_sgl.eval.paper.plan import MODEL
 from ellm_sgl.eval.paper.results import BASELINES, Comparison, Results
 
 UNKNOWN = "not available here"
@@ -214,7 +215,7 @@ def _goodput(results: Results) -> Iterator[Row]:
     for name, rate in found.items():
         if name != "ellm":
             yield Row(
-                "Figs. 14-15", f"goodput of eLLM over {name}", None,
+                "Figs. 14-15", f"goodput of eLLM over {name}: {MODEL}", None,
                 found["ellm"] / rate if rate else None, None,
                 f"{found['ellm']:.2f} against {rate:.2f} requests/s, each found to within 5 %; "
                 "SLOs are this report's own.",
