@@ -19,6 +19,8 @@ COMMANDS = (
     "python -m ellm_sgl.eval.fusion",
 )
 """Those whose `--json` is understood."""
+VALIDATED = ("latency_model", "tokens_per_s", "ttft", "tpot")
+"""Figures that `eval.validate` has errors of."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,20 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class Validated:
+    """One model's configurations, simulated and run."""
+
+    configurations: int
+    errors: dict[str, float]
+    """MAPE, by figure."""
+
+
+@dataclass(frozen=True)
 class Measured:
     """What was found; nothing where a command was not run."""
 
-    errors: dict[str, float] = field(default_factory=dict)
-    """MAPE of the simulator against a real server, by figure,"""
-    validated: int = 0
-    """over so many configurations."""
+    validated: dict[str, Validated] = field(default_factory=dict)
+    """The simulator against real servers, by model."""
     gains: tuple[Gain, ...] = ()
     goodput_gains: tuple[float, ...] = ()
     """Goodput of eLLM over stock SGLang's, by seed."""
@@ -51,10 +60,20 @@ class Measured:
     fused: dict[str, float] = field(default_factory=dict)
     """By load: time of a step in one pass over that in two."""
 
+    @property
+    def configurations(self) -> int:
+        """That were validated."""
+        return sum(v.configurations for v in self.validated.values())
+
+    def error(self, figure: str) -> float | None:
+        """MAPE over all of them; None of none."""
+        errors = [v.configurations * v.errors[figure] for v in self.validated.values()]
+        return sum(errors) / self.configurations if errors else None
+
 
 def read_measured(paths: Sequence[Path]) -> Measured:
     """Read what `COMMANDS` printed with `--json`; of two files of one command the last counts,
-    but loads of `ellm-sgl compare` and configurations of `eval.validate` are put together.
+    but loads of `ellm-sgl compare` and models of `eval.validate` are put together.
 
     Raises:
         ConfigError: a file cannot be read, or is something else.
@@ -72,13 +91,8 @@ def read_measured(paths: Sequence[Path]) -> Measured:
 
 def _with(found: Measured, document: Any) -> Measured:
     match document:
-        case {"mape": errors, "configurations": count}:
-            every = found.validated + count
-            means = {
-                str(name): (found.errors.get(name, 0.0) * found.validated + error * count) / every
-                for name, error in errors.items()
-            }
-            return replace(found, errors=means, validated=every)
+        case {"mape": _, "models": models}:
+            return replace(found, validated=found.validated | dict(map(_validated, models)))
         case {"ratios": ratios, "scenario": scenario}:
             model = Path(scenario["model_path"] or "demo model").name
             return replace(found, gains=found.gains + tuple(_gain(model, r) for r in ratios))
@@ -93,6 +107,11 @@ def _with(found: Measured, document: Any) -> Measured:
             loads = {f"{c['requests']} x {c['prompt_tokens']} tokens": c for c in document}
             return replace(found, fused={load: 1 / c["ratio"] for load, c in loads.items()})
     raise ValueError("its keys are none of theirs")
+
+
+def _validated(model: dict[str, Any]) -> tuple[str, Validated]:
+    errors = {name: float(model["mape"][name]) for name in VALIDATED}
+    return model["model_path"], Validated(len(model["configurations"]), errors)
 
 
 def _gain(model: str, ratios: dict[str, Any]) -> Gain:

@@ -229,16 +229,19 @@ def _goodput(results: Results) -> Iterator[Row]:
 
 
 def _validation(results: Results) -> Iterator[Row]:
+    measured = results.measured
     yield Row(
         "latency model", "mean relative error", claims.PREDICTION_ERROR, None,
-        results.measured.errors.get("latency_model"),
+        measured.error("latency_model"),
         "In the simulator the model is the device. On a server: ellm-sgl calibrate.",
     )  # fmt: skip
+    why = "python -m ellm_sgl.eval.validate --json > FILE, then ellm-sgl paper --measured FILE."
+    if measured.validated:
+        why = f"Over {measured.configurations} configurations: python -m ellm_sgl.eval.validate."
     for name in ("tokens_per_s", "ttft", "tpot"):
         yield Row(
             "simulator", f"MAPE of {name} against a real server", None, None,
-            results.measured.errors.get(name),
-            "python -m ellm_sgl.eval.validate --json > FILE, then ellm-sgl paper --measured FILE.",
+            measured.error(name), why,
         )  # fmt: skip
 
 

@@ -4,8 +4,9 @@ Serves each model (the demo model unless told otherwise; `python -m ellm_sgl.eva
 writes random ones) in every mode. Loads of their own teach the simulator the machine: the hardware
 profile is fitted to the steps that the server reports, and what TTFT has beyond the simulated one
 is what HTTP takes. Then each configuration of load, memory, policy and mode is replayed, and
-simulated twice: knowing no more than that, and knowing how long each step took.
-About 7 minutes for the demo model, 10 for larger ones; nothing else should run.
+simulated twice: knowing no more than that and the machine's mean speed, and knowing how long each
+step took.
+About 8 minutes for the demo model, 14 for larger ones; nothing else should run.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def main(model_paths: tuple[Path, ...], only: int | None, rounds: int, as_json: 
     click.echo(
         f"{summed['configurations']} configurations: MAPE of tokens/s {mape['tokens_per_s']:.1%}, "
         f"mean TTFT {mape['ttft']:.1%}, mean TPOT {mape['tpot']:.1%}; modes ranked as measured in "
-        f"{summed['rankings_correct']} of {summed['rankings']} cells"
+        f"{summed['rankings_correct']} of {summed['rankings']} cells ({summed['pairs_right']} of "
+        f"{summed['pairs']} pairs, {summed['pairs_apart']} of them apart)"
     )
 
 

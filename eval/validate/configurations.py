@@ -108,4 +108,4 @@ TEACHING = (
 BURST = Cell(POOL_TOKENS, 1e6)
 """All at once: what the machine is capable of."""
 REFERENCE = Configuration(AMPLE, policy="stock")
-"""What is run before and after each configuration, to know how fast the machine is then."""
+"""What is run now and then between configurations, to know how fast the machine is by then."""

@@ -41,7 +41,7 @@ from ellm_sgl.latency.fit import fit_profile
 from ellm_sgl.serve.process import ServerError, ServerProcess, stop_on_signals
 
 Say = Callable[[str], None]
-Steps = list[tuple[StepWork, float]]
+Steps = Sequence[tuple[StepWork, float]]
 TEACHING_SEED, OTHER_SEED = 100, 200
 BETWEEN = 4
 """Configurations between two runs of the reference load."""
@@ -51,7 +51,7 @@ DRAWS = 16
 
 @dataclass(frozen=True)
 class _Pace:
-    """What steps took, in multiples of what the fitted model says of them."""
+    """What steps took, in multiples of what the model says that was fitted to the machine."""
 
     slowness: float
     """Of them all: the mean."""
@@ -59,7 +59,11 @@ class _Pace:
     """Each one's, over the mean."""
 
     def beginning_at(self, share: float) -> _Pace:
-        """The same steps, in turn, but from another one on."""
+        """The same steps in the same order, but from another one on, and around.
+
+        Args:
+            share: of the steps that then come last.
+        """
         skipped = int(share * len(self.unevenness))
         return dataclasses.replace(self, unevenness=np.roll(self.unevenness, -skipped))
 
@@ -72,8 +76,8 @@ class _Taught:
     """As fitted to the steps."""
     calibrated: HardwareProfile
     """What the server took the machine for when it started: its policy's model began with it,"""
-    steps: tuple[tuple[StepWork, float], ...]
-    """and has learnt from these since."""
+    steps: Steps
+    """and had learnt from these when the configurations began."""
     capacity: float
     """Output tokens per second with ample memory."""
     request_s: float
@@ -93,6 +97,8 @@ class _Run:
     configuration: Configuration
     measured: Summary
     steps: Steps
+    experience: Steps
+    """What the policy's model had learnt from before, since the machine was learnt, too."""
 
 
 def validate(
@@ -119,13 +125,19 @@ def validate(
                            host_tokens=POOL_TOKENS)  # fmt: skip
         taught = _teach(servers[Server(ELLM)], unfitted, say)
         order = [configurations[:: 1 - 2 * (r % 2)] for r in range(rounds)]
-        runs, slowness = _run_all(servers, taught, list(chain.from_iterable(order)), say)
+        runs, slownesses = _run_all(servers, taught, list(chain.from_iterable(order)), say)
     say("predicting")
     of_each = [[r for r in runs if r.configuration == c] for c in configurations]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        slowness = statistics.fmean(slownesses)
         compared = tuple(pool.map(partial(_compare, taught, slowness), of_each))
     return Validation(
-        str(model_path), taught.machine.profile, taught.latency_model, slowness, compared
+        model_path=str(model_path),
+        hardware=taught.machine.profile,
+        latency_model=taught.latency_model,
+        request_s=taught.request_s,
+        slownesses=slownesses,
+        comparisons=compared,
     )
 
 
@@ -138,13 +150,14 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     _replay(server, REFERENCE, BURST.trace(1.0, OTHER_SEED), OTHER_SEED)  # the first is slow
     burst = _replay(server, REFERENCE, BURST.trace(1.0, TEACHING_SEED), TEACHING_SEED)
     reference = REFERENCE.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-    lessons = []
+    lessons: list[tuple[_Run, Trace]] = []
     for configuration in TEACHING:
         say(f"learning the machine: {configuration}")
         trace = configuration.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-        lessons.append((_run(server, configuration, trace, TEACHING_SEED), trace))
-        lessons.append((_run(server, REFERENCE, reference, TEACHING_SEED), reference))
-    steps = [step for run, _ in lessons for step in run.steps]
+        for lesson, of in ((configuration, trace), (REFERENCE, reference)):
+            known = _steps_of(lessons)
+            lessons.append((_run(server, lesson, of, TEACHING_SEED, known), of))
+    steps = _steps_of(lessons)
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
     pace = _pace(machine, steps)
@@ -152,7 +165,7 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     taught = _Taught(
         machine=machine,
         calibrated=unfitted.profile,
-        steps=tuple(steps),
+        steps=steps,
         capacity=burst.tokens_per_s,
         request_s=0.0,
         reference=reference,
@@ -160,16 +173,27 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
         pace=pace,
     )
     # What the simulator leaves out of a TTFT, given how long each step took, is what HTTP takes.
-    left_out = [
-        run.measured.ttft.mean
-        - _simulate(taught, run.configuration, trace, _pace(machine, run.steps)).ttft.mean
-        for run, trace in lessons
-    ]
+    left_out = []
+    for run, trace in lessons:
+        pace = _pace(machine, run.steps)
+        simulated = _simulate(taught, run.configuration, trace, pace, run.experience)
+        left_out.append((run.measured.ttft.mean - simulated.ttft.mean) / pace.slowness)
+    # The median: where requests queue, one that joins a step later than simulated is no HTTP.
     return dataclasses.replace(taught, request_s=statistics.median(left_out))
 
 
-def _run(server: ServerProcess, configuration: Configuration, trace: Trace, seed: int) -> _Run:
-    """Replay; with the steps that it took, and their times."""
+def _steps_of(lessons: Sequence[tuple[_Run, Trace]]) -> Steps:
+    return [step for run, _ in lessons for step in run.steps]
+
+
+def _run(
+    server: ServerProcess, configuration: Configuration, trace: Trace, seed: int, experience: Steps
+) -> _Run:
+    """Replay; with the steps that it took, and their times.
+
+    Raises:
+        ServerError: requests failed, or the server has not kept all of the steps.
+    """
     before = server.state()["steps_total"]
     summary = _replay(server, configuration, trace, seed)
     new = server.state()["steps_total"] - before
@@ -178,7 +202,9 @@ def _run(server: ServerProcess, configuration: Configuration, trace: Trace, seed
         (StepWork(**{name: step[name] for name in fields}), step["seconds"])
         for step in server.steps()[-new:]
     ]
-    return _Run(configuration, summary, steps)
+    if len(steps) != new:
+        raise ServerError(f"{configuration}: of {new} steps the server has kept {len(steps)}")
+    return _Run(configuration, summary, steps, experience)
 
 
 def _pace(machine: Machine, steps: Steps) -> _Pace:
@@ -192,38 +218,46 @@ def _run_all(
     taught: _Taught,
     configurations: Sequence[Configuration],
     say: Say,
-) -> tuple[list[_Run], float]:
-    """Run each, and now and then the reference load, whose steps tell how much slower the machine
-    is than when it was learnt. The mean of all counts: one replay's steps and those of the next
-    differ by a quarter, and say nothing of each other (docs/evaluation.md)."""
+) -> tuple[list[_Run], list[float]]:
+    """Run each, and now and then the reference load, whose steps tell how slow the machine is by
+    then. The mean of all of them counts: the steps of one replay and those of the next differ by a
+    quarter, and say nothing of each other (docs/evaluation.md)."""
+    learnt = list(taught.steps)
+
+    def run(configuration: Configuration, trace: Trace, seed: int) -> _Run:
+        server = servers[configuration.server]
+        done = _run(server, configuration, trace, seed, tuple(learnt))
+        if configuration.mode == ELLM:
+            learnt.extend(done.steps)
+        return done
 
     def slowness() -> float:
-        run = _run(servers[Server(ELLM)], REFERENCE, taught.reference, TEACHING_SEED)
-        return _pace(taught.machine, run.steps).slowness
+        done = run(REFERENCE, taught.reference, TEACHING_SEED)
+        return _pace(taught.machine, done.steps).slowness
 
-    found = [slowness()]
+    slownesses = [slowness()]
     runs = []
     for number, configuration in enumerate(configurations, 1):
         say(str(configuration))
-        trace = configuration.cell.trace(taught.capacity, seed=0)
-        runs.append(_run(servers[configuration.server], configuration, trace, seed=0))
+        runs.append(run(configuration, configuration.cell.trace(taught.capacity, seed=0), 0))
         if number % BETWEEN == 0:
-            found.append(slowness())
-    return runs, statistics.fmean(found)
+            slownesses.append(slowness())
+    return runs, slownesses
 
 
 def _compare(taught: _Taught, slowness: float, runs: Sequence[_Run]) -> Comparison:
     """All replays of one configuration, what was to be expected of it at the machine's slowness,
-    and what is to be expected knowing how long each of the replays' steps took."""
-    configuration = runs[0].configuration
+    and what is to be expected of each replay knowing how long its steps took."""
     pace = dataclasses.replace(taught.pace, slowness=slowness)
-    expected = [pace.beginning_at(draw / DRAWS) for draw in range(DRAWS)]
-    own = [_pace(taught.machine, run.steps) for run in runs]
+    expected = [
+        _predict(taught, runs[draw % len(runs)], pace.beginning_at(draw / DRAWS))
+        for draw in range(DRAWS)
+    ]
     return Comparison(
-        configuration,
+        runs[0].configuration,
         [_measures(run.measured) for run in runs],
-        mean_of([_predict(taught, configuration, pace) for pace in expected]),
-        mean_of([_predict(taught, configuration, pace) for pace in own]),
+        mean_of(expected),
+        [_predict(taught, run, _pace(taught.machine, run.steps)) for run in runs],
     )
 
 
@@ -231,9 +265,9 @@ def _measures(summary: Summary) -> dict[str, float]:
     return {name: value(summary) for name, value in MEASURES.items()}
 
 
-def _predict(taught: _Taught, configuration: Configuration, pace: _Pace) -> dict[str, float]:
-    trace = configuration.cell.trace(taught.capacity, seed=0)
-    found = _measures(_simulate(taught, configuration, trace, pace))
+def _predict(taught: _Taught, run: _Run, pace: _Pace) -> dict[str, float]:
+    trace = run.configuration.cell.trace(taught.capacity, seed=0)
+    found = _measures(_simulate(taught, run.configuration, trace, pace, run.experience))
     return found | {"ttft": found["ttft"] + taught.request_s * pace.slowness}
 
 
@@ -255,7 +289,9 @@ def _replay(
     return summary
 
 
-def _simulate(taught: _Taught, configuration: Configuration, trace: Trace, pace: _Pace) -> Summary:
+def _simulate(
+    taught: _Taught, configuration: Configuration, trace: Trace, pace: _Pace, experience: Steps
+) -> Summary:
     """What the simulator says of these requests."""
     settings = Settings(
         mode=configuration.mode,
@@ -267,7 +303,7 @@ def _simulate(taught: _Taught, configuration: Configuration, trace: Trace, pace:
         late_results=True,
         unevenness=tuple(pace.unevenness.tolist()),
         calibrated=taught.calibrated,
-        experience=taught.steps,
+        experience=tuple(experience),
         stride=1,
     )
     machine = taught.machine.limited(configuration.cell.device_tokens, None)

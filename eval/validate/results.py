@@ -36,11 +36,11 @@ class Comparison:
     """One configuration. Keys are those of `MEASURES`; seconds, or tokens per second."""
 
     configuration: Configuration
-    replays: Sequence[dict[str, float]]
+    replays: list[dict[str, float]]
     predicted: dict[str, float]
-    given_steps: dict[str, float]
-    """What would have been predicted, had it been known how much longer than the model says each
-    step of the replays would take: what is wrong with this is not the machine's unevenness."""
+    given_steps: Sequence[dict[str, float]]
+    """What would have been predicted of each replay, had it been known how much longer than the
+    model says each of its steps would take: what is wrong then is not the machine's unevenness."""
 
     @property
     def measured(self) -> dict[str, float]:
@@ -49,20 +49,23 @@ class Comparison:
 
     def errors(self) -> dict[str, float]:
         """|predicted - measured| / measured."""
-        return self._errors(self.predicted)
+        return _errors(self.predicted, self.measured)
 
     def errors_given_steps(self) -> dict[str, float]:
-        """Those of `given_steps`."""
-        return self._errors(self.given_steps)
-
-    def _errors(self, predicted: dict[str, float]) -> dict[str, float]:
-        return {n: abs(predicted[n] / m - 1) for n, m in self.measured.items()}
+        """The mean over the replays, each beside its own prediction."""
+        pairs = zip(self.given_steps, self.replays, strict=True)
+        return mean_of([_errors(predicted, measured) for predicted, measured in pairs])
 
     def repeated(self) -> dict[str, float]:
-        """How far one replay is from another, the machine's speed included: the error of a
-        prediction by doing it. Of two replays or more."""
-        pairs = list(itertools.permutations(self.replays, 2))
-        return {n: statistics.fmean(abs(a[n] / b[n] - 1) for a, b in pairs) for n in MEASURES}
+        """How far one replay is from the mean of the others: the error of a prediction by doing
+        it. Of two replays or more."""
+        others = [self.replays[:i] + self.replays[i + 1 :] for i in range(len(self.replays))]
+        pairs = zip(self.replays, others, strict=True)
+        return mean_of([_errors(one, mean_of(rest)) for one, rest in pairs])
+
+
+def _errors(predicted: dict[str, float], measured: dict[str, float]) -> dict[str, float]:
+    return {name: abs(predicted[name] / m - 1) for name, m in measured.items()}
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,11 @@ class Ranking:
 
     cell: Cell
     pairs: int
-    """Of modes that differ by more than `TIE` as measured,"""
+    """Of modes,"""
+    apart: int
+    """those of them that differ by more than `TIE` as measured,"""
     right: int
-    """and those of them that are predicted in that order."""
+    """and those that are predicted as measured: in that order, or no further apart than `TIE`."""
 
     @property
     def correct(self) -> bool:
@@ -88,8 +93,11 @@ class Validation:
     hardware: HardwareProfile
     latency_model: float
     """MAPE of the fitted latency model over the steps it was fitted to."""
-    slowness: float
-    """How much longer steps took later than when the machine was learnt."""
+    request_s: float
+    """What HTTP was found to take of a TTFT."""
+    slownesses: Sequence[float]
+    """What steps of the reference load took, each time it was run, in multiples of what the fitted
+    latency model says. Their mean is what predictions are for."""
     comparisons: Sequence[Comparison]
 
     @property
@@ -103,7 +111,7 @@ class Validation:
 
     @property
     def repeated(self) -> dict[str, float] | None:
-        """Mean difference between two replays of one configuration; None if there was but one."""
+        """How far a replay is from the others of its configuration; None if it was but one."""
         return _repeated(self.comparisons)
 
     def rankings(self) -> list[Ranking]:
@@ -118,7 +126,8 @@ class Validation:
         return {
             "model_path": self.model_path,
             "hardware": dataclasses.asdict(self.hardware),
-            "slowness": self.slowness,
+            "request_s": self.request_s,
+            "slownesses": self.slownesses,
             "mape": self.mape,
             "mape_given_steps": self.mape_given_steps,
             "rankings": [dataclasses.asdict(r) | {"correct": r.correct} for r in self.rankings()],
@@ -130,14 +139,24 @@ class Validation:
 
 
 def _ranking(cell: Cell, found: Sequence[Comparison]) -> Ranking:
-    pairs = right = 0
-    for one, two in itertools.combinations(found, 2):
-        a, b = one.measured["tokens_per_s"], two.measured["tokens_per_s"]
-        if abs(a - b) > TIE * max(a, b):
-            pairs += 1
-            predicted = one.predicted["tokens_per_s"] - two.predicted["tokens_per_s"]
-            right += (a - b) * predicted > 0
-    return Ranking(cell, pairs, right)
+    apart = right = 0
+    pairs = list(itertools.combinations(found, 2))
+    for one, two in pairs:
+        if order := _order(one.measured, two.measured, TIE):
+            apart += 1
+            right += order == _order(one.predicted, two.predicted, tie=0.0)
+        else:
+            right += _order(one.predicted, two.predicted, TIE) == 0
+    return Ranking(cell, len(pairs), apart, right)
+
+
+def _order(one: dict[str, float], two: dict[str, float], tie: float) -> int:
+    """Which has more tokens per second: 1 the first, -1 the second, 0 neither by more than `tie`,
+    a share of the larger."""
+    a, b = one["tokens_per_s"], two["tokens_per_s"]
+    if abs(a - b) <= tie * max(a, b):
+        return 0
+    return 1 if a > b else -1
 
 
 def overall(validations: Sequence[Validation]) -> dict[str, Any]:
@@ -154,6 +173,9 @@ def overall(validations: Sequence[Validation]) -> dict[str, Any]:
         "configurations": len(every),
         "rankings_correct": sum(r.correct for r in rankings),
         "rankings": len(rankings),
+        "pairs": sum(r.pairs for r in rankings),
+        "pairs_apart": sum(r.apart for r in rankings),
+        "pairs_right": sum(r.right for r in rankings),
         "models": [v.to_json() for v in validations],
     }
 
@@ -183,5 +205,5 @@ def table(validation: Validation) -> Table:
     given = validation.mape_given_steps
     drawn.add_row("MAPE given the steps' times", *(f"{given[name]:.1%}" for name in MEASURES))
     if repeated := validation.repeated:
-        drawn.add_row("one replay by another", *(f"{repeated[n]:.1%}" for n in MEASURES))
+        drawn.add_row("one replay by the others", *(f"{repeated[n]:.1%}" for n in MEASURES))
     return drawn

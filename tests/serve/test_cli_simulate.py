@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
-from ellm_sgl.eval.paper.measured import Gain, Measured, read_measured
+from ellm_sgl.eval.paper.measured import VALIDATED, Gain, Measured, Validated, read_measured
 from ellm_sgl.eval.paper.plan import plan
 from ellm_sgl.serve.cli import main
 
@@ -94,9 +95,24 @@ def test_a_simulation_that_two_figures_ask_for_runs_once():
 
 CELL = {"factor": 3.0, "outputs": "known"}
 RATIOS = {"cell": CELL, "best": "stock", "of_best": 1.5, "ttft_mean_of_best": 0.25}
+
+
+def errors(count: int) -> dict[str, float]:
+    return dict.fromkeys(VALIDATED, 1 / count)
+
+
+def validation(**counts: int) -> dict[str, Any]:
+    """As printed by `eval.validate`: models and how many configurations each had."""
+    models = [
+        {"model_path": name, "mape": errors(count), "configurations": [{}] * count}
+        for name, count in counts.items()
+    ]
+    return {"mape": {}, "models": models}
+
+
 MEASURED = {
-    "validate": {"mape": {"ttft": 0.125}, "configurations": 4},
-    "validate another": {"mape": {"ttft": 0.5}, "configurations": 12},
+    "validate": validation(a=1, b=4),
+    "validate again": validation(b=12),
     "compare": {"ratios": [RATIOS], "scenario": {"model_path": "/models/some"}},
     "sweep": {"goodput": {"ellm": {"by_seed": [6, 9.0]}, "stock": {"by_seed": [3.0, 3]}}},
     "groups": {
@@ -118,8 +134,7 @@ def measured(tmp_path: Path) -> list[Path]:
 def test_measured_figures_are_read(measured: list[Path]):
     load = "some, 3 x memory, output lengths known"
     assert read_measured(measured) == Measured(
-        errors={"ttft": 0.40625},
-        validated=16,
+        validated={"a": Validated(1, errors(1)), "b": Validated(12, errors(12))},
         gains=(Gain(load, "stock", tokens_per_s=1.5, ttft=4.0),),
         goodput_gains=(2.0, 3.0),
         fragmentation={4: 0.0625},
@@ -128,13 +143,19 @@ def test_measured_figures_are_read(measured: list[Path]):
     )
 
 
+def test_errors_of_all_validated_configurations_count_alike(measured: list[Path]):
+    found = read_measured(measured)
+    assert found.configurations == 13 and found.error("ttft") == pytest.approx(2 / 13)
+    assert Measured().error("ttft") is None
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "[]",
         "{}",
         "not JSON",
-        '{"mape": {"ttft": "fast"}, "configurations": 4}',
+        '{"mape": {}, "models": [{"model_path": "m", "mape": {}, "configurations": []}]}',
         '[{"separate_ms": 1, "requests": 1, "prompt_tokens": 64, "ratio": 0}]',
     ],
 )
