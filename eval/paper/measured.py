@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.eval.validate.results import MEASURES
 
 COMMANDS = (
     "ellm-sgl compare",
@@ -19,7 +20,7 @@ COMMANDS = (
     "python -m ellm_sgl.eval.fusion",
 )
 """Those whose `--json` is understood."""
-VALIDATED = ("latency_model", "tokens_per_s", "ttft", "tpot")
+VALIDATED = ("latency_model", *MEASURES)
 """Figures that `eval.validate` has errors of."""
 
 

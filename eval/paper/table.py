@@ -9,6 +9,7 @@ from ellm_sgl.eval.paper import claims
 from ellm_sgl.eval.paper.measured import median
 from ellm_sgl.eval.paper.plan import MODEL
 from ellm_sgl.eval.paper.results import BASELINES, Comparison, Results
+from ellm_sgl.eval.validate.results import MEASURES
 
 UNKNOWN = "not available here"
 
@@ -238,7 +239,7 @@ def _validation(results: Results) -> Iterator[Row]:
     why = "python -m ellm_sgl.eval.validate --json > FILE, then ellm-sgl paper --measured FILE."
     if measured.validated:
         why = f"Over {measured.configurations} configurations: python -m ellm_sgl.eval.validate."
-    for name in ("tokens_per_s", "ttft", "tpot"):
+    for name in MEASURES:
         yield Row(
             "simulator", f"MAPE of {name} against a real server", None, None,
             measured.error(name), why,
