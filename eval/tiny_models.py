@@ -1,16 +1,17 @@
 """Tiny models with random weights, one for each architecture and attention shape eLLM supports.
 
-`python -m ellm_sgl.eval.tiny_models DIR [NAME ...]` writes them; `ellm-sgl verify` and the tests
-run them. A model of a few hundred kilobytes goes through the same code as a large one.
+`python -m ellm_sgl.eval.tiny_models DIRECTORY [NAME]...` writes them; `ellm-sgl verify` and the
+tests run them. A model of a few hundred kilobytes goes through the same code as a large one.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import click
 
 VOCABULARY = 512
 CONTEXT = 4096
@@ -103,11 +104,16 @@ def write(name: str, directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def main(argv: list[str]) -> None:
-    """Write the named models, or all, each to its own folder of the first argument."""
-    for name in argv[1:] or TINY_MODELS:
-        print(write(name, Path(argv[0]) / name))
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
+@click.argument(
+    "names", nargs=-1, metavar="[NAME]...", type=click.Choice([*TINY_MODELS, *MEASURED_MODELS])
+)
+def main(directory: Path, names: tuple[str, ...]) -> None:
+    """Write the models called NAME, or all tiny ones, each to its own folder of DIRECTORY."""
+    for name in names or TINY_MODELS:
+        click.echo(write(name, directory / name))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
