@@ -48,8 +48,6 @@ class Candidate:
     """To prefill: prompt, and output so far."""
     max_new_tokens: int
     generated: int
-    fetched: bool = False
-    """Its KV comes from host memory: nothing is to be prefilled."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class Chunk:
     begin: int
     end: int
     last: bool
-    fetched: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ def admit(
         if total >= eventually and not unlimited:
             return Admitted(tuple(chunks), full=True)
         rows = -(-candidate.tokens // block) * block
-        if candidate.fetched or rows <= left:
+        if rows <= left:
             end, charged = candidate.tokens, rows + min(candidate.max_new_tokens, CLIP_NEW_TOKENS)
         else:
             end = left // block * block
@@ -151,8 +148,8 @@ def admit(
                 break
             rows = charged = end
         last = end == candidate.tokens
-        chunks.append(Chunk(candidate.request, 0, end, last, candidate.fetched))
-        left -= 0 if candidate.fetched else rows
+        chunks.append(Chunk(candidate.request, 0, end, last))
+        left -= rows
         now -= rows + block
         eventually -= charged + block
         if not last:

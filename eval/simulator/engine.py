@@ -101,6 +101,8 @@ class Simulation:
             self._rest()
             return
         turn = self.mode.turn(self.clock.now_s, self._running, self._waiting)
+        if turn.back:
+            self._fetch(turn.back)
         chunks = self._admit(turn.join)
         if chunks:
             self._prefill(chunks)
@@ -187,7 +189,6 @@ class Simulation:
             tokens=self.mode.prefill_tokens(request),
             max_new_tokens=self._max_new_tokens(request),
             generated=int(self.progress.generated[request]),
-            fetched=bool(self.progress.on_host[request]),
         )
 
     def _max_new_tokens(self, request: int) -> int:
@@ -212,26 +213,32 @@ class Simulation:
 
     # -- steps ------------------------------------------------------------------------------
 
+    def _fetch(self, requests: Sequence[int]) -> None:
+        """The first of the queue come back from host memory; meanwhile nothing else happens."""
+        for request in requests:
+            tokens = self.mode.prefill_tokens(request)
+            self.mode.enter(Chunk(request, 0, tokens, last=True))
+            self.clock.now_s += self.mode.fetch_seconds(tokens)
+            self.progress.kv_tokens[request] = tokens
+            self.progress.on_host[request] = False
+        self._running.extend(requests)
+        self._waiting = self._waiting[len(requests) :]
+
     def _prefill(self, chunks: tuple[Chunk, ...]) -> None:
-        rows = pairs = spans = squares = fetch_s = 0.0
+        rows = pairs = spans = squares = 0.0
         for chunk in chunks:
             span = self.mode.enter(chunk)
-            if chunk.fetched:
-                fetch_s += self.mode.fetch_seconds(chunk.end)
-            else:
-                count = chunk.end - chunk.begin
-                rows += count
-                pairs += count * chunk.begin + count * (count + 1) / 2
+            count = chunk.end - chunk.begin
+            rows += count
+            pairs += count * chunk.begin + count * (count + 1) / 2
             spans += span.rows
             squares += span.squares
-        work = StepWork(0, 0, spans, squares, prefill_rows=rows, prefill_pairs=pairs)
-        seconds = fetch_s
-        if rows:
-            work = dataclasses.replace(work, turns=self._turns.of(True))
-            self._log(work)
-            seconds += float(self._device.step_seconds(work) * self._uneven(1)[0])
-        self.clock.now_s += seconds
-        self.record.prefill(self.clock.now_s, int(rows), seconds)
+        work = StepWork(
+            0, 0, spans, squares, prefill_rows=rows, prefill_pairs=pairs, turns=self._turns.of(True)
+        )
+        self._log(work)
+        self.clock.now_s += float(self._device.step_seconds(work) * self._uneven(1)[0])
+        self.record.prefill(self.clock.now_s, int(rows))
         for chunk in chunks:
             if chunk.last:
                 self._prefilled(chunk)
@@ -240,11 +247,8 @@ class Simulation:
         request = chunk.request
         self.progress.kv_tokens[request] = chunk.end
         self._running.append(request)
-        if chunk.fetched:
-            self.progress.on_host[request] = False
-        else:
-            self._tokens_came(np.array([request]), np.array([self.clock.now_s]))
-            self._end_finished()
+        self._tokens_came(np.array([request]), np.array([self.clock.now_s]))
+        self._end_finished()
 
     def _decode(self, pause: frozenset[int]) -> None:
         decoding = [i for i in self._running if i not in pause] or self._running
@@ -341,12 +345,14 @@ class Simulation:
         self.progress.kv_tokens[request] = 0
         self.mode.retracted(request, self.clock.now_s)
         self.record.retractions += 1
-        place = 0 if self.mode.resumes_first else len(self._waiting)
-        self._waiting = np.insert(self._waiting, place, request)
+        self._full = False
+        if self.mode.swaps:
+            self._waiting = np.insert(self._waiting, 0, request)
+            return
+        self._waiting = np.append(self._waiting, request)
         running = np.array(self._running, np.int64)
         self._ratio.retracted(
             int(self.progress.generated[running].sum()),
             int(self.load.max_new_tokens[running].sum()),
             len(running),
         )
-        self._full = False

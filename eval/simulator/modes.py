@@ -24,6 +24,8 @@ class Turn:
     """Waiting requests that may join, in this order."""
     pause: frozenset[int] = frozenset()
     """Running requests that sit out this step."""
+    back: Sequence[int] = ()
+    """Requests at the front of the queue whose whole KV comes back from host memory first."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class Grown:
 class Mode(ABC):
     """Memory of one simulated server. Sequence numbers of the page table are request numbers."""
 
-    resumes_first: bool = False
-    """Requests that lost their place go to the front of the queue, not to its end."""
+    swaps: bool = False
+    """Requests that lose their place keep their KV in host memory, and wait at the front of the
+    queue; SGLang's accounting does not hear of it. Else they are retracted as in SGLang."""
 
     def __init__(self, table: PageTable, load: Load, progress: Progress) -> None:
         self.table = table
@@ -122,7 +125,7 @@ class Mode(ABC):
         self.table.unmap(request)
 
     def prefill_tokens(self, request: int) -> int:
-        """What has to be computed (or fetched) before a waiting request can decode."""
+        """What has to be computed, or fetched, before a waiting request can decode."""
         return int(self.load.prompt_tokens[request] + self.progress.generated[request])
 
     def fetch_seconds(self, tokens: int) -> float:

@@ -31,10 +31,8 @@ class Record:
     retractions: int = 0
     decode_steps: int = 0
     decode_s: float = 0.0
-    prefill_steps: int = 0
     prefill_rows: int = 0
     """Prompt tokens computed, those computed again after a retraction included."""
-    prefill_s: float = 0.0
     restored_tokens: float = 0.0
     """Tokens restored, summed over decode steps."""
     decoded_tokens: float = 0.0
@@ -56,11 +54,9 @@ class Record:
         """The server had nothing to do."""
         self._steps.append((math.nan, False))
 
-    def prefill(self, now_s: float, rows: int, seconds: float) -> None:
+    def prefill(self, now_s: float, rows: int) -> None:
         self._steps.append((now_s, False))
-        self.prefill_steps += 1
         self.prefill_rows += rows
-        self.prefill_s += seconds
 
     def decode(
         self, ends: FloatArray, seconds: float, rows: int, waiting: int, work: StepWork

@@ -5,9 +5,12 @@ Admission is SGLang's. When a decode step finds no room, whole requests lose the
 - `recompute`: SGLang's retraction. The KV is discarded, the request goes to the end of the queue,
   and prompt and output so far are prefilled again. Kept of the original: all of the above, with
   SGLang's defaults. Not modelled: the prefix cache, which keeps what it has room for.
-- `swap`: as vLLM's swapping. The request that came last goes to host memory, and is fetched before
-  anybody new joins; decoding waits for the fetch. Kept: who goes, who comes back first, that a
-  transfer blocks. Left out: copying out (taken to be hidden) and vLLM's own admission.
+- `swap`: as vLLM's swapping, and the server's mode `swap` (`policies.whole_requests`). The request
+  that came last goes to host memory; when all of its KV fits beside a further block of
+  everybody's it is fetched, before anybody new joins; decoding waits for the fetch. Kept: who goes,
+  who comes back first and when, that a transfer blocks. Left out: copying out (taken to be hidden),
+  vLLM's own admission, and that the server's admits in the very step that brings requests back,
+  when it does not count their KV yet.
 - `hcache`: as `swap`, but restored as HCache (EuroSys'25) does, partly from hidden states. Kept:
   the split of layers that balances link and projection. Left out: HCache's chunk storage, and the
   saving of hidden states while decoding (taken to be hidden).
@@ -41,10 +44,23 @@ class WholeRequests(Mode):
     ) -> None:
         super().__init__(table, load, progress)
         self._fetch = fetch
-        self.resumes_first = fetch is not None
+        self.swaps = fetch is not None
 
     def turn(self, now_s: float, running: Sequence[int], waiting: IntArray) -> Turn:
-        return Turn(join=waiting.tolist())
+        out = int(self.progress.on_host[waiting].sum())
+        back = self._coming_back(len(running), waiting[:out].tolist())
+        join = waiting[out:].tolist() if len(back) == out else ()
+        return Turn(join=join, back=back)
+
+    def _coming_back(self, running: int, out: Sequence[int]) -> Sequence[int]:
+        """The first of those in host memory, while they fit beside a block more of everybody's."""
+        free = self._free_blocks()
+        for count, request in enumerate(out):
+            free -= self.table.shape.blocks_for(self.prefill_tokens(request))
+            together = running + count
+            if together and free < together + 1:
+                return out[:count]
+        return out
 
     def budget(self) -> Budget:
         free = self._free_blocks() * self.table.shape.block_tokens
@@ -74,10 +90,10 @@ class WholeRequests(Mode):
         return Grown(Span(), Span())
 
     def victim(self, running: Sequence[int]) -> int:
-        return super().victim(running) if self._fetch is None else max(running)
+        return max(running) if self.swaps else super().victim(running)
 
     def leave(self, request: int) -> None:
-        self.progress.on_host[request] = self._fetch is not None
+        self.progress.on_host[request] = self.swaps
         super().leave(request)
 
     def prefill_tokens(self, request: int) -> int:

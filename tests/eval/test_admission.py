@@ -62,12 +62,6 @@ def test_what_is_under_way_is_charged_with_its_output():
     assert len(run(176 + 64 + 16 + 32 + 64 + 16, 32, under_way=under_way).chunks) == 1
 
 
-def test_fetched_requests_take_memory_but_none_of_the_chunk():
-    waiting = [Candidate(0, 400, 64, 0, fetched=True), Candidate(1, 200, 64, 0)]
-    admitted = admit(Budget(2000, 2000), LIMITS, 0.0, 8, False, None, waiting)
-    assert [(c.request, c.end, c.last) for c in admitted.chunks] == [(0, 400, True), (1, 200, True)]
-
-
 def test_the_ratio_decays_as_steps_go_well_and_rises_with_a_retraction():
     ratio = NewTokenRatio.of(1.0)
     assert ratio.current == pytest.approx(0.7)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.simulator import MODES, Load, Settings, Simulation, preset, simulate
+from ellm_sgl.eval.simulator import settings as settings_module
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.report import sum_up
 from ellm_sgl.eval.simulator.settings import slower
 from ellm_sgl.eval.traces import Trace
 from ellm_sgl.eval.workloads import paper_workload
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
+from ellm_sgl.policies.whole_requests import WholeRequests
 
 L4 = preset("llama3-8b").limited(3000, None)
 """Little memory, and a link that restores a third of it per step."""
@@ -76,6 +79,44 @@ def test_pressure_evicts_in_elastic_mode_and_retracts_in_the_others():
         whole = simulate(small, Settings(mode, conservativeness=0.02), load)
         assert whole.retractions > 0 and whole.uncached_share == 0
         assert (whole.recomputed_prompt_share > 0) == (mode == "recompute")
+
+
+def test_swapping_decides_as_the_servers_own_policy(monkeypatch):
+    """Mode `swap` against the server's: `policies.whole_requests` over elastic memory."""
+    load, small = small_load(), L4.limited(2000, None)
+    settings = Settings("swap", stride=1, conservativeness=0.02)
+    swap = simulate(small, settings, load)
+    monkeypatch.setattr(settings_module, "create", lambda name, options: WholeRequests())
+    elastic = dataclasses.replace(
+        settings, mode="ellm", restore="swap", layer_group=L4.shape.layers
+    )
+    policy = simulate(small, elastic, load)
+    assert swap.retractions > 5 and policy.uncached_share > 0
+    assert swap.decode_steps == pytest.approx(policy.decode_steps, rel=0.02)
+    assert swap.summary.tokens_per_s == pytest.approx(policy.summary.tokens_per_s, rel=0.02)
+    assert swap.summary.ttft.mean == pytest.approx(policy.summary.ttft.mean, rel=0.02)
+
+
+def test_nobody_new_joins_before_who_was_swapped_out_is_back(monkeypatch):
+    """Three requests outgrow the memory; a fourth, which would fit, comes while one is out."""
+    arrivals, tokens = np.array([0, 0.2, 0.4, 3.5]), np.array([128, 128, 128, 32])
+    load = Load.of(Trace(arrivals, tokens, np.array([100, 100, 70, 4])))
+    settings = Settings("swap", stride=1, conservativeness=0.02)
+    simulation = Simulation(L4.limited(512, None), settings, load)
+    returned: list[tuple[float, list[int]]] = []
+    fetch = simulation._fetch
+
+    def noted(requests: Sequence[int]) -> None:
+        returned.append((simulation.clock.now_s, list(requests)))
+        fetch(requests)
+
+    monkeypatch.setattr(simulation, "_fetch", noted)
+    simulation.run()
+    ((back_s, ids),) = returned
+    assert ids == [2] and simulation.record.retractions == 1
+    # The first to end makes the room; not SGLang's accounting, which would want room for growth.
+    assert 3.5 < back_s == simulation.progress.last_s[0]
+    assert simulation.progress.first_s[3] > back_s
 
 
 def test_ample_memory_makes_all_modes_alike():
