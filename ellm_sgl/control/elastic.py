@@ -251,8 +251,7 @@ class ElasticMemory:
             if count <= 0:
                 continue
             blocks = self._evictable(seq_id, shared=False)
-            complete = (self.table.units[blocks] != NONE).all(axis=1)
-            for block in blocks[complete][:count]:
+            for block in blocks[~self.table.lacks_units(blocks)][:count]:
                 self.totals.evicted_units += self._evict(int(block), slice(None))
                 room -= block_tokens
 
@@ -286,7 +285,7 @@ class ElasticMemory:
             count = min(spare, int(self._owed_blocks([seq_id])[0]))
             if count > 0:
                 blocks = self.table.blocks_of(seq_id)
-                own = blocks[(self.table.units[blocks] == NONE).any(axis=1)]
+                own = blocks[self.table.lacks_units(blocks)]
                 restored += self.table.place(own[::-1][:count]).tolist()
         self.totals.restored_units += self.table.used_units - before
         return restored
@@ -313,7 +312,7 @@ class ElasticMemory:
             count = min(owed, room)
             if count > 0:
                 blocks = self.table.blocks_of(seq_id)
-                lacking = blocks[(self.table.units[blocks] == NONE).any(axis=1)]
+                lacking = blocks[self.table.lacks_units(blocks)]
                 placed.append(lacking[self.table.depth(lacking) == 0][:count])
                 room -= len(placed[-1])
         blocks = np.concatenate(placed)
@@ -406,7 +405,7 @@ class ElasticMemory:
         and unless `shared` only those no other request uses."""
         full = self.table.length_of(seq_id) // self.table.shape.block_tokens
         blocks = self.table.blocks_of(seq_id)[:full]
-        held: npt.NDArray[np.bool_] = (self.table.units[blocks] != NONE).any(axis=1)
+        held = self.table.holds_units(blocks)
         if not shared:
             held &= self.table.references(blocks) <= OWNER_AND_ONE_SEQUENCE
         return blocks[held]

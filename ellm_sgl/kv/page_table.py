@@ -68,6 +68,10 @@ class PageTable:
         self.shape = shape
         self.units: IntArray = np.full((num_blocks + 1, shape.num_groups), NONE, np.int32)
         self.units[RESERVED] = RESERVED
+        # Asked for far more often than it changes, and numpy is slow along an axis this short.
+        self._lacking: IntArray = np.full(num_blocks + 1, shape.num_groups, np.int32)
+        """Groups of each block without a unit."""
+        self._lacking[RESERVED] = 0
         self._refs: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._filled: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._free_blocks = FreeList(num_blocks)
@@ -166,7 +170,7 @@ class PageTable:
         self.sharing_version += 1
         dead = unique[self._refs[unique] == 0]
         if len(dead):
-            self._none_units -= int(np.count_nonzero(self.units[dead] == NONE))
+            self._none_units -= int(self._lacking[dead].sum())
             self._give_back_units(dead)
             self.host.drop(dead)
             self._filled[dead] = 0
@@ -185,14 +189,14 @@ class PageTable:
             The leading blocks that are now complete. A block is completed or left as it was.
         """
         ids = np.asarray(blocks, np.int32)
-        missing = self.units[ids] == NONE
-        wanted = np.cumsum(np.count_nonzero(missing, axis=1))
+        wanted = np.cumsum(self._lacking[ids])
         fitting = int(np.searchsorted(wanted, max(self.free_units, 0), side="right"))
         if fitting == 0:
             return ids[:0]
-        ids, missing = ids[:fitting], missing[:fitting]
-        rows, groups = np.nonzero(missing)
+        ids = ids[:fitting]
+        rows, groups = np.nonzero(self.units[ids] == NONE)
         self.units[ids[rows], groups] = self._free_units.take(len(rows))
+        self._lacking[ids] = 0
         self._none_units -= len(rows)
         return ids
 
@@ -216,6 +220,7 @@ class PageTable:
             raise IntegrityError(f"evict of block {block}, which is not allocated")
         self._free_units.give(held)
         row[row != NONE] = NONE
+        self._lacking[block] += len(held)
         self._none_units += len(held)
         return len(held)
 
@@ -231,7 +236,21 @@ class PageTable:
         gaps = (self.units[destination] == NONE) & (self.units[source] != NONE)
         self.units[destination, gaps] = self.units[source, gaps]
         self.units[source, gaps] = NONE
-        return int(np.count_nonzero(gaps))
+        moved = int(np.count_nonzero(gaps))
+        self._lacking[destination] -= moved
+        self._lacking[source] += moved
+        return moved
+
+    def lacks_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
+        """Of each block, whether some group has no unit: a step must restore it."""
+        lacks: npt.NDArray[np.bool_] = self._lacking[np.asarray(blocks, np.int32)] > 0
+        return lacks
+
+    def holds_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
+        """Of each block, whether some group has a unit."""
+        lacking = self._lacking[np.asarray(blocks, np.int32)]
+        holds: npt.NDArray[np.bool_] = lacking < self.shape.num_groups
+        return holds
 
     def depth(self, blocks: Blocks) -> IntArray:
         """Groups, from the lowest, that a step must recompute to restore each block.
@@ -251,6 +270,7 @@ class PageTable:
         self._refs[:] = 0
         self._filled[:] = 0
         self.units[1:] = NONE
+        self._lacking[1:] = self.shape.num_groups
         self._none_units = 0
         self._free_blocks = FreeList(self.num_blocks)
         self._free_units = FreeList(self.num_units)
@@ -363,7 +383,7 @@ class PageTable:
         if self._none_units == 0:
             return 0
         sequence = self._sequences[seq_id]
-        incomplete = np.flatnonzero((self.units[sequence.blocks] == NONE).any(axis=1))
+        incomplete = np.flatnonzero(self.lacks_units(sequence.blocks))
         starts = incomplete * self.shape.block_tokens
         ends = np.minimum(starts + self.shape.block_tokens, sequence.length)
         return int((ends - starts).sum())
@@ -375,15 +395,18 @@ class PageTable:
             return np.zeros(len(seq_ids), np.int64)
         sequences = [self._sequences[s] for s in seq_ids]
         counts = np.array([s.count for s in sequences])
-        blocks = np.concatenate([s.blocks for s in sequences])
-        block_tokens = self.shape.block_tokens
-        tokens = np.where((self.units[blocks] == NONE).any(axis=1), block_tokens, 0)
+        lacks = self.lacks_units(np.concatenate([s.blocks for s in sequences]))
+        before = np.zeros(len(lacks) + 1, np.int64)
+        np.cumsum(lacks, out=before[1:])
+        ends = np.cumsum(counts)
+        missing = before[ends] - before[ends - counts]
+        tokens: npt.NDArray[np.int64] = missing * self.shape.block_tokens
         # A request's last block holds what is left of its length.
-        last = np.cumsum(counts)[counts > 0] - 1
-        places = np.array([s.count * block_tokens - s.length for s in sequences])[counts > 0]
-        tokens[last] -= np.where(tokens[last] > 0, places, 0)
-        owner = np.repeat(np.arange(len(counts)), counts)
-        return np.bincount(owner, tokens, len(counts)).astype(np.int64)
+        lengths = np.array([s.length for s in sequences])
+        mapped = counts > 0
+        places = (counts * self.shape.block_tokens - lengths)[mapped]
+        tokens[mapped] -= np.where(lacks[ends[mapped] - 1], places, 0)
+        return tokens
 
     def missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
         """Blocks of these requests that lack a device unit, ascending, each once."""
@@ -391,7 +414,7 @@ class PageTable:
         if not blocks:
             return np.empty(0, np.int32)
         every = np.concatenate(blocks)
-        lacking: IntArray = np.unique(every[(self.units[every] == NONE).any(axis=1)])
+        lacking: IntArray = np.unique(every[self.lacks_units(every)])
         return lacking
 
     def lookup(self, seq_id: int, token_id: int, layer_id: int) -> MapEntry:
@@ -465,6 +488,8 @@ class PageTable:
         allocated[RESERVED] = False
         if int(np.count_nonzero(self.units[allocated] == NONE)) != self._none_units:
             raise IntegrityError("units: the count of missing units is wrong")
+        if np.any(self._lacking != np.count_nonzero(self.units == NONE, axis=1)):
+            raise IntegrityError("units: the count of units that a block lacks is wrong")
         if wrong := self.host.contradiction(allocated):
             raise IntegrityError(wrong)
         mapped = np.zeros_like(self._refs)
@@ -483,6 +508,7 @@ class PageTable:
         units = self.units[blocks]
         self._free_units.give(units[units != NONE])
         self.units[blocks] = NONE
+        self._lacking[blocks] = self.shape.num_groups
 
     def _mark_filled(self, blocks: IntArray, length: int) -> None:
         """Note that `blocks` hold `length` tokens: all full but the last."""

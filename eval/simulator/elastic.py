@@ -11,7 +11,7 @@ from ellm_sgl.eval.simulator.admission import Budget, Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
 from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn, missing_tokens
 from ellm_sgl.eval.traces import IntArray
-from ellm_sgl.kv import NONE, PageTable
+from ellm_sgl.kv import PageTable
 from ellm_sgl.kv.shape import IntArray as Units
 from ellm_sgl.policies.rotation_limits import LINK_SHARE
 
@@ -107,7 +107,7 @@ class Elastic(Mode):
             return Span()
         self.elastic.place(blocks)
         before = table.blocks_of(chunk.request)
-        missing = np.count_nonzero((table.units[before] == NONE).any(axis=1))
+        missing = np.count_nonzero(table.lacks_units(before))
         table.extend(chunk.request, chunk.end, blocks)
         return Span.of(np.array([missing * table.shape.block_tokens]))
 

@@ -13,7 +13,6 @@ from ellm_sgl.eval.simulator.load import Load, Progress
 from ellm_sgl.eval.traces import IntArray
 from ellm_sgl.kv import PageTable
 from ellm_sgl.kv.page_table import Blocks
-from ellm_sgl.kv.shape import NONE
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def missing_tokens(table: PageTable, ids: IntArray) -> IntArray:
     if table.none_units == 0 or len(ids) == 0:
         return np.zeros(len(ids), np.int64)
     blocks = [table.blocks_of(i) for i in ids.tolist()]
-    lacking = (table.units[np.concatenate(blocks)] == NONE).any(axis=1)
+    lacking = table.lacks_units(np.concatenate(blocks))
     starts = np.cumsum([0, *map(len, blocks[:-1])])
     counts = np.add.reduceat(lacking.astype(np.int64), starts)
     return np.asarray(counts * table.shape.block_tokens, np.int64)

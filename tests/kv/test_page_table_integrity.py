@@ -97,3 +97,9 @@ def test_a_reference_that_nobody_holds(table: PageTable, block: int) -> None:
     table._refs[block] += 1
     with pytest.raises(IntegrityError, match="neither a sequence's nor the owner's"):
         table.check_integrity()
+
+
+def test_a_wrong_count_of_units_that_a_block_lacks(table: PageTable) -> None:
+    table._lacking[1] += 1
+    with pytest.raises(IntegrityError, match="count of units that a block lacks"):
+        table.check_integrity()
