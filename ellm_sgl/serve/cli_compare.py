@@ -55,6 +55,11 @@ def _read_names(_: click.Context, __: click.Parameter, text: str | None) -> tupl
     callback=_read_names,
     help="Only these, for instance ellm,recompute,swap.",
 )
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="Arrivals and lengths from an Azure-format CSV file, scaled to this machine.",
+)
 @click.option("--policy", default="fcfs", show_default=True, help="eLLM's.")
 @click.option("--layer-group", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--tpot-slo-ms", default=50.0, show_default=True, help="To count requests in SLO.")
@@ -75,6 +80,7 @@ def compare(
     outputs: str,
     conservativeness: tuple[float, ...],
     servers: tuple[str, ...],
+    trace: str | None,
     policy: str,
     layer_group: int,
     tpot_slo_ms: float,
@@ -98,7 +104,7 @@ def compare(
     wanted = comparing.Scenario(
         requests=requests, rounds=rounds, factors=factors,
         outputs=comparing.OUTPUTS if outputs == "both" else (outputs,),
-        conservativeness=conservativeness, servers=servers,
+        conservativeness=conservativeness, servers=servers, trace=trace,
         model_path=model_path, policy=policy, layer_group=layer_group,
         tpot_slo_ms=tpot_slo_ms, ttft_slo_s=ttft_slo_s,
     )  # fmt: skip
@@ -108,6 +114,8 @@ def compare(
             raise click.ClickException(
                 f"--servers {','.join(sorted(unknown))}: give some of {', '.join(known)}"
             )
+        for cell in wanted.cells:  # what is wrong with a trace is told before servers start
+            wanted.load(cell, 0)
         found = comparing.compare(wanted, lambda line: err.print(line, style="dim"))
     except (ServerError, ValueError) as error:
         raise click.ClickException(str(error)) from None

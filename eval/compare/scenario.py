@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from ellm_sgl.eval.replay import Request
+from ellm_sgl.eval.traces import Trace, TraceError, read_azure
 from ellm_sgl.eval.workloads import Lengths, LogNormal, drawn, poisson_arrivals, to_requests
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, has_tokenizer
 
@@ -62,6 +64,8 @@ class Scenario:
     """Of admission, SGLang's `--schedule-conservativeness`, tried beside its default of 1."""
     servers: tuple[str, ...] = ()
     """Names of those to run; empty: all."""
+    trace: str | None = None
+    """A file in the Azure format, whose arrivals and lengths are scaled to this machine."""
     model_path: str | None = None
     policy: str = "fcfs"
     layer_group: int = 1
@@ -77,10 +81,16 @@ class Scenario:
 
         Where output lengths are unknown, prompts, arrivals and the lengths that clients take are
         those of `KNOWN`, unless the model ends sooner.
+
+        Raises:
+            TraceError: `trace` cannot be read, or has too few requests.
         """
         rng = np.random.default_rng(seed)
         count = max(round(self.requests * cell.factor / max(self.factors)), 2)
-        trace = drawn(LENGTHS, poisson_arrivals(count, PER_SECOND, rng), rng)
+        if self.trace is None:
+            trace = drawn(LENGTHS, poisson_arrivals(count, PER_SECOND, rng), rng)
+        else:
+            trace = _scaled(Path(self.trace), count, seed)
         requests = to_requests(trace, seed)
         if cell.outputs == KNOWN:
             return requests
@@ -133,3 +143,19 @@ class Scenario:
         ]
         every = [ellm, *sorted([*whole, *tuned], key=lambda c: c.name)]
         return [c for c in every if not self.servers or c.name in self.servers]
+
+
+def _scaled(file: Path, count: int, seed: int) -> Trace:
+    """Requests of a trace that follow one another, from another place for each seed: as many per
+    second, and as many tokens on average, as the drawn loads have."""
+    whole = read_azure(file)
+    if len(whole) < count:
+        raise TraceError(f"{file}: {len(whole)} requests; give --requests {len(whole)} or fewer")
+    begin = seed * count % (len(whole) - count + 1)
+    part = slice(begin, begin + count)
+    at_s = whole.at_s[part] - whole.at_s[begin]
+    cut = Trace(at_s, whole.prompt_tokens[part], whole.output_tokens[part])
+    per_second = (count - 1) / max(float(at_s[-1]), 1e-3)
+    tokens = float((cut.prompt_tokens + cut.output_tokens).mean())
+    wanted = LENGTHS.prompt.mean + LENGTHS.output.mean
+    return cut.scaled(rate=PER_SECOND / per_second, lengths=wanted / tokens)

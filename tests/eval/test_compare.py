@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,12 +13,19 @@ from rich.console import Console
 from ellm_sgl.eval.compare.measure import _run
 from ellm_sgl.eval.compare.plot import plot
 from ellm_sgl.eval.compare.results import Comparison, Run
-from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, KNOWN, UNKNOWN, Cell, Scenario
+from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, KNOWN, LENGTHS, UNKNOWN, Cell, Scenario
 from ellm_sgl.eval.compare.table import render
 from ellm_sgl.eval.replay import Outcome, Request
+from ellm_sgl.eval.traces import TraceError
 from ellm_sgl.serve.cli import main
 
 CELL = Cell(3.0, KNOWN)
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.0000000,400,40
+2023-11-16 18:15:48.0000000,800,80
+2023-11-16 18:15:54.0000000,1200,160
+2023-11-16 18:15:56.0000000,1200,160
+"""
 SCENARIO = Scenario(requests=8, rounds=2, factors=(3.0,), outputs=(KNOWN,))
 
 
@@ -107,3 +115,24 @@ def test_table_plot_and_json(found: Comparison, tmp_path: Path) -> None:
 def test_a_server_that_does_not_exist_is_named() -> None:
     done = CliRunner().invoke(main, ["compare", "--servers", "ellm,vllm"])
     assert done.exit_code == 1 and "--servers vllm: give some of ellm, hcache" in done.output
+
+
+def test_a_trace_is_scaled_to_the_machine(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(AZURE)
+    scenario = Scenario(requests=3, factors=(3.0,), trace=str(file))
+    first = scenario.load(Cell(3.0, KNOWN), seed=0)
+    tokens = [len(r.prompt) + r.output_tokens for r in first]
+    mean = LENGTHS.prompt.mean + LENGTHS.output.mean
+    assert sum(tokens) / 3 == pytest.approx(mean, rel=0.01)
+    assert tokens[1] == pytest.approx(2 * tokens[0], rel=0.01)
+    assert [r.at_s for r in first] == pytest.approx([0, 1 / 32, 1 / 8])  # 16 per second
+    assert scenario.load(Cell(3.0, KNOWN), seed=1) != first
+    with pytest.raises(TraceError, match="4 requests; give --requests 4 or fewer"):
+        dataclasses.replace(scenario, requests=5).load(Cell(3.0, KNOWN), seed=0)
+
+
+def test_a_trace_that_cannot_be_used_is_told_before_servers_start(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["compare", "--trace", str(tmp_path / "none.csv")])
+    assert result.exit_code == 1
+    assert "none.csv: cannot be read" in result.output
