@@ -8,7 +8,9 @@ import numpy as np
 
 from ellm_sgl.eval.compare.results import Comparison, in_order
 
-WINDOW_S = 1.0
+LONGEST_WINDOW_S = 1.0
+WINDOWS = 20
+"""At least so many over a cell's longest run."""
 
 
 def plot(comparison: Comparison, file: Path) -> None:
@@ -19,11 +21,13 @@ def plot(comparison: Comparison, file: Path) -> None:
     figure = Figure(figsize=(9, 3 * len(cells)), layout="constrained")
     panels = figure.subplots(len(cells), 1, squeeze=False)[:, 0]
     for panel, cell in zip(panels, cells, strict=True):
-        for server in in_order(comparison, cell):
-            times = comparison.of(cell, server)[0].tokens_at_s
-            edges = np.arange(0.0, max(times, default=0.0) + 2 * WINDOW_S, WINDOW_S)
+        series = {s: comparison.of(cell, s)[0].tokens_at_s for s in in_order(comparison, cell)}
+        longest_s = max(max(times, default=0.0) for times in series.values())
+        window_s = min(LONGEST_WINDOW_S, longest_s / WINDOWS) or LONGEST_WINDOW_S
+        for server, times in series.items():
+            edges = np.arange(0.0, max(times, default=0.0) + 2 * window_s, window_s)
             counts, _ = np.histogram(times, edges)
-            panel.step(edges[:-1], counts / WINDOW_S, where="post", label=server)
+            panel.step(edges[:-1], counts / window_s, where="post", label=server)
         panel.set(title=cell.title, ylabel="output tokens/s", ylim=(0, None))
     panels[-1].set_xlabel("seconds from the first request")
     panels[0].legend(ncols=4, fontsize=8)

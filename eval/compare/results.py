@@ -118,4 +118,5 @@ def tokens_per_s(run: Run) -> float:
 
 def in_order(comparison: Comparison, cell: Cell) -> Sequence[str]:
     """The servers of a cell, ample memory first."""
-    return [s for s in (AMPLE, *comparison.servers) if comparison.of(cell, s)]
+    servers = dict.fromkeys((AMPLE, *comparison.servers))
+    return [s for s in servers if comparison.of(cell, s)]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ellm_sgl.eval.compare.measure import _run
 from ellm_sgl.eval.compare.plot import plot
-from ellm_sgl.eval.compare.results import Comparison, Run
+from ellm_sgl.eval.compare.results import Comparison, Run, in_order
 from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, KNOWN, LENGTHS, UNKNOWN, Cell, Scenario
 from ellm_sgl.eval.compare.table import render
 from ellm_sgl.eval.replay import Outcome, Request
@@ -98,6 +98,10 @@ def test_ellm_is_held_against_the_best_baseline(found: Comparison) -> None:
     assert ratios.best == "swap"
     assert ratios.of_best == pytest.approx(2.5 / 1.5) and ratios.of_ample == pytest.approx(1 / 1.5)
     assert ratios.tpot_p99_of_best == pytest.approx(0.5)
+
+
+def test_each_server_is_shown_once_ample_memory_first(found: Comparison) -> None:
+    assert in_order(found, CELL) == [AMPLE, ELLM, "recompute", "swap"]
 
 
 def test_table_plot_and_json(found: Comparison, tmp_path: Path) -> None:
