@@ -17,6 +17,7 @@ from ellm_sgl.latency import (
     ModelShape,
 )
 from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState, Threads
+from ellm_sgl.policies.rotation_limits import LINK_SHARE
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Decision:
     joining_ratio: float
     """That of the joining requests, weighted by their tokens; bounds admission."""
     threads: Threads
+    fetch_ahead_s: float
+    """Seconds of the link that the coming step may spend on fetching for requests that sit it
+    out. Decided here because it comes from a clock, and ranks must agree."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,12 @@ class ControlLoop:
 
     def decide(self, state: SystemState) -> Decision:
         """Ask about one iteration; never fails, never takes much longer than the budget."""
-        return _decision(state, self.safe.answer(state))
+        last = self.steps.last
+        ahead_s = 0.0 if last is None else LINK_SHARE * last.seconds
+        return _decision(state, self.safe.answer(state), ahead_s)
 
 
-def _decision(state: SystemState, answer: Answer) -> Decision:
+def _decision(state: SystemState, answer: Answer, fetch_ahead_s: float) -> Decision:
     join = answer.batch.join
     return Decision(
         join=join,
@@ -106,6 +112,7 @@ def _decision(state: SystemState, answer: Answer) -> Decision:
         ratios=tuple(answer.ratios.running.tolist()),
         joining_ratio=_weighted(answer.ratios.joining, state.waiting.tokens[list(join)]),
         threads=answer.threads,
+        fetch_ahead_s=fetch_ahead_s,
     )
 
 

@@ -1,9 +1,8 @@
-"""The vocabulary of the pool: token blocks, layer groups, units and placements (DESIGN §1)."""
+"""The vocabulary of the pool: token blocks, layer groups and units."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final
 
 import numpy as np
@@ -14,18 +13,6 @@ IntArray = npt.NDArray[np.int32]
 
 NONE: Final = -1
 """Unit id of a (block, group) that has no unit there."""
-
-
-class Placement(Enum):
-    """Where the KV of one (token block, layer group) is."""
-
-    DEVICE = "device"
-    HOST = "host"
-    """Only a copy in host memory: streamed in when a step needs it."""
-    HIDDEN = "hidden"
-    """Only the layers' hidden states, on host or device: projected to KV when a step needs it."""
-    NONE = "none"
-    """Nowhere: recomputed when a step needs it."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +49,6 @@ class PoolShape:
     def blocks_for(self, tokens: int) -> int:
         """Token blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
-
-
-@dataclass(frozen=True)
-class MapEntry:
-    """One answer of the map table: where the KV of (seq_id, token_id, layer_id) is."""
-
-    seq_id: int
-    token_id: int
-    layer_id: int
-    logical_block_id: int
-    physical_block_id: int
-    """Unit id in the pool that `placement` names, or `NONE`."""
-    placement: Placement
-    filled: int
-    """Tokens of the block that hold valid KV (1..block_tokens)."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,14 @@ class Deciding:
     """Waiting requests that may join, with their rank."""
     reorders: bool = False
     pause: frozenset[Req] = frozenset()
+    fetch_ahead_s: float = 0.0
+    """Seconds of the link that the coming step may spend on those who sit it out."""
+    prefilling: Sequence[int] = ()
+    """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed in."""
     paused: ScheduleBatch | None = None
     """Requests that sit out the step under way."""
+    sat_out: frozenset[Req] = frozenset()
+    """Requests that sat out the step before."""
     in_step: tuple[Any, Any] | None = None
     """Slots and lengths of the requests in the step under way."""
     settled_by: Policy | None = None
@@ -62,6 +68,72 @@ class Deciding:
     def sitting_out(self) -> list[int]:
         """`seq_id` of the requests that sit out the step under way."""
         return [] if self.paused is None else runtime.rows_of(self.paused.reqs)
+
+    def stepping(self, batch: ScheduleBatch, indices: Sequence[int]) -> list[int]:
+        """Those of these requests of `batch` that take part in its next step: all but the paused,
+        unless that leaves nobody.
+
+        Nobody is paused while some request has penalties: SGLang's penalizers count tokens per
+        batch and cannot be taken apart and put together again.
+        """
+        stay = [i for i in indices if batch.reqs[i] not in self.pause]
+        if not stay or batch.sampling_info.penalizer_orchestrator.is_required:
+            return list(indices)
+        return stay
+
+    def rest(self, reqs: Sequence[Req]) -> None:
+        """Those of these requests that are paused give up what the policy asks of them."""
+        if resting := [r for r in reqs if r in self.pause]:
+            self.apply_targets(resting, sitting_out=True)
+
+    def take_out(self, batch: ScheduleBatch, stay: Sequence[int]) -> None:
+        """Keep these requests in `batch` for its next step; the others sit it out."""
+        if len(stay) == len(batch.reqs):
+            return
+        paused = copy.copy(batch)
+        paused.sampling_info = copy.copy(batch.sampling_info)
+        paused.sampling_info.penalizer_orchestrator = copy.copy(
+            batch.sampling_info.penalizer_orchestrator
+        )
+        staying = set(stay)
+        paused.filter_batch(
+            keep_indices=[i for i in range(len(batch.reqs)) if i not in staying]
+        )
+        batch.filter_batch(keep_indices=sorted(staying))
+        self.paused = paused
+
+    def bring_back(self) -> None:
+        """Those who sat out are running requests like any other."""
+        paused, self.paused = self.paused, None
+        if paused is None:
+            return
+        self.sat_out = frozenset(paused.reqs)
+        running = self.scheduler.running_batch
+        if running.is_empty():  # the others have gone into a mixed step
+            paused.batch_is_full = running.batch_is_full
+            self.scheduler.running_batch = paused
+        else:
+            running.merge_batch(paused)
+
+    def end_aborted(self, batch: ScheduleBatch) -> None:
+        """End requests that were aborted while they sat out: to be ended by SGLang they would have
+        to be restored first and decode a token that nobody reads.
+
+        Their last step has been accounted for, also with overlap scheduling: they had no part in
+        the one that may be under way.
+        """
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        sat_out, self.sat_out = self.sat_out, frozenset()
+        aborted = [r for r in batch.reqs if r in sat_out and r.to_finish is not None]
+        for req in aborted:
+            req.update_finish_state()
+            release_kv_cache(req, self.scheduler.tree_cache)
+            req.time_stats.set_completion_time()
+            self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+        if aborted:
+            batch.filter_batch()
+            batch.batch_is_full = False
 
     # -- observe ----------------------------------------------------------------------------
 
@@ -141,15 +213,19 @@ class Deciding:
 
     def decide(self, batch: ScheduleBatch) -> None:
         """Ask the policy about this iteration, on rank 0, and share its decision."""
+        self.prefilling = ()
         self._note_tokens()
+        self.end_aborted(batch)
         if self._settled(batch):
             return
         running = [r for r in batch.reqs if not r.finished()]
         order = np.argsort(self.book.request_ids(self.slots(running)), kind="stable")
         running = [running[i] for i in order]
         waiting = self.scheduler.waiting_queue
-        sat_out = self.pause
+        self.slots(waiting)  # on every rank: the order of entry is the order of ids
+        paused_before = self.pause
         self.ratios, self.join, self.pause = {}, {}, frozenset()
+        self.fetch_ahead_s = 0.0
         if not running and not waiting:
             if self.scheduler.chunked_req is None:
                 self.loop.steps.idle()
@@ -159,8 +235,10 @@ class Deciding:
         self.joining_ratio = decision.joining_ratio
         self.join = {waiting[w]: rank for rank, w in enumerate(decision.join)}
         self.reorders = decision.reorders
-        self.pause = frozenset(running[p] for p in decision.pause)
-        runtime.current().elastic.totals.sat_out += len(self.pause - sat_out)
+        # An aborted request ends with the token it decodes next.
+        self.pause = frozenset(r for p in decision.pause if not (r := running[p]).to_finish)
+        self.fetch_ahead_s = decision.fetch_ahead_s
+        runtime.current().elastic.totals.sat_out += len(self.pause - paused_before)
         runtime.current().threads = decision.threads
         safe, kept = self.loop.safe, not self.pause and not any(decision.ratios)
         self.settled_by = safe.policy if kept and safe.keeps_what_fits else None
@@ -240,48 +318,7 @@ def may_join(req: Req) -> bool:
     return req in deciding().join
 
 
-def step_out(
-    original: Callable[..., ScheduleBatch], scheduler: Scheduler, batch: ScheduleBatch
-) -> ScheduleBatch:
-    """Around `Scheduler.update_running_batch`: take the paused requests out for one step."""
-    ours = deciding()
-    running = batch
-    paused = _split(batch, ours.pause)
-    if paused is not None:
-        ours.apply_targets(paused.reqs, sitting_out=True)
-    result = original(scheduler, running)
-    if paused is not None and result.is_empty():
-        return original(scheduler, paused)
-    ours.paused = paused
-    return result
-
-
 def rejoin(scheduler_or_checker: Any, *_: Any, **__: Any) -> None:
     """Before `Scheduler.process_input_requests` (and SGLang's check of a busy server): those who
     sat out are running requests like any other, for instance to be aborted."""
-    ours = deciding()
-    paused, ours.paused = ours.paused, None
-    if paused is not None:
-        ours.scheduler.running_batch.merge_batch(paused)
-
-
-def _split(batch: ScheduleBatch, pause: frozenset[Req]) -> ScheduleBatch | None:
-    """Take the requests to pause out of `batch` and return them as a batch of their own.
-
-    Nobody is paused while some request has penalties: SGLang's penalizers count tokens per
-    batch and cannot be taken apart and put together again.
-    """
-    if not pause or batch.sampling_info.penalizer_orchestrator.is_required:
-        return None
-    out = [i for i, r in enumerate(batch.reqs) if r in pause]
-    stay = [i for i, r in enumerate(batch.reqs) if r not in pause]
-    if not out or not stay:
-        return None
-    paused = copy.copy(batch)
-    paused.sampling_info = copy.copy(batch.sampling_info)
-    paused.sampling_info.penalizer_orchestrator = copy.copy(
-        batch.sampling_info.penalizer_orchestrator
-    )
-    paused.filter_batch(keep_indices=out)
-    batch.filter_batch(keep_indices=stay)
-    return paused
+    deciding().bring_back()

@@ -156,9 +156,9 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_BATCH}.prepare_for_decode",
         "BEFORE",
-        f"{_OURS}.scheduling:apply_targets",
+        f"{_OURS}.scheduling:prepare_decode",
         When.ENABLED,
-        "bring running requests to the policy's ratio, once per step",
+        "who sits the step out, and everybody's ratio; once per step, also of mixed ones",
     ),
     Seam(
         f"{_ADDER}.__init__",
@@ -201,13 +201,6 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.deciding:order_waiting",
         When.ENABLED,
         "requests that the policy lets join come first",
-    ),
-    Seam(
-        f"{_SCHEDULER}.update_running_batch",
-        "AROUND",
-        f"{_OURS}.deciding:step_out",
-        When.ENABLED,
-        "requests that the policy pauses sit out this step",
     ),
     Seam(
         f"{_SCHEDULER}.process_input_requests",
