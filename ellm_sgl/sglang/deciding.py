@@ -96,9 +96,7 @@ class Deciding:
             batch.sampling_info.penalizer_orchestrator
         )
         staying = set(stay)
-        paused.filter_batch(
-            keep_indices=[i for i in range(len(batch.reqs)) if i not in staying]
-        )
+        paused.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i not in staying])
         batch.filter_batch(keep_indices=sorted(staying))
         self.paused = paused
 

@@ -104,9 +104,7 @@ def prepare_decode(batch: ScheduleBatch) -> None:
     ours.apply_targets(batch.reqs)
 
 
-def _beside_prompts(
-    batch: ScheduleBatch, indices: Sequence[int], prompts: Sequence[int]
-) -> Sequence[int]:
+def _beside_prompts(batch: ScheduleBatch, indices: list[int], prompts: Sequence[int]) -> list[int]:
     """Those of these requests that one step can decode beside these prompts."""
     if _fits(batch, indices, prompts):
         return indices

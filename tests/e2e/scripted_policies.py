@@ -13,6 +13,7 @@ from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, Threads
 _ENTRY_POINTS = """[ellm_sgl.policies]
 faulty = scripted_policies:Faulty
 turns = scripted_policies:Turns
+holds = scripted_policies:Holds
 """
 
 
@@ -75,6 +76,27 @@ class Turns(Policy):
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         return Ratios(np.full(len(state.running), self.r), np.full(len(batch.join), self.r))
+
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        return Threads(swap_layers=0, recompute_layers=1, delta=512)
+
+
+class Holds(Policy):
+    """Requests that may have exactly `tokens` output tokens sit out every step, from the step on
+    in which `others` other requests run, without `ratio` of their KV."""
+
+    def __init__(self, tokens: int, others: int = 1, ratio: float = 0.0) -> None:
+        self.tokens, self.others, self.r = tokens, others, ratio
+
+    def batch(self, state: SystemState) -> Batch:
+        held = state.running.max_new_tokens == self.tokens
+        pause: tuple[int, ...] = ()
+        if np.count_nonzero(~held) >= self.others:
+            pause = tuple(np.flatnonzero(held).tolist())
+        return Batch(join=tuple(range(len(state.waiting))), pause=pause)
+
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        return Ratios(np.full(len(state.running), self.r), np.zeros(len(batch.join)))
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
         return Threads(swap_layers=0, recompute_layers=1, delta=512)
