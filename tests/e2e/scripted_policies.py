@@ -96,7 +96,8 @@ class Holds(Policy):
         return Batch(join=tuple(range(len(state.waiting))), pause=pause)
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return Ratios(np.full(len(state.running), self.r), np.zeros(len(batch.join)))
+        held = state.running.max_new_tokens == self.tokens
+        return Ratios(np.where(held, self.r, 0.0), np.zeros(len(batch.join)))
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
         return Threads(swap_layers=0, recompute_layers=1, delta=512)
