@@ -116,12 +116,13 @@ def test_memory_that_those_who_sit_out_hold_is_had_by_retracting_them(
     bodies += [greedy(p, HELD) for p in prompts(20, 40, 44, seed=3)]
     expected = token_ids(ask(server.url, bodies))
     server.flush_cache()
-    server.switch_policy("holds", tokens=HELD, others=10, ratio=0.99)
+    server.switch_policy("holds", tokens=HELD, ratio=0.99)
     before = server.state()
     with ThreadPoolExecutor(1) as background:
         answers = background.submit(ask, server.url, bodies)
         wait_for(server, lambda state: state["sat_out_total"] >= before["sat_out_total"] + 20)
         server.adjust(ellm_device_kv_tokens=20 * 16)
         wait_for(server, lambda state: state["retractions_total"] > before["retractions_total"])
+        time.sleep(2)  # in which those who run begin further blocks
         server.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
         assert token_ids(answers.result()) == expected
