@@ -55,6 +55,11 @@ class EllmConfig:
         """Whether hidden states of any layer are kept instead of KV."""
         return self.host_keeps not in ("kv", "0")
 
+    @property
+    def hidden_in_file(self) -> bool:
+        """Whether hidden states have a file of their own."""
+        return self.host_path is not None and self.keeps_hidden and self.hidden_on == HOST
+
     def __post_init__(self) -> None:
         self._check_mode()
         if self.ratio is not None and self.policy != "fixed-ratio":

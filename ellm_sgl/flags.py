@@ -63,7 +63,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("host_kv_tokens", int, "a whole number", "N",
          "Tokens of KV that host memory holds for what left the device. Default 0: none."),
     Flag("host_path", str, "a file", "FILE",
-         "Keep the host tier in this file, mapped into memory. Default: in memory."),
+         "Keep the host tier in a new file of this name, mapped into memory: it takes its whole "
+         "size at once, and is gone with the server. Default: in memory."),
     Flag("host_keeps", str, f"{', '.join(HOST_KEEPS)} or a whole number", "WHAT",
          "What the host tier keeps of a token: its kv, the hidden states of the layers, from which "
          "KV is projected again, or hidden states of as many of the lowest layers as balance link "

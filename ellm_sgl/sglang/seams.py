@@ -189,6 +189,14 @@ SEAMS: tuple[Seam, ...] = (
         "calibrate the machine and start the closed loop, before the first request",
     ),
     Seam(
+        f"{_SCHEDULER}.__init__",
+        "AROUND",
+        f"{_OURS}.starting:end_in_a_sentence",
+        When.ENABLED,
+        "a setting that turns out to make no sense ends the server with one line; stands around "
+        "`start_loop`, since it comes after it",
+    ),
+    Seam(
         f"{_SCHEDULER}.get_new_batch_prefill",
         "BEFORE",
         f"{_OURS}.deciding:decide",

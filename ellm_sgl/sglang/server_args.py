@@ -141,13 +141,15 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--ellm-host-keeps {config.host_keeps}: the model has {layers} layers; give as many "
             "at most"
         )
-    if args.kv_cache_dtype == "auto":
-        from ellm_sgl.sglang.tiers import check_room
+    from ellm_sgl.sglang.tier_files import check_files
+    from ellm_sgl.sglang.tiers import check_room
 
-        try:
+    try:
+        if args.kv_cache_dtype == "auto":
             check_room(config, args.get_model_config(), args.tp_size)
-        except ConfigError as error:
-            _refuse(str(error))
+        check_files(config, args)
+    except ConfigError as error:
+        _refuse(str(error))
     return None
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ellm_sgl.config import ConfigError
 from ellm_sgl.control import Arrival, ControlLoop, RequestBook, ServerLimits, StepLog
 from ellm_sgl.control.book import slots_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
@@ -27,6 +33,25 @@ _MODELS: dict[str, type[PaperLatencyModel] | type[RooflineLatencyModel]] = {
     "roofline": RooflineLatencyModel,
     "paper": PaperLatencyModel,
 }
+
+
+def end_in_a_sentence(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Around `Scheduler.__init__`: a `ConfigError` ends the server with its sentence.
+
+    SGLang ends it as well, but with the stack. Where the scheduler is no process of its own, the
+    error is the caller's.
+    """
+    try:
+        original(*args, **kwargs)
+    except ConfigError as error:
+        server = multiprocessing.parent_process()
+        if server is None:
+            raise
+        print(f"ellm-sgl: error: {error}", file=sys.stderr, flush=True)
+        if server.is_alive():
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGQUIT)  # as SGLang does: it ends all its processes
+        sys.exit(2)
 
 
 def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
