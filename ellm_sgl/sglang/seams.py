@@ -20,14 +20,14 @@ every seam, but its prefix cache counts what eLLM's tree holds as a leak.)"""
 
 
 class When(Enum):
-    """In which processes a hook is installed."""
+    """When a hook is installed, in every process that loads SGLang's plugins."""
 
-    MAIN = "main"
-    """In the process that parses the arguments and serves HTTP; inert unless eLLM is enabled."""
+    ALWAYS = "always"
+    """Inert unless eLLM is enabled, which arguments may do after plugins were loaded."""
     PLATFORM = "platform"
-    """Everywhere, on hosts where the CPU platform is offered."""
+    """On hosts where the CPU platform is offered."""
     ENABLED = "enabled"
-    """Everywhere, but only where eLLM is enabled."""
+    """Where eLLM is enabled when plugins are loaded: SGLang's worker processes."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Seam:
 
 _SRT = "sglang.srt"
 _ARGS = f"{_SRT}.server_args.ServerArgs"
+_TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
 _POOLS = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _ALLOC = f"{_SRT}.mem_cache.allocation"
 _BATCH = f"{_SRT}.managers.schedule_batch.ScheduleBatch"
@@ -59,35 +60,42 @@ SEAMS: tuple[Seam, ...] = (
         f"{_ARGS}.add_cli_args",
         "AFTER",
         f"{_OURS}.server_args:add_flags",
-        When.MAIN,
+        When.ALWAYS,
         "the --ellm-* flags, also for plain sglang.launch_server",
     ),
     Seam(
         f"{_ARGS}.from_cli_args",
         "AROUND",
         f"{_OURS}.server_args:read_flags",
-        When.MAIN,
+        When.ALWAYS,
         "turn the flags into settings before SGLang checks its own arguments",
     ),
     Seam(
         f"{_ARGS}.__post_init__",
         "AROUND",
         f"{_OURS}.server_args:check_arguments",
-        When.MAIN,
+        When.ALWAYS,
         "page size = block size, our prefix cache; refuse what is not supported",
     ),
     Seam(
-        f"{_SRT}.entrypoints.http_server.launch_server",
+        f"{_ARGS}.check_server_args",
         "BEFORE",
-        f"{_OURS}.http:add_routes",
-        When.MAIN,
-        "GET /ellm/state",
+        f"{_OURS}.server_args:check_adapted",
+        When.ALWAYS,
+        "arguments resolved before plugins were loaded went past the check above",
     ),
     Seam(
-        f"{_SRT}.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        f"{_TOKENIZER}.__init__",
+        "AFTER",
+        f"{_OURS}.http:serve_routes",
+        When.ALWAYS,
+        "GET /ellm/state; the app is imported by now, and importing it elsewhere takes 0.5 s",
+    ),
+    Seam(
+        f"{_TOKENIZER}._validate_one_request",
         "BEFORE",
-        f"{_OURS}.http:check_request",
-        When.MAIN,
+        f"{_OURS}.requests:check_request",
+        When.ALWAYS,
         "refuse what eLLM cannot serve, and token ids that would end the server",
     ),
     Seam(
@@ -187,6 +195,13 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.starting:start_loop",
         When.ENABLED,
         "calibrate the machine and start the closed loop, before the first request",
+    ),
+    Seam(
+        f"{_SCHEDULER}.handle_generate_request",
+        "AROUND",
+        f"{_OURS}.requests:take_request",
+        When.ENABLED,
+        "the same look for requests that were tokenized in a process without our hooks",
     ),
     Seam(
         f"{_SCHEDULER}.get_new_batch_prefill",

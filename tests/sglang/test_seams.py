@@ -21,6 +21,8 @@ PARAMETERS = {
     "get_last_loc": ["req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"],
     "_validate_one_request": ["self", "obj", "input_ids"],
     "from_cli_args": ["args"],
+    "check_server_args": ["self"],
+    "handle_generate_request": ["self", "recv_req"],
     "alloc_for_extend": ["batch"],
     "alloc_for_decode": ["batch", "token_per_req"],
     "check_decode_mem": ["self", "selected_indices"],
@@ -107,5 +109,5 @@ def test_off_registers_only_what_stock_sglang_needs(monkeypatch: pytest.MonkeyPa
         HookRegistry, "register", lambda target, *_, **__: registered.append(target)
     )
     plugin.register()
-    off = (When.MAIN, When.PLATFORM) if activate() else (When.MAIN,)
+    off = (When.ALWAYS, When.PLATFORM) if activate() else (When.ALWAYS,)
     assert registered == [seam.target for seam in SEAMS if seam.when in off]
