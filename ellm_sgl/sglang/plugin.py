@@ -12,7 +12,8 @@ from typing import Any
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.sglang.platform_entry import activate
-from ellm_sgl.sglang.seams import SEAMS, When
+from ellm_sgl.sglang.seam import When
+from ellm_sgl.sglang.seams import SEAMS
 
 
 def register() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ellm_sgl.sglang.platform_entry import activate
-from ellm_sgl.sglang.seams import SEAMS, Seam, When, moved_seams
+from ellm_sgl.sglang.seam import Seam, When
+from ellm_sgl.sglang.seams import SEAMS, moved_seams
 from ellm_sgl.sglang.torchvision_ops import declare
 
 declare()
@@ -34,6 +35,13 @@ PARAMETERS = {
     "init_new": ["batch", "model_runner"],
     "can_run_graph": ["self", "forward_batch"],
     "enable_fused_set_kv_buffer": ["forward_batch"],
+    "pause_generation": ["self", "recv_req"],
+    "update_weights_from_disk": ["self", "recv_req"],
+    "update_weights_from_tensor": ["self", "recv_req"],
+    "update_weights_from_distributed": ["self", "recv_req"],
+    "update_weights_from_ipc": ["self", "recv_req"],
+    "check_weights": ["self", "recv_req"],
+    "flush_cache_after_weight_update": ["self", "recv_req"],
     "get_internal_state": ["self", "recv_req"],
     "set_internal_state": ["self", "recv_req"],
 }
