@@ -153,6 +153,19 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     return None
 
 
+def check_adapted(args: ServerArgs) -> None:
+    """Hook before `ServerArgs.check_server_args`, with which SGLang starts its processes: whether
+    `check_arguments` has seen these arguments."""
+    config = EllmConfig.from_env()
+    if config is None:
+        return
+    if (args.page_size, args.radix_cache_backend) != (config.block_tokens, PREFIX_CACHE):
+        _refuse(
+            "these ServerArgs were made before eLLM was enabled; call load_plugins() of "
+            "sglang.srt.plugins, then make them"
+        )
+
+
 def _attention_backend(config: EllmConfig) -> str:
     """The name under which SGLang finds eLLM's attention on this host; refuses other hosts."""
     if activate() is not None:
