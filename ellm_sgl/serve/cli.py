@@ -16,6 +16,7 @@ from rich.table import Table
 from ellm_sgl import __version__
 from ellm_sgl.config import ELLM, MODES, ConfigError
 from ellm_sgl.flags import FLAGS
+from ellm_sgl.ranges import shown
 from ellm_sgl.serve.cli_calibrate import calibrate
 from ellm_sgl.serve.cli_compare import compare
 from ellm_sgl.serve.cli_kernels import kernels
@@ -81,7 +82,7 @@ def _check(given: dict[str, str]) -> None:
                 try:
                     values[flag.field] = flag.parse(text)
                 except ValueError:
-                    raise ConfigError(f"{flag.option} {text!r}: give {flag.kind}") from None
+                    raise ConfigError(f"{flag.option} {shown(text)}: give {flag.kind}") from None
         settle(values)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
