@@ -34,6 +34,8 @@ class Decision:
     joining_ratio: float
     """That of the joining requests, weighted by their tokens; bounds admission."""
     threads: Threads
+    settles: bool
+    """Whether it keeps everything and stands while all fits (`Policy.keeps_what_fits`)."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class ControlLoop:
         return self.steps.model
 
     def switch(self, policy: Policy) -> None:
-        """Ask `policy` from now on; counters start again."""
+        """Ask `policy` from now on; counters start again. The one before is not waited for."""
         self.safe.close()
         self.safe = SafePolicy(policy, self.safe.budget_s)
 
@@ -94,11 +96,12 @@ class ControlLoop:
 
     def decide(self, state: SystemState) -> Decision:
         """Ask about one iteration; never fails, never takes much longer than the budget."""
-        return _decision(state, self.safe.answer(state))
+        return _decision(state, self.safe.answer(state), self.safe.keeps_what_fits)
 
 
-def _decision(state: SystemState, answer: Answer) -> Decision:
+def _decision(state: SystemState, answer: Answer, keeps_what_fits: bool) -> Decision:
     join = answer.batch.join
+    keeps_all = not answer.batch.pause and not answer.ratios.running.any()
     return Decision(
         join=join,
         reorders=any(a > b for a, b in itertools.pairwise(join)),
@@ -106,6 +109,7 @@ def _decision(state: SystemState, answer: Answer) -> Decision:
         ratios=tuple(answer.ratios.running.tolist()),
         joining_ratio=_weighted(answer.ratios.joining, state.waiting.tokens[list(join)]),
         threads=answer.threads,
+        settles=keeps_what_fits and keeps_all,
     )
 
 
