@@ -20,6 +20,7 @@ Not thread-safe: one scheduler thread owns the table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
 
@@ -311,7 +312,8 @@ class PageTable:
 
     def lacks_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
         """Of each block, whether some group has no unit: a step must restore it."""
-        lacks: npt.NDArray[np.bool_] = self._lacking[np.asarray(blocks, np.int32)] > 0
+        # `take` is twice as fast as indexing with 32-bit ids.
+        lacks: npt.NDArray[np.bool_] = self._lacking.take(np.asarray(blocks, np.int32)) > 0
         return lacks
 
     def holds_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
@@ -484,10 +486,8 @@ class PageTable:
         sequences = [self._sequences[s] for s in seq_ids]
         counts = np.array([s.count for s in sequences])
         lacks = self.lacks_units(np.concatenate([s.blocks for s in sequences]))
-        before = np.zeros(len(lacks) + 1, np.int64)
-        np.cumsum(lacks, out=before[1:])
         ends = np.cumsum(counts)
-        missing = before[ends] - before[ends - counts]
+        missing = np.diff(np.searchsorted(np.flatnonzero(lacks), ends), prepend=0)
         tokens: npt.NDArray[np.int64] = missing * self.shape.block_tokens
         # A request's last block holds what is left of its length.
         lengths = np.array([s.length for s in sequences])
@@ -508,7 +508,11 @@ class PageTable:
     # -- reports ----------------------------------------------------------------------------
 
     def statistics(self) -> PoolStatistics:
-        mapped = sum(s.length for s in self._sequences.values())
+        """What the table holds now. Cheap enough to be asked for between two steps: a few array
+        operations over the blocks of all requests, and only while some block misses a unit."""
+        lengths = self.lengths_of(self.sequence_ids)
+        uncached = self.uncached_tokens_of(self.sequence_ids)
+        mapped = int(lengths.sum())
         places = sum(s.count for s in self._sequences.values()) * self.shape.block_tokens
         return PoolStatistics(
             units_total=self._unit_limit,
@@ -520,7 +524,8 @@ class PageTable:
             host_units_free=self.host.free_units,
             sequences=len(self._sequences),
             mapped_tokens=mapped,
-            uncached_tokens=sum(self.uncached_tokens(s) for s in self._sequences),
+            uncached_tokens=int(uncached.sum()),
+            cached_ratio_mean=_mean(1 - uncached / np.maximum(lengths, 1)),
             occupancy=self.used_units / self._unit_limit,
             fragmentation=1 - mapped / places if places else 0.0,
         )
@@ -584,3 +589,8 @@ class PageTable:
 def _refuse_repeated(ids: IntArray, what: str) -> None:
     if len(ids) > 1 and len(np.unique(ids)) < len(ids):
         raise IntegrityError(f"{what}: some id is listed more than once in {ids.tolist()}")
+
+
+def _mean(shares: npt.NDArray[np.float64]) -> float:
+    """1 of none; the same in whatever order."""
+    return math.fsum(shares.tolist()) / len(shares) if len(shares) else 1.0

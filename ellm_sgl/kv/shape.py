@@ -70,6 +70,8 @@ class PoolStatistics:
     """Tokens of all sequences; a shared prefix counts once per sequence."""
     uncached_tokens: int
     """Mapped tokens in blocks that lack at least one unit."""
+    cached_ratio_mean: float
+    """Share of its tokens that a sequence has cached, 0..1, in the mean; 1 without sequences."""
     occupancy: float
     """Units in use / units total, 0..1; above 1 while a lowered limit is exceeded."""
     fragmentation: float

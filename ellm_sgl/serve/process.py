@@ -144,10 +144,17 @@ class ServerProcess:
         """Whether the process still runs."""
         return self._process is not None and self._process.poll() is None
 
-    def state(self) -> dict[str, Any]:
-        """`GET /ellm/state`."""
-        answer: dict[str, Any] = self._http.get("/ellm/state", timeout=60).json()
-        return answer
+    def state(self, integrity: bool = True) -> dict[str, Any]:
+        """`GET /ellm/state`.
+
+        Args:
+            integrity: have the page table checked as well. That stops the server for as long as it
+                takes; leave it out where the state is asked for again and again.
+        """
+        asked = {"integrity": integrity}
+        answer = self._http.get("/ellm/state", params=asked, timeout=60)
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
 
     def steps(self) -> list[dict[str, Any]]:
         """`GET /ellm/steps`: the last measured steps, in their order."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from ellm_sgl.control import Arrival, ControlLoop, Decision
 from ellm_sgl.control.book import RequestBook, slots_array
-from ellm_sgl.policies import Policy, SystemState
+from ellm_sgl.policies import SystemState
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.slo import slo_seconds
 
@@ -54,8 +54,8 @@ class Deciding:
     """Requests that sat out the step before."""
     in_step: tuple[Any, Any] | None = None
     """Slots and lengths of the requests in the step under way."""
-    settled_by: Policy | None = None
-    """The policy whose last answer was to keep everything, and whose promise is that it stands."""
+    settled: bool = False
+    """Whether the last decision was to keep everything, and stands by the policy's promise."""
     budget_at_refusal: int | None = None
     """Tokens that could be admitted when SGLang last found no room."""
 
@@ -209,6 +209,11 @@ class Deciding:
 
     # -- decide -----------------------------------------------------------------------------
 
+    @property
+    def asks(self) -> bool:
+        """Whether this rank's policy is the one that is asked."""
+        return bool(self.scheduler.ps.tp_rank == 0)
+
     def decide(self, batch: ScheduleBatch) -> None:
         """Ask the policy about this iteration, on rank 0, and share its decision."""
         self.prefilling = ()
@@ -238,15 +243,14 @@ class Deciding:
         self.fetch_ahead_s = decision.fetch_ahead_s
         runtime.current().elastic.totals.sat_out += len(self.pause - paused_before)
         runtime.current().threads = decision.threads
-        safe, kept = self.loop.safe, not self.pause and not any(decision.ratios)
-        self.settled_by = safe.policy if kept and safe.keeps_what_fits else None
+        self.settled = decision.settles
         self._open_or_close(batch)
 
     def _settled(self, batch: ScheduleBatch) -> bool:
         """Whether the last decision stands without asking (`Policy.keeps_what_fits`)."""
         table = runtime.current().table
         return (
-            self.settled_by is self.loop.safe.policy
+            self.settled
             and not self.scheduler.waiting_queue
             and self.scheduler.chunked_req is None
             and not self.join
@@ -256,14 +260,15 @@ class Deciding:
         )
 
     def _agreed(self, running: list[Req], waiting: list[Req]) -> Decision:
-        """Rank 0's decision: clocks differ between ranks, decisions must not."""
+        """Rank 0's decision: clocks differ between ranks, decisions must not. Only rank 0 has the
+        policy at all, since what it promises, and whether it can be made, may differ as well."""
         ranks = self.scheduler.ps
         if ranks.tp_size == 1:
             return self.loop.decide(self.observe(running, waiting))
         from sglang.srt.utils import broadcast_pyobj
 
         group = self.scheduler.tp_group
-        mine = [self.loop.decide(self.observe(running, waiting))] if ranks.tp_rank == 0 else []
+        mine = [self.loop.decide(self.observe(running, waiting))] if self.asks else []
         (decision,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
         return decision
 

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from ellm_sgl.config import EllmConfig
+from ellm_sgl.ranges import check_finite, shown
 from ellm_sgl.sglang.slo import SloFields
 
 CONTROL = "ellm/"
@@ -48,11 +49,10 @@ def add_routes(http_server: Any) -> None:
         return (await manager().dumper_control(request))[0]
 
     @app.get("/ellm/state")
-    async def ellm_state() -> dict[str, Any]:
-        """eLLM's state, from the scheduler process."""
-        states = await manager().get_internal_state()
-        state: dict[str, Any] = states[0]["ellm"]
-        return state
+    async def ellm_state(integrity: bool = False) -> Any:
+        """eLLM's state, from the scheduler process. Checking the page table, too, takes longer."""
+        answer = await control("state", {"integrity": integrity})
+        return answer.response[0]
 
     @app.get("/ellm/steps")
     async def ellm_steps() -> Any:
@@ -67,8 +67,12 @@ def add_routes(http_server: Any) -> None:
         wanted = {"options": {}, **body}
         kinds = {name: type(value) for name, value in wanted.items()}
         if kinds != {"name": str, "options": dict}:
-            error = f'{body}: give {{"name": "...", "options": {{...}}}}'
+            error = f'{shown(body)}: give {{"name": "...", "options": {{...}}}}'
             return JSONResponse({"error": error}, status_code=400)
+        try:  # before it is sent on: what is nested too deeply cannot be
+            check_finite(wanted["options"], "options")
+        except ValueError as problem:
+            return JSONResponse({"error": str(problem)}, status_code=400)
         answer = await control("policy", wanted)
         if not answer.success:
             return JSONResponse({"error": answer.error}, status_code=400)

@@ -253,7 +253,7 @@ SEAMS: tuple[Seam, ...] = (
         "AROUND",
         f"{_OURS}.state:control",
         When.ENABLED,
-        "switch policies, fetch step reports: the one request there that carries names and JSON",
+        "ask for state and steps, switch policies: the one request that carries names and JSON",
     ),
 )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ellm_sgl.config import ELLM, ConfigError, EllmConfig
 from ellm_sgl.flags import FLAGS, Flag
+from ellm_sgl.ranges import shown
 from ellm_sgl.settings import settle
 from ellm_sgl.sglang import cuda
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
@@ -202,7 +203,7 @@ def _parser(flag: Flag) -> Callable[[str], Any]:
         try:
             return flag.parse(text)
         except ValueError:
-            _refuse(f"{flag.option} {text!r}: give {flag.kind}")
+            _refuse(f"{flag.option} {shown(text)}: give {flag.kind}")
 
     return parse
 

@@ -19,7 +19,7 @@ from ellm_sgl.control import Arrival, ControlLoop, RequestBook, ServerLimits, St
 from ellm_sgl.control.book import slots_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
 from ellm_sgl.modes import policy_of
-from ellm_sgl.policies import Policy
+from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.calibration import calibrate, model_shape
 from ellm_sgl.sglang.deciding import Deciding
@@ -55,7 +55,10 @@ def end_in_a_sentence(original: Callable[..., None], *args: Any, **kwargs: Any) 
 
 
 def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """After `Scheduler.__init__`: measure the machine, build the policy, ask it once."""
+    """After `Scheduler.__init__`: measure the machine, build the policy, ask it once.
+
+    Only rank 0's policy is asked; on the others SGLang's way stands in its place.
+    """
     ours = runtime.current()
     settings = ours.config
     shape = model_shape(scheduler.model_config, scheduler.ps.tp_size)
@@ -70,7 +73,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         transient_tokens=ours.elastic.transient_tokens,
     )
     loop = ControlLoop(
-        policy_of(settings),
+        policy_of(settings) if scheduler.ps.tp_rank == 0 else Stock(),
         settings.policy_budget_ms / 1e3,
         StepLog(model),
         limits,
@@ -84,8 +87,10 @@ def switch_policy(name: str, policy: Policy) -> None:
     """Ask `policy` from the next iteration on."""
     ours = runtime.current()
     assert ours.deciding is not None
-    ours.deciding.loop.switch(policy)
-    warm_up(ours.deciding.loop)
+    ours.deciding.settled = False
+    if ours.deciding.asks:
+        ours.deciding.loop.switch(policy)
+        warm_up(ours.deciding.loop)
     ours.policy_name = name
 
 

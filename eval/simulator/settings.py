@@ -32,10 +32,13 @@ from ellm_sgl.latency import (
     StepWork,
 )
 from ellm_sgl.policies.registry import create
+from ellm_sgl.ranges import TOKENS, Range, shown
 
 MODES = ("ellm", "recompute", "swap", "hcache")
 LEAST_TRANSIENT = 16_384
 """SGLang's --max-prefill-tokens: a step may always recompute so many tokens."""
+FACTOR = Range(0, 10**6, low_open=True)
+MODEL_ERROR = Range(-1, 10**6, low_open=True)
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,12 @@ class Settings:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r}: give one of {', '.join(known)}")
         for name in ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)}: give a number from 1 up")
+            if getattr(self, name) not in TOKENS:
+                raise ConfigError(f"{name} {shown(getattr(self, name))}: give {TOKENS}")
+        if self.conservativeness not in FACTOR:
+            raise ConfigError(f"conservativeness {self.conservativeness}: give {FACTOR}")
+        if not self.tpot_slo_s > 0:
+            raise ConfigError(f"tpot_slo_s {self.tpot_slo_s}: give seconds above 0, or none")
         if self.chunk_tokens < self.block_tokens:
             raise ConfigError(f"chunk_tokens {self.chunk_tokens}: less than one block")
         if not all(0 < factor < math.inf for factor in self.unevenness):
@@ -101,8 +108,8 @@ class Settings:
             raise ConfigError(f"unevenness: the model {self.latency_model} does not learn")
         if (self.calibrated or self.experience) and not self.unevenness:
             raise ConfigError("calibrated, experience: only a model that meets unevenness learns")
-        if not self.model_error > -1:
-            raise ConfigError(f"model_error {self.model_error}: must be above -1")
+        if self.model_error not in MODEL_ERROR:
+            raise ConfigError(f"model_error {self.model_error}: give {MODEL_ERROR}")
 
 
 def policy_model(machine: Machine, settings: Settings) -> LatencyModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -126,6 +127,10 @@ class PageTableModel:
             self.blocks[blocks[t // self.shape.block_tokens]].missing > 0 for t in range(length)
         )
 
+    def cached_ratio_mean(self) -> float:
+        shares = [1 - self.uncached_tokens(s) / (n or 1) for s, (_, n) in self.sequences.items()]
+        return math.fsum(shares) / len(shares) if shares else 1.0
+
     def statistics(self) -> PoolStatistics:
         mapped = sum(length for _, length in self.sequences.values())
         places = sum(len(b) for b, _ in self.sequences.values()) * self.shape.block_tokens
@@ -140,6 +145,7 @@ class PageTableModel:
             sequences=len(self.sequences),
             mapped_tokens=mapped,
             uncached_tokens=sum(map(self.uncached_tokens, self.sequences)),
+            cached_ratio_mean=self.cached_ratio_mean(),
             occupancy=len(self.held_units) / self.limit,
             fragmentation=1 - mapped / places if places else 0.0,
         )
