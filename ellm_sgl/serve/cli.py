@@ -9,13 +9,10 @@ import sys
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ellm_sgl import __version__
-from ellm_sgl.click_types import LAYERS, TOKENS
-from ellm_sgl.config import ELLM, MODES, ConfigError
+from ellm_sgl.config import ELLM, ConfigError
 from ellm_sgl.flags import FLAGS
 from ellm_sgl.ranges import MOST_TOKENS, shown
 from ellm_sgl.serve.cli_calibrate import calibrate
@@ -24,6 +21,7 @@ from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
 from ellm_sgl.serve.cli_simulate import simulate
+from ellm_sgl.serve.cli_verify import verify
 from ellm_sgl.settings import settle
 
 DEFAULT_POLICY = "fcfs"
@@ -90,111 +88,6 @@ def _check(given: dict[str, str]) -> None:
 
 
 @main.command()
-@click.option("--model-path", metavar="DIR", help="A local model.  [default: the demo model]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    multiple=True,
-    help="May be given twice.  [default: both]",
-)
-@click.option("--ellm-layer-group", "layer_group", type=LAYERS, default=4, show_default=True)
-@click.option("--ellm-block-tokens", "block_tokens", type=TOKENS, default=16, show_default=True)
-@click.option(
-    "--max-prompt-tokens",
-    type=TOKENS,
-    default=1500,
-    show_default=True,
-    help="Leave out prompts longer than this.",
-)
-@click.option(
-    "--output-tokens", type=TOKENS, default=16, show_default=True, help="Tokens per prompt."
-)
-@click.option(
-    "--ellm-mode",
-    "mode",
-    type=click.Choice(MODES),
-    default=ELLM,
-    show_default=True,
-    help="A baseline instead: under pressure, with at least 160 tokens per prompt.",
-)
-@click.option("--quick", is_flag=True, help="One ratio and two splits instead of all.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
-def verify(
-    model_path: str | None,
-    dtype: tuple[str, ...],
-    layer_group: int,
-    block_tokens: int,
-    max_prompt_tokens: int,
-    output_tokens: int,
-    mode: str,
-    quick: bool,
-    as_json: bool,
-) -> None:
-    """Prove that eLLM changes no output: compare it with stock SGLang on one model.
-
-    Exit status 0 only if, in fp32, every greedy token agrees and no log-probability differs by
-    more than 1e-4. bf16 is reported: there a different order of additions may tip a near tie.
-    """
-    from ellm_sgl.serve import verify as verification
-    from ellm_sgl.serve.process import ServerError
-
-    err = Console(stderr=True)
-    try:
-        report = verification.verify(
-            model_path,
-            say=lambda line: err.print(f"[dim]{line}[/dim]"),
-            dtypes=dtype or verification.DTYPES,
-            lengths=[n for n in verification.LENGTHS if n <= max_prompt_tokens] or [1],
-            output_tokens=output_tokens,
-            layer_group=layer_group,
-            block_tokens=block_tokens,
-            quick=quick,
-            mode=mode,
-        )
-    except (ServerError, OSError) as error:
-        raise click.ClickException(str(error)) from None
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-    else:
-        for name in dict.fromkeys(c.dtype for c in report.comparisons):
-            Console().print(_verify_table(report, name))
-        verdict = "[green]passed[/green]" if report.passed else "[red]failed[/red]"
-        Console().print(f"{report.model_path}: {verdict}")
-    sys.exit(0 if report.passed else 1)
-
-
-def _verify_table(report: Any, dtype: str) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-        title=f"{dtype}: eLLM against stock SGLang, {report.prompts} prompts, "
-        f"{report.output_tokens} tokens each",
-    )
-    headings = (
-        "setting",
-        "agree",
-        "|Δlogp|",
-        "recom-\nputed",
-        "evic-\nted",
-        "fetched",
-        "retr.",
-        "out",
-        "table",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "setting" else "right", no_wrap=True)
-    for c in report.comparisons:
-        if c.dtype == dtype:
-            table.add_row(
-                c.setting, f"{c.agreeing}/{c.tokens}", f"{c.max_logprob_difference:.1e}",
-                f"{c.recomputed_tokens:,}", f"{c.evicted_units:,}", f"{c.fetched_units:,}",
-                str(c.retractions), str(c.sat_out), c.integrity,
-            )  # fmt: skip
-    return table
-
-
-@main.command()
 @click.option(
     "--streams", type=click.IntRange(1, 24), default=24, show_default=True, help="Chats at once."
 )
@@ -256,6 +149,7 @@ def doctor(as_json: bool) -> None:
     sys.exit(0 if healthy else 1)
 
 
+main.add_command(verify)
 main.add_command(policies)
 main.add_command(calibrate)
 main.add_command(compare)

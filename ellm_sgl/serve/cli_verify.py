@@ -1,0 +1,167 @@
+"""`ellm-sgl verify`: the proof that eLLM changes no output, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ellm_sgl.click_types import LAYERS, TOKENS
+from ellm_sgl.config import ELLM, MODES
+
+if TYPE_CHECKING:
+    from ellm_sgl.serve.verify import Comparison, VerifyReport
+
+DTYPES = ("float32", "bfloat16", "float16")
+FIGURES = ("recomputed_tokens", "evicted_units", "fetched_units", "sat_out", "aborted",
+           "retractions")  # fmt: skip
+HEADINGS = ("recom-\nputed", "evic-\nted", "fetched", "sat\nout", "abor-\nted", "retr.")
+
+
+@click.command()
+@click.option("--model-path", metavar="DIR", help="A local model.  [default: the demo model]")
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(DTYPES),
+    multiple=True,
+    help="May be given several times.  [default: float32 and bfloat16]",
+)
+@click.option(
+    "--ellm-layer-group",
+    "layer_group",
+    type=LAYERS,
+    default=4,
+    show_default=True,
+)
+@click.option(
+    "--ellm-block-tokens",
+    "block_tokens",
+    type=TOKENS,
+    default=16,
+    show_default=True,
+)
+@click.option(
+    "--max-prompt-tokens",
+    type=TOKENS,
+    default=1500,
+    show_default=True,
+    help="Leave out prompts longer than this.",
+)
+@click.option(
+    "--output-tokens",
+    type=TOKENS,
+    default=16,
+    show_default=True,
+    help="Tokens per prompt.",
+)
+@click.option(
+    "--ellm-mode",
+    "mode",
+    type=click.Choice(MODES),
+    default=ELLM,
+    show_default=True,
+    help="A baseline instead: under pressure, with at least 160 tokens per prompt.",
+)
+@click.option("--quick", is_flag=True, help="Three splits, and chats in fp32, instead of all.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def verify(
+    model_path: str | None,
+    dtypes: tuple[str, ...],
+    layer_group: int,
+    block_tokens: int,
+    max_prompt_tokens: int,
+    output_tokens: int,
+    mode: str,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Prove that eLLM changes no output: compare it with stock SGLang on one model.
+
+    Exit status 0 only if every setting did what it is for, and its outputs are stock's: in fp32
+    every greedy token, with log-probabilities within 1e-4; in 16 bits log-probabilities that
+    differ by no more than rounding, which is measured on stock SGLang.
+    """
+    from ellm_sgl.serve import verify as verification
+    from ellm_sgl.serve.process import ServerError
+
+    err = Console(stderr=True)
+    try:
+        report = verification.verify(
+            model_path,
+            say=lambda line: err.print(f"[dim]{escape(line)}[/dim]"),
+            dtypes=tuple(dict.fromkeys(dtypes)) or verification.DTYPES,
+            lengths=[n for n in verification.LENGTHS if n <= max_prompt_tokens],
+            output_tokens=output_tokens,
+            layer_group=layer_group,
+            block_tokens=block_tokens,
+            quick=quick,
+            mode=mode,
+        )
+    except (ServerError, OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(report.to_json(), allow_nan=False))
+    else:
+        _show(report, Console())
+    if not report.passed:
+        raise click.ClickException(_what_failed(report))
+    sys.exit(0)
+
+
+def _what_failed(report: VerifyReport) -> str:
+    """One line."""
+    first, *others = report.failures
+    more = f" (and {len(others)} more)" if others else ""
+    return f"verify failed: {first}{more}"
+
+
+def _show(report: VerifyReport, console: Console) -> None:
+    for dtype in dict.fromkeys(c.dtype for c in report.comparisons):
+        console.print(_table(report, dtype))
+    for reason in report.left_out:
+        console.print(f"left out: {escape(reason)}")
+    for failure in report.failures:
+        console.print(f"[red]failed:[/red] {escape(failure)}")
+    verdict = "[green]passed[/green]" if report.passed else "[red]failed[/red]"
+    console.print(f"{escape(report.model_path)}: {verdict}")
+
+
+def _table(report: VerifyReport, dtype: str) -> Table:
+    """A row for each setting; of the figures those that one of them has."""
+    rows = [c for c in report.comparisons if c.dtype == dtype]
+    noise = next((c.noise for c in rows if c.noise is not None), None)
+    caption = None
+    if noise is not None:
+        own = f"|Δlogp| {noise.mean:.1e} on average, {noise.largest:.1e} at most"
+        caption = f"Stock SGLang between two batch sizes: {own}."
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+        title=f"{dtype}: eLLM against stock SGLang, {report.prompts} prompts, "
+        f"{report.output_tokens} tokens each",
+        caption=caption,
+    )
+    shown = [(n, h) for n, h in zip(FIGURES, HEADINGS, strict=True)
+             if any(getattr(c, n) for c in rows)]  # fmt: skip
+    for heading in ("setting", "agree", "|Δlogp|\nmean, max" if noise else "|Δlogp|",
+                    *(h for _, h in shown), ""):  # fmt: skip
+        table.add_column(heading, justify="left" if heading == "setting" else "right", no_wrap=True)
+    for c in rows:
+        figures = (f"{getattr(c, name):,}" for name, _ in shown)
+        mark = "ok" if c.failure is None else "[red]FAILED[/red]"
+        table.add_row(c.setting, f"{c.agreeing}/{c.tokens}", _differences(c), *figures, mark)
+    return table
+
+
+def _differences(c: Comparison) -> str:
+    if c.forced is None:
+        return f"{c.max_logprob_difference:.1e}"
+    return f"{c.forced.mean:.1e} {c.forced.largest:.1e}"

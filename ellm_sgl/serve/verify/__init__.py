@@ -1,0 +1,56 @@
+"""`ellm-sgl verify`: the same requests with everything cached and with parts of the KV missing.
+
+The reference is stock SGLang (eLLM off). It is compared with eLLM at several uncached ratios, and
+with a pool so small that blocks are evicted under pressure, and again with a host tier: at every
+split between layers that are fetched and layers that are recomputed; with hidden states of all
+layers on the host instead of KV, or of half of them on the device; and with recomputation in a pass
+of its own. Then with chats that share a prefix and take turns on a device that holds a part of
+them: in mixed chunks, with streams aborted in the middle, and on two ranks.
+
+A comparison that compared nothing, or whose setting exercised nothing, fails (`reasons`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ellm_sgl.serve.verify.client import Answer, Output, run_with_client
+from ellm_sgl.serve.verify.comparing import compare
+from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected
+from ellm_sgl.serve.verify.loads import AtOnce, make_prompts
+from ellm_sgl.serve.verify.report import VerifyReport
+from ellm_sgl.serve.verify.rounding import EXACT, Spread
+from ellm_sgl.serve.verify.runner import ALL_DTYPES, DTYPES, LENGTHS, verify
+from ellm_sgl.serve.verify.settings import EAGER, POOL_TOKENS
+
+__all__ = [
+    "ALL_DTYPES",
+    "DTYPES",
+    "EAGER",
+    "EXACT",
+    "LENGTHS",
+    "LOGPROB_TOLERANCE",
+    "POOL_TOKENS",
+    "Answer",
+    "Comparison",
+    "Expected",
+    "Output",
+    "Spread",
+    "VerifyReport",
+    "compare",
+    "generate",
+    "make_prompts",
+    "verify",
+]
+
+
+def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
+    """Greedy outputs of all prompts, sent at once.
+
+    Raises:
+        ServerError: the server refused one.
+        httpx.TransportError: it went away.
+    """
+    load = AtOnce([tuple(p) for p in prompts], output_tokens)
+    answers = run_with_client(url, lambda client: load.answers(client, whole=True))
+    return [answer.output for answer in answers]

@@ -1,0 +1,76 @@
+"""What a comparison finds, and what is expected of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ellm_sgl.serve.verify.rounding import Spread
+
+LOGPROB_TOLERANCE = 1e-4
+"""Largest |Δ log-probability| accepted in fp32."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One setting against the reference."""
+
+    dtype: str
+    setting: str
+    failure: str | None
+    """Why this is no proof, in words; None if it is one."""
+    outputs: int
+    differing: int
+    """Outputs with a token that is not the reference's."""
+    tokens: int
+    """That are to be compared."""
+    agreeing: int
+    """Tokens equal to the reference's, each counted up to its output's first difference."""
+    max_logprob_difference: float
+    """Over the agreeing tokens; NaN if one of them is no number, or there are none."""
+    forced: Spread | None
+    """16 bits: against full caching that is given the same tokens,"""
+    noise: Spread | None
+    """and the same of stock SGLang between two batch sizes."""
+    recomputed_tokens: int
+    evicted_units: int
+    fetched_units: int
+    projected_units: int
+    """Those of the fetched ones that came as hidden states."""
+    retractions: int
+    sat_out: int
+    """Times that a running request began to sit out."""
+    aborted: int
+    """Streams that were given up in the middle."""
+    integrity: str
+
+    @property
+    def agreement(self) -> float:
+        """Share of the tokens; 0 if there are none."""
+        return self.agreeing / self.tokens if self.tokens else 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether all tokens are there and equal, with log-probabilities as close as in fp32."""
+        within = self.max_logprob_difference <= LOGPROB_TOLERANCE  # NaN is not
+        return 0 < self.agreeing == self.tokens and within
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is expected of a setting beside the reference's outputs."""
+
+    asked: Sequence[int] | None = None
+    """Tokens asked for, of each output; as many as the reference has if None."""
+    aborted: Sequence[bool] | None = None
+    """Which outputs the client gave up in the middle; none if None."""
+    needs: Sequence[str] = ()
+    """Counts of `Comparison` that are 0 only if the setting did not do what it is for."""
+    most_tokens: int = 0
+    """Of the longest request; told then, because that is the usual reason."""
+    forced: Spread | None = None
+    noise: Spread | None = None
+    """As in `Comparison`."""
+    idle: Mapping[str, Any] | None = None
+    """The server's state afterwards, with an empty prefix cache; not looked at if None."""

@@ -1,0 +1,156 @@
+"""Starts the servers of one dtype, one at a time, and compares what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from ellm_sgl.serve.process import ServerError, ServerProcess
+from ellm_sgl.serve.verify.client import Answer, Client, run_with_client
+from ellm_sgl.serve.verify.comparing import compare
+from ellm_sgl.serve.verify.figures import Comparison, Expected
+from ellm_sgl.serve.verify.loads import Load
+from ellm_sgl.serve.verify.rounding import EXACT, Spread
+from ellm_sgl.serve.verify.settings import POOL_TOKENS, Setting, Stage
+from ellm_sgl.sglang import cuda
+
+ON_CUDA = ("--attention-backend", "torch_native")
+"""The one of stock SGLang's backends there that computes fp32 as fp32."""
+Say = Callable[[str], None]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a server answered in one setting."""
+
+    setting: Setting
+    answers: Sequence[Answer]
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    """The server's state around the load,"""
+    idle: Mapping[str, Any]
+    """and with an empty prefix cache."""
+
+
+@dataclass(frozen=True)
+class OneDtype:
+    """The settings of one dtype, and the reference that they are compared with.
+
+    The reference runs last: it also scores what the settings have answered, and only one server at
+    a time has to fit into memory.
+    """
+
+    model_path: str
+    dtype: str
+    loads: Mapping[str, Load]
+    block_tokens: int
+    say: Say
+
+    def runs(self, stages: Iterable[Stage]) -> Iterator[Run]:
+        """Run every setting of every stage.
+
+        Raises:
+            ServerError: a server did not start, refused a request or went away.
+        """
+        for stage in stages:
+            block = ("--ellm-block-tokens", str(self.block_tokens))
+            arguments = [*self._model(), *block, *stage.arguments]
+            with ServerProcess(arguments, stage.environment) as server:
+                for setting in stage.settings:
+                    self.say(f"{self.dtype}: eLLM, {setting.name}")
+                    yield self._run(server, setting)
+
+    def judged(self, runs: Sequence[Run]) -> list[Comparison]:
+        """Compare every run with stock SGLang, which has everything cached.
+
+        Raises:
+            ServerError: as `runs`.
+        """
+        stock = [*self._model(), "--max-total-tokens", str(2 * POOL_TOKENS)]
+        with ServerProcess([*stock, *(ON_CUDA if cuda.available() else ())]) as server:
+            names = list(dict.fromkeys(run.setting.load for run in runs))
+            references = {}
+            for name in names:
+                self.say(f"{self.dtype}: stock SGLang, everything cached, {name}")
+                references[name] = self._ask(server, name, whole=True)
+            # What is scored shares no KV with what was answered.
+            server.flush_cache()
+            noise = {name: self._forced(server, references[name], name) for name in names}
+            return [
+                self._compared(
+                    run,
+                    references[run.setting.load],
+                    self._forced(server, run.answers, run.setting.name),
+                    noise[run.setting.load],
+                )
+                for run in runs
+            ]
+
+    def _model(self) -> list[str]:
+        return ["--model-path", self.model_path, "--dtype", self.dtype, "--skip-tokenizer-init"]
+
+    def _run(self, server: ServerProcess, setting: Setting) -> Run:
+        if setting.device_tokens is not None:
+            server.adjust(ellm_device_kv_tokens=setting.device_tokens)
+        if setting.policy is not None:
+            name, options = setting.policy
+            server.switch_policy(name, **options)
+        server.flush_cache()
+        before = server.state()
+        answers = self._ask(server, setting.load, whole=False)
+        after = server.state()
+        server.flush_cache()
+        return Run(setting, answers, before, after, server.state())
+
+    def _ask(self, server: ServerProcess, load: str, whole: bool) -> list[Answer]:
+        return self._with_client(
+            server, load, lambda client: self.loads[load].answers(client, whole)
+        )
+
+    def _forced(self, server: ServerProcess, answers: Sequence[Answer], what: str) -> Spread | None:
+        """How far log-probabilities are from those of the same tokens one answer at a time, with
+        everything cached; None in fp32, where tokens are compared."""
+        if self.dtype == EXACT:
+            return None
+
+        async def score(client: Client) -> list[tuple[float, ...]]:
+            return [await client.score(answer) for answer in answers]
+
+        return Spread.of([a.output for a in answers], self._with_client(server, what, score))
+
+    def _with_client(
+        self, server: ServerProcess, what: str, work: Callable[[Client], Awaitable[T]]
+    ) -> T:
+        try:
+            return run_with_client(server.url, work)
+        except ServerError as error:
+            raise ServerError(f"{self.dtype}, {what}: {error}") from None
+        except httpx.TransportError as error:
+            gone = f"the server went away ({type(error).__name__}):\n{server.last_words()}"
+            raise ServerError(f"{self.dtype}, {what}: {gone}") from error
+
+    def _compared(
+        self,
+        run: Run,
+        reference: Sequence[Answer],
+        forced: Spread | None,
+        noise: Spread | None,
+    ) -> Comparison:
+        expected = Expected(
+            asked=[a.asked for a in reference],
+            aborted=[a.aborted for a in run.answers],
+            needs=run.setting.needs,
+            most_tokens=max(len(a.prompt) + a.asked for a in reference),
+            forced=forced,
+            noise=noise,
+            idle=run.idle,
+        )
+        outputs, wanted = ([a.output for a in answers] for answers in (run.answers, reference))
+        return compare(
+            self.dtype, run.setting.name, wanted, outputs, run.before, run.after, expected
+        )

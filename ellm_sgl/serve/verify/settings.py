@@ -1,0 +1,196 @@
+"""The settings that are compared with stock SGLang, grouped by the server that they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ellm_sgl.config import ELLM, HCACHE, RECOMPUTE
+from ellm_sgl.serve.verify.model import ModelShape, cores_of_two_ranks
+from ellm_sgl.serve.verify.rounding import EXACT
+
+RATIOS = (0.0, 0.25, 0.5, 0.9)
+LEAST_RATIO = min(r for r in RATIOS if r)
+FORCED = "forced eviction"
+HOST_RATIO = 0.75
+SPLITS = ((1, 0), (3, 1), (2, 1), (3, 2), (1, 1), (2, 2), (1, 2))
+"""(l1, l2): layers fetched from the host to layers recomputed."""
+HIDDEN_SPLITS = ((1, 0), (3, 1))
+UNFUSED_SPLITS = ((1, 1), (0, 1))
+QUICK_SPLITS = ((0, 1), (1, 1), (1, 0))
+"""All recomputed, half of each, all fetched."""
+POOL_TOKENS = 16_384
+EAGER = ("--schedule-conservativeness", "0.05")
+"""SGLang admits with hardly a thought of outputs, so that requests get in each other's way."""
+PAUSING = ("fcfs", {"rotate": True})
+"""Requests take turns on the device: their KV leaves it as a whole and is fetched ahead,"""
+NO_HURRY = ("--ellm-tpot-slo-ms", "60000")
+"""with an SLO so far off that time decides nothing."""
+MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
+TWO_RANKS = "chats, two ranks"
+CROWDED = 2 / 7
+"""Share of a load's KV that the device holds where requests are to get in each other's way."""
+
+PROMPTS, CHATS, ABORTS = LOADS = ("prompts", "chats", "aborts")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to serve a load."""
+
+    name: str
+    needs: tuple[str, ...] = ()
+    """Counts of `Comparison` that are 0 only if the setting did not do what it is for."""
+    load: str = PROMPTS
+    policy: tuple[str, Mapping[str, Any]] | None = None
+    """Name and options; None: as the server began."""
+    device_tokens: int | None = None
+    """Use only so much of the pool from now on; None: as much as before."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Settings that one server runs, one after the other."""
+
+    arguments: tuple[str, ...]
+    """Of eLLM and SGLang, beside model and dtype."""
+    settings: tuple[Setting, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What settings depend on."""
+
+    model: ModelShape
+    longest: int
+    """Tokens of the longest prompt,"""
+    output_tokens: int
+    """and of each answer."""
+    load_tokens: Mapping[str, int]
+    """KV that each load needs at once; tokens."""
+    layer_group: int
+    block_tokens: int
+
+    @property
+    def small(self) -> int:
+        """Half of the longest request fits: every long prompt loses blocks while it runs."""
+        return max(self.longest // 2, 4 * self.block_tokens)
+
+    def crowded(self, load: str) -> int:
+        """A device that holds a part of the load; tokens."""
+        return max(int(CROWDED * self.load_tokens[load]), 4 * self.block_tokens)
+
+
+def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
+    """The servers to start, in their order, and what to ask of each."""
+    if mode != ELLM:
+        yield from _baseline(mode, sizes)
+        return
+    ample = 2 * POOL_TOKENS
+    host: tuple[str, ...] = ("--ellm-host-kv-tokens", str(POOL_TOKENS))
+    half = str(sizes.model.half_of_layers)
+    group = ("--ellm-layer-group", str(sizes.layer_group))
+    if quick:
+        mixed = _splits("mixed", QUICK_SPLITS, sizes.small)
+        yield _fixed_ratio(mixed, ample, *group, *host, "--ellm-host-keeps", half)
+    else:
+        recomputed = tuple(_ratio(r) for r in RATIOS)
+        forced = _forced(FORCED, sizes.small, ("evicted_units", "recomputed_tokens"))
+        yield _fixed_ratio((*recomputed, forced), ample, *group)
+        # Each split gives other layers only where a group is one layer.
+        host = ("--ellm-layer-group", "1", *host)
+        beside = ample + sizes.model.hidden_as_kv_tokens(POOL_TOKENS)
+        on_device = ("--ellm-host-keeps", half, "--ellm-hidden-on", "device")
+        for name, more, tokens, splits in (
+            ("host", ("--ellm-host-keeps", "kv"), ample, SPLITS),
+            ("hidden", ("--ellm-host-keeps", "hidden"), ample, HIDDEN_SPLITS),
+            ("mixed", on_device, beside, HIDDEN_SPLITS),
+            ("unfused", ("--ellm-fusion", "off"), ample, UNFUSED_SPLITS),
+        ):
+            tried = splits if dtype == EXACT else splits[:1]
+            yield _fixed_ratio(_splits(name, tried, sizes.small), tokens, *host, *more)
+    yield from _chats(dtype, quick, sizes)
+
+
+def _ratio(ratio: float) -> Setting:
+    needs = ("recomputed_tokens",) if ratio else ()
+    return Setting(f"r = {ratio}", needs, policy=("fixed-ratio", {"ratio": ratio}))
+
+
+def _splits(name: str, splits: Sequence[tuple[int, int]], small: int) -> tuple[Setting, ...]:
+    """`splits` with a host tier, then a device of `small` tokens."""
+    settings = []
+    for l1, l2 in splits:
+        policy = {"ratio": HOST_RATIO, "layers": (l1, l2)}
+        needs = ("fetched_units",) * (l1 > 0) + ("recomputed_tokens",) * (l2 > 0)
+        # Hidden states are the lowest layers', which are recomputed rather than fetched.
+        if l1 > 0 and (name == "hidden" or (name == "mixed" and l1 > l2)):
+            needs += ("projected_units",)
+        settings.append(Setting(f"{name} {l1}:{l2}", needs, policy=("fixed-ratio", policy)))
+    needs = ("evicted_units", "fetched_units")
+    return (*settings, _forced(f"{name}, {FORCED}", small, needs))
+
+
+def _forced(name: str, small: int, needs: tuple[str, ...]) -> Setting:
+    """A device so small that blocks are evicted, whatever the policy wants."""
+    return Setting(name, needs, policy=("fixed-ratio", {}), device_tokens=small)
+
+
+def _fixed_ratio(settings: tuple[Setting, ...], device_tokens: int, *arguments: str) -> Stage:
+    common = ("--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", str(device_tokens))
+    return Stage((*common, *arguments), settings)
+
+
+def _chats(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
+    """Requests that share a prefix, on a device that holds a part of them, beside a host tier,
+    and take turns there."""
+    device, host = sizes.crowded(CHATS), sizes.load_tokens[CHATS]
+    memory = ("--ellm-device-kv-tokens", str(device), "--ellm-host-kv-tokens", str(host))
+    arguments = ("--ellm-policy", "fcfs", "--ellm-layer-group", "1", *NO_HURRY, *memory)
+    done = ("evicted_units", "fetched_units", "sat_out")
+
+    def paused(name: str) -> Setting:
+        return Setting(name, done, CHATS, PAUSING)
+
+    if quick:
+        if dtype == EXACT:
+            yield Stage(arguments, (paused("chats, paused"),))
+        return
+    small = min(sizes.crowded(ABORTS), device)
+    aborts = Setting("aborts, paused", (*done, "aborted"), ABORTS, PAUSING, small)
+    yield Stage(arguments, (paused("chats, paused"), aborts))
+    if dtype != EXACT:
+        return
+    yield Stage((*arguments, *MIXED_CHUNK), (paused("chats, mixed chunk"),))
+    if sizes.model.why_not_two_ranks() is None:  # else `left_out` tells
+        ranks = (paused(TWO_RANKS),)
+        yield Stage((*arguments, "--tp", "2"), ranks, cores_of_two_ranks())
+
+
+def left_out(mode: str, quick: bool, dtypes: Sequence[str], model: ModelShape) -> Iterator[str]:
+    """Settings that this model or machine cannot run, each with the reason."""
+    if mode == ELLM and not quick and EXACT in dtypes and (why := model.why_not_two_ranks()):
+        yield f"{TWO_RANKS}: {why}"
+
+
+def _baseline(mode: str, sizes: Sizes) -> Iterator[Stage]:
+    """A baseline on a device that holds the longest request and little more; where it has a host
+    tier, with one that holds all, and with one that is soon full."""
+    tier = ("--ellm-layer-group", "1", "--ellm-host-kv-tokens")
+    large, full = (*tier, str(POOL_TOKENS)), (*tier, "256")
+    away = ("sat_out", "fetched_units")
+    servers: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+        (mode, away, large),
+        (f"{mode}, host full", away, full),
+    ]
+    if mode == RECOMPUTE:
+        servers = [(mode, ("retractions",), ())]
+    if mode == HCACHE:  # its partition, and hidden states of all layers
+        hidden = (*large, "--ellm-host-keeps", "hidden")
+        servers.append((f"{mode}, hidden", (*away, "projected_units"), hidden))
+    device = str(sizes.longest + sizes.output_tokens + 64)
+    for name, needs, host in servers:
+        common = ("--ellm-mode", mode, *EAGER, "--ellm-device-kv-tokens", device)
+        yield Stage((*common, *host), (Setting(name, needs),))
