@@ -38,12 +38,12 @@ class Range:
 
     def __contains__(self, value: object) -> bool:
         kind = numbers.Integral if self.whole else numbers.Real
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, kind):
             return False
-        return bool(
-            (self.low < value if self.low_open else self.low <= value)
-            and (value < self.high if self.high_open else value <= self.high)
-        )
+        number: Any = value
+        above = self.low < number if self.low_open else self.low <= number
+        below = number < self.high if self.high_open else number <= self.high
+        return bool(above and below)
 
     def check(self, name: str, value: object) -> None:
         """Raise ValueError, which names the value and the range, where `value` is not in it."""
