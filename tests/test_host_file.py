@@ -156,7 +156,7 @@ TAKEN: dict[Callable[[Path], None], str] = {
 
 
 @MAKERS
-@pytest.mark.parametrize(("thing", "told"), TAKEN.items(), ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("thing", "told"), TAKEN.items(), ids=[t.__name__ for t in TAKEN])
 def test_what_is_no_file_of_ours_is_refused_and_left_as_it_is(
     tmp_path: Path, use: Use, thing: Callable[[Path], None], told: str
 ) -> None:

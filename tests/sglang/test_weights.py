@@ -90,7 +90,7 @@ def test_an_update_goes_on_where_nothing_is_held(ours: runtime.Runtime) -> None:
 class Waiting(SimpleNamespace):
     """As much of SGLang's `Req` as the book asks for."""
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def request(output: int) -> Any:
@@ -115,7 +115,7 @@ def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: runtime.Runtime) 
     steps.start(StepWork(1, 4))
     now[0] += 2
 
-    weights.pause(lambda *_: scheduler.waiting_queue.append(running), scheduler, None)  # type: ignore[arg-type]
+    weights.pause(lambda *_: scheduler.waiting_queue.append(running), scheduler, None)
 
     assert column["tokens"][slots].tolist() == [10, 15]
     assert column["waiting_since_s"][slots[0]] == -1e6 < column["waiting_since_s"][slots[1]]
