@@ -14,7 +14,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ellm_sgl.click_types import FACTOR, MILLISECONDS, PER_SECOND, REQUESTS, SEED, TOKENS
+from ellm_sgl.click_types import (
+    FACTOR,
+    MILLISECONDS,
+    PER_SECOND,
+    REQUESTS,
+    SEED,
+    TOKENS,
+    TOKENS_OR_NONE,
+)
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.serve.cli_policies import read_options
 
@@ -23,8 +31,6 @@ if TYPE_CHECKING:
     from ellm_sgl.eval.traces import Trace
 
 BASELINES = ("recompute", "swap", "hcache")
-MOST_KV_TOKENS = 10**8
-"""A simulated page table takes some 20 bytes of memory for each."""
 
 
 def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[str, ...]:
@@ -61,16 +67,8 @@ _file = click.Path(path_type=Path, dir_okay=False)
     show_default=True,
     help="With --config: tensor parallelism.",
 )
-@click.option(
-    "--kv-tokens",
-    type=click.IntRange(1, MOST_KV_TOKENS),
-    help="Device KV tokens.  [default: what fits]",
-)
-@click.option(
-    "--host-tokens",
-    type=click.IntRange(0, MOST_KV_TOKENS),
-    help="Host KV tokens.  [default: no bound]",
-)
+@click.option("--kv-tokens", type=TOKENS, help="Device KV tokens.  [default: what fits]")
+@click.option("--host-tokens", type=TOKENS_OR_NONE, help="Host KV tokens.  [default: no bound]")
 @click.option("--policy", default="fcfs", show_default=True)
 @click.option(
     "--options",

@@ -21,7 +21,7 @@ ALL_REDUCE_S = 2e-5
 """Time of one all-reduce of a decode step's rows over NVLink; two per layer."""
 
 _SIZES, _TIMES = Range(1, 10**24), Range(0, 60)
-_COUNTS = Range(1, 10**9, whole=True)
+_COUNTS = Range(1, 10**8, whole=True)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ LEAST_TRANSIENT = 16_384
 """SGLang's --max-prefill-tokens: a step may always recompute so many tokens."""
 FACTOR = Range(0, 10**6, low_open=True)
 MODEL_ERROR = Range(-1, 10**6, low_open=True)
+MOST_UNITS = 2 * 10**8
+"""Of a page table: it takes some 12 bytes of this machine's memory for each."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def build_mode(
     """Page table, memory and control loop of a server.
 
     Raises:
-        ConfigError: as `registry.create`.
+        ConfigError: as `registry.create`; the page table would be empty, or too large.
     """
     shape, block = machine.shape, settings.block_tokens
     elastic = settings.mode == "ellm"
@@ -163,6 +165,7 @@ def build_mode(
             "swap": partial(fetch_seconds, shape, machine.profile),
             "hcache": partial(hcache_seconds, shape, machine.profile),
         }[settings.mode]
+        _check_size(machine, pool, device_blocks)
         table = PageTable(pool, device_blocks, units)
         return WholeRequests(table, load, progress, fetch)
     longest = int((load.prompt_tokens + load.output_tokens).max(initial=1))
@@ -171,6 +174,7 @@ def build_mode(
         machine.kv_tokens + transient + settings.max_running * block,
         4 * machine.kv_tokens + 2 * longest,
     )
+    _check_size(machine, pool, -(-logical // block))
     host = 0 if settings.restore == "recompute" else machine.host_tokens
     host_blocks = -(-logical // block) if host is None else host // block
     table = PageTable(pool, -(-logical // block), units, host_blocks * pool.num_groups)
@@ -182,6 +186,15 @@ def build_mode(
         ServerLimits(shape, known, settings.max_running, settings.tpot_slo_s, transient),
     )
     return Elastic(table, load, progress, loop, transient)
+
+
+def _check_size(machine: Machine, pool: PoolShape, blocks: int) -> None:
+    units = blocks * pool.num_groups
+    if units > MOST_UNITS:
+        raise ConfigError(
+            f"{machine.name}: {machine.kv_tokens:,} KV tokens lead to a page table of {units:,} "
+            f"units, more than {MOST_UNITS:,}; give fewer --kv-tokens"
+        )
 
 
 def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -28,16 +29,28 @@ def install(folder: Path) -> dict[str, str]:
 
 
 class Faulty(Policy):
-    """Fails in the way that `how` names, at every second question, and keeps half otherwise."""
+    """Fails in the way that `how` names, at every second question, and keeps half otherwise.
+
+    One that hangs does so for ever, and at once: in its constructor, or when first asked.
+    """
 
     def __init__(self, how: str) -> None:
         self.how = how
         self.calls = 0
+        if how == "hang when made":
+            threading.Event().wait()
+
+    def keeps_what_fits(self) -> bool:
+        if self.how == "hang before any question":
+            threading.Event().wait()
+        return False
 
     def batch(self, state: SystemState) -> Batch:
         self.calls += 1
         fails = self.calls % 2 == 0
         everybody = tuple(range(len(state.waiting)))
+        if self.how == "hang":
+            threading.Event().wait()
         if fails and self.how == "raise":
             raise RuntimeError("out of ideas")
         if fails and self.how == "sleep":

@@ -18,6 +18,11 @@ pytestmark = pytest.mark.slow
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 CONTEXT = 8192
+DEEP = '{"a": ' * 500 + "1" + "}" * 500
+
+
+def slos(**fields: Any) -> str:
+    return json.dumps({"text": "x", "tpot_slo_ms": 5} | fields)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +39,23 @@ CONTEXT = 8192
         ("/generate", json.dumps({"text": "x", "sampling_params": {"temperature": -2}})),
         ("/generate", json.dumps({"input_embeds": [[0.0] * 192], "sampling_params": {}})),
         ("/generate", json.dumps({})),
+        ("/generate", slos(sampling_params={"custom_params": "x"})),
+        ("/generate", slos(sampling_params="x")),
+        ("/generate", slos(sampling_params=[])),
+        ("/generate", slos(tpot_slo_ms=10**400)),
+        ("/generate", '{"text": "x", "tpot_slo_ms": 1e999}'),
+        ("/generate", '{"text": "x", "tpot_slo_ms": ' + "[" * 100_000),
+        ("/generate", '{"text": "x", "sampling_params": {"custom_params": ' + DEEP + "}}"),
+        ("/generate", b'{"tpot_slo_ms": 5, "text": "\xff"}'),
+        ("/v1/completions", slos(model="d", prompt="x", custom_params="x")),
+        ("/v1/completions", slos(model="d", prompt="x", custom_params=3)),
+        ("/v1/completions", json.dumps({"model": "d", "prompt": "x", "custom_params": [1]})),
+        ("/v1/chat/completions", slos(**CHAT, custom_params=[1])),
     ],
-    ids=lambda value: value[:40],
+    ids=lambda value: value[:60],
 )
 def test_bad_request_gets_a_4xx_and_disturbs_nobody(
-    server: ServerProcess, path: str, body: str
+    server: ServerProcess, path: str, body: str | bytes
 ) -> None:
     [good] = [greedy(p, 24) for p in prompts(1, 100, 100)]
     expected = ask(server.url, [good])[0]["output_ids"]
@@ -64,6 +81,46 @@ def test_bad_adjustments_are_refused(server: ServerProcess, values: dict[str, An
         server.adjust(**values)
     after = server.state()
     assert after["device_units_total"] == before["device_units_total"]
+
+
+@pytest.mark.parametrize("field", ["ellm_device_kv_tokens", "ellm_ratio"])
+@pytest.mark.parametrize(
+    "value",
+    ["1e999", "-1e999", "NaN", "1" + "0" * 400, "1" + "0" * 30, '"inf"', '"nan"', '"-Infinity"',
+     "-5.5", "true", '"much"', "null", "[8]", "[" * 100_000],
+    ids=lambda value: value[:20],
+)  # fmt: skip
+def test_nonsense_for_set_internal_state_is_refused_and_the_server_goes_on(
+    server: ServerProcess, field: str, value: str
+) -> None:
+    """SGLang answers 400 to what is no JSON and no number, and false where eLLM refuses."""
+    before = server.state()
+    said = len(server.log.read_text())
+    body = f'{{"server_args": {{"{field}": {value}}}}}'
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(
+        f"{server.url}/set_internal_state", content=body, headers=headers, timeout=60
+    )
+    assert (answer.status_code, answer.json()) == (200, [False]) or answer.status_code == 400
+    if answer.status_code == 200:
+        assert (
+            f"set_internal_state refused, nothing has changed: {field} "
+            in (server.log.read_text()[said:])
+        )
+    after = server.state()
+    assert after["device_units_total"] == before["device_units_total"]
+    assert after["policy"] == before["policy"]
+
+
+def test_the_state_has_no_integrity_unless_it_is_asked_for(server: ServerProcess) -> None:
+    plain = httpx.get(f"{server.url}/ellm/state", timeout=60).json()
+    info = httpx.get(f"{server.url}/get_server_info", timeout=60).json()
+    assert "integrity" not in plain and "integrity" not in info["internal_states"][0]["ellm"]
+    assert plain.keys() == info["internal_states"][0]["ellm"].keys()
+    assert server.state(integrity=False).keys() == plain.keys()
+    assert server.state()["integrity"] == "ok"
+    odd = httpx.get(f"{server.url}/ellm/state", params={"integrity": "perhaps"}, timeout=60)
+    assert odd.status_code == 400
 
 
 STARTS = {
