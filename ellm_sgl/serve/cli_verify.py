@@ -16,12 +16,18 @@ from ellm_sgl.click_types import LAYERS, TOKENS
 from ellm_sgl.config import ELLM, MODES
 
 if TYPE_CHECKING:
-    from ellm_sgl.serve.verify import Comparison, VerifyReport
+    from ellm_sgl.serve.verify import Spread, VerifyReport
 
 DTYPES = ("float32", "bfloat16", "float16")
-FIGURES = ("recomputed_tokens", "evicted_units", "fetched_units", "sat_out", "aborted",
-           "retractions")  # fmt: skip
-HEADINGS = ("recom-\nputed", "evic-\nted", "fetched", "sat\nout", "abor-\nted", "retr.")
+FIGURES = {
+    "recomputed_tokens": "recom-\nputed",
+    "evicted_units": "evic-\nted",
+    "fetched_units": "fetched",
+    "sat_out": "sat\nout",
+    "retractions": "retr.",
+}
+"""Counts of a comparison, with their headings."""
+BATCH_SIZES = "stock, two batch sizes"
 
 
 @click.command()
@@ -134,34 +140,37 @@ def _show(report: VerifyReport, console: Console) -> None:
 
 
 def _table(report: VerifyReport, dtype: str) -> Table:
-    """A row for each setting; of the figures those that one of them has."""
+    """A row for each setting, in 16 bits below one of what is measured on stock SGLang; of the
+    figures those that one of them has."""
     rows = [c for c in report.comparisons if c.dtype == dtype]
-    noise = next((c.noise for c in rows if c.noise is not None), None)
-    caption = None
-    if noise is not None:
-        own = f"|Δlogp| {noise.mean:.1e} on average, {noise.largest:.1e} at most"
-        caption = f"Stock SGLang between two batch sizes: {own}."
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-        title=f"{dtype}: eLLM against stock SGLang, {report.prompts} prompts, "
-        f"{report.output_tokens} tokens each",
-        caption=caption,
-    )
-    shown = [(n, h) for n, h in zip(FIGURES, HEADINGS, strict=True)
-             if any(getattr(c, n) for c in rows)]  # fmt: skip
-    for heading in ("setting", "agree", "|Δlogp|\nmean, max" if noise else "|Δlogp|",
-                    *(h for _, h in shown), ""):  # fmt: skip
+    scored = any(c.forced is not None for c in rows)
+    title = f"{dtype}: eLLM against stock SGLang, {report.prompts} prompts, "
+    title += f"{report.output_tokens} tokens each"
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, title=title)
+    shown = {name: h for name, h in FIGURES.items() if any(getattr(c, name) for c in rows)}
+    difference = "|Δlogp|\nmean, max" if scored else "|Δlogp|"
+    for heading in ("setting", "agree", difference, *shown.values(), ""):
         table.add_column(heading, justify="left" if heading == "setting" else "right", no_wrap=True)
+    noise: Spread | None = None
     for c in rows:
-        figures = (f"{getattr(c, name):,}" for name, _ in shown)
-        mark = "ok" if c.failure is None else "[red]FAILED[/red]"
-        table.add_row(c.setting, f"{c.agreeing}/{c.tokens}", _differences(c), *figures, mark)
+        if c.noise not in (None, noise):
+            noise = c.noise
+            table.add_row(BATCH_SIZES, "", _spread(noise))
+        agree = f"{c.agreement:.1%}" if scored else f"{c.agreeing}/{c.tokens}"
+        largest = f"{c.max_logprob_difference:.1e}"
+        figures = (_short(getattr(c, name)) for name in shown)
+        mark = "ok" if c.failure is None else "[red]FAIL[/red]"
+        difference = _spread(c.forced) if scored else largest
+        table.add_row(c.setting, agree, difference, *figures, mark)
     return table
 
 
-def _differences(c: Comparison) -> str:
-    if c.forced is None:
-        return f"{c.max_logprob_difference:.1e}"
-    return f"{c.forced.mean:.1e} {c.forced.largest:.1e}"
+def _spread(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.mean:.1e} {spread.largest:.1e}"
+
+
+def _short(count: int) -> str:
+    """At most six characters."""
+    if count < 100_000:
+        return f"{count:,}"
+    return f"{count // 1000:,}k" if count < 10_000_000 else f"{count // 1_000_000}M"

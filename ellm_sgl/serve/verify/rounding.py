@@ -76,7 +76,9 @@ def why_not_rounding(found: Spread | None, noise: Spread | None, dtype: str) -> 
         return (
             f"{fewest} tokens scored; fewer than {LEAST_TOKENS} do not tell how large rounding is"
         )
-    if not noise.mean <= MOST_NOISE:
+    if not math.isfinite(noise.largest):
+        return "log-probabilities of stock SGLang are no finite numbers"
+    if noise.mean > MOST_NOISE:
         return (
             f"log-probabilities of stock SGLang differ by {noise.mean:.2g} on average between two "
             f"batch sizes: more than {MOST_NOISE} would hide errors"
