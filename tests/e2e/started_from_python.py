@@ -90,17 +90,24 @@ def engine(port: int) -> None:
 
 def _run_engine(values: dict[str, Any]) -> None:
     import sglang
+    import torch
 
     short = {"max_new_tokens": 4, "temperature": 0}
     said: list[str] = []
     with sglang.Engine(**values) as started:
-        for request in (
-            {"input_ids": [65, OUTSIDE]},
-            {"input_embeds": [[0.0] * 192]},
-            {"input_ids": [65, 66]},
+        for call in (
+            lambda: started.generate(input_ids=[65, OUTSIDE], sampling_params=short),
+            lambda: started.score(
+                query=[65, 66],
+                items=[[67]],
+                label_token_ids=[68],
+                embed_override_token_id=66,
+                query_embed_overrides=[torch.zeros(192)],
+            ),
+            lambda: started.generate(input_ids=[65, 66], sampling_params=short)["output_ids"],
         ):
             try:
-                said.append(str(started.generate(**request, sampling_params=short)["output_ids"]))
+                said.append(str(call()))
             except ValueError as error:
                 said.append(str(error))
     print(json.dumps(said), flush=True)

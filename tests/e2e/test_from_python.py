@@ -95,7 +95,7 @@ def test_the_scheduler_refuses_what_went_past_the_process_that_tokenizes(tmp_pat
 def test_an_engine_in_a_child_process_checks_requests(tmp_path: Path) -> None:
     done = run("engine")
     outside, embeddings, good = json.loads(done.stdout.strip().splitlines()[-1])
-    assert OUTSIDE in outside and "input_embeds" in embeddings
+    assert OUTSIDE in outside and "positional_embed_overrides" in embeddings
     assert len(json.loads(good)) == 4
 
 

@@ -23,8 +23,8 @@ from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
 pytestmark = pytest.mark.slow
-POOL = 768
-TOKENS = 160
+POOL = 2048
+TOKENS = 300
 PAUSED_S = 2.0
 
 
@@ -65,6 +65,7 @@ def small(shared: ServerProcess) -> Iterator[ServerProcess]:
     assert update(shared, DEMO_MODEL).status_code == 200
     yield shared
     assert shared.alive(), shared.last_words()
+    post(shared, "continue_generation").raise_for_status()  # if the test has not come so far
     assert shared.state()["integrity"] == "ok"
     shared.flush_cache()
     state = shared.state()
@@ -117,7 +118,7 @@ class Streams:
         return self.said
 
 
-BODIES = [greedy(p, TOKENS) for p in prompts(6, 60, 200, seed=11)]
+BODIES = [greedy(p, TOKENS) for p in prompts(6, 40, 80, seed=11)]
 
 
 def under_way(server: ServerProcess) -> Streams:
