@@ -1,0 +1,164 @@
+"""The memory plane of one rank, built by the functions that build a server's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.forward import HiddenStates, Streamer
+from ellm_sgl.kv import KVPool
+from ellm_sgl.kv.shape import NONE
+from ellm_sgl.sglang import memory, prefix_cache, runtime, tiers
+from tests.simulation.configuration import CONTEXT, Configuration
+from tests.simulation.model import StampDecoder
+from tests.simulation.stamps import POISON, Stamps
+from tests.simulation.transfers import LateWorker
+
+DTYPE = torch.float64
+
+
+class Plane:
+    """Page table, pools, elastic memory, allocator and prefix tree of one rank.
+
+    While it lives it is the process's runtime.
+    """
+
+    def __init__(self, configuration: Configuration, host_path: Path | None = None) -> None:
+        self.configuration = configuration
+        self.worker = LateWorker()
+        self.streamer: Any = None
+        self.host_pool: KVPool | None = None
+        settings = _settings(configuration, host_path)
+        config, configurator = _configurator(configuration)
+        with (
+            patch.object(memory, "_settings", lambda: settings),
+            patch.object(memory, "make_streamer", self._make_streamer),
+        ):
+            memory.widen_logical_capacity(config, configurator)
+            kv_cache = memory.build_pool(_never, configurator, sizes=config)
+            self.allocator = memory.build_allocator(
+                _never, configurator, sizes=config, token_to_kv_pool=kv_cache
+            )
+        self.logical_tokens: int = config.max_total_num_tokens
+        self.runtime = runtime.current()
+        self.table, self.elastic = self.runtime.table, self.runtime.elastic
+        self.pool = self.runtime.pool
+        self.req_to_token_pool = ReqToTokenPool(
+            size=configuration.max_running,
+            max_context_len=CONTEXT + configuration.block_tokens,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=configuration.block_tokens,
+        )
+        context: Any = SimpleNamespace(
+            disable_radix_cache=not configuration.radix, params=params
+        )
+        self.tree = prefix_cache._build(context)
+        self.runner: Any = SimpleNamespace(
+            model=SimpleNamespace(model=StampDecoder(configuration.layers))
+        )
+        self._buffers = [
+            (self.pool.keys(layer).numpy()[..., 0, 0], self.pool.values(layer).numpy()[..., 0, 0])
+            for layer in range(configuration.layers)
+        ]
+        self.pool.buffer.fill_(POISON)
+        if self.host_pool is not None:
+            self.host_pool.buffer.fill_(POISON)
+
+    def kv_of(self, layer: int) -> tuple[Stamps, Stamps]:
+        """K and V of one layer, each a view [units + 1, block_tokens]."""
+        return self._buffers[layer]
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """Do this on the device, behind what it has been given before."""
+        self.worker.pass_time()
+        work()
+
+    def poison(self) -> None:
+        """Spoil what nobody owns: whoever reads it was promised nothing."""
+        table = self.table
+        self.pool.buffer[torch.from_numpy(table._free_units.ids)] = POISON
+        self.pool.buffer[0] = POISON
+        if self.host_pool is not None:
+            self.host_pool.buffer[torch.from_numpy(table.host._free.ids)] = POISON
+            self.host_pool.buffer[0] = POISON
+        if (hidden := self.runtime.hidden) is not None:
+            owned = table.host._slots_of(np.arange(table.num_blocks + 1))
+            free = np.setdiff1d(np.arange(table.host.hidden_slots + 1), owned[owned != NONE])
+            for layer in range(hidden.num_layers):
+                hidden._states.slots(layer)[torch.from_numpy(free)] = POISON
+
+    def _make_streamer(
+        self, settings: EllmConfig, host_units: int, pool: KVPool, hidden: HiddenStates | None
+    ) -> Any:
+        """The host tier as a server makes it, but transfers are as late as the life says."""
+        made: Any = tiers.make_streamer(settings, host_units, pool, hidden)
+        self.host_pool = KVPool(pool.shape, host_units, 1, 1, DTYPE, "cpu")
+        self.host_pool.buffer = made._host
+        self.streamer = Streamer(
+            made._host,
+            pool.buffer,
+            tiers.SLOTS,
+            settings.overlap,
+            project=None if hidden is None else hidden.restore,
+            worker=self.worker,
+        )
+        return self.streamer
+
+
+def _settings(configuration: Configuration, host_path: Path | None) -> EllmConfig:
+    block = configuration.block_tokens
+    return EllmConfig(
+        layer_group=configuration.layer_group,
+        block_tokens=block,
+        device_kv_tokens=configuration.device_blocks * block,
+        host_kv_tokens=configuration.host_blocks * block,
+        host_path=None if host_path is None else str(host_path),
+        host_keeps=str(configuration.hidden_layers) if configuration.hidden_layers else "kv",
+        hidden_on="device" if configuration.hidden_on_device else "host",
+        overlap=configuration.prefetch,
+    )
+
+
+def _configurator(configuration: Configuration) -> tuple[Any, Any]:
+    """SGLang's `MemoryPoolConfig` and `KVCacheConfigurator`, as far as eLLM looks at them."""
+    config = SimpleNamespace(
+        max_total_num_tokens=configuration.device_blocks * configuration.block_tokens,
+        max_running_requests=configuration.max_running,
+    )
+    model = SimpleNamespace(
+        context_len=CONTEXT,
+        hidden_size=1,
+        head_dim=1,
+        dtype=DTYPE,
+        get_num_kv_heads=lambda ranks: 1,
+    )
+    layers = configuration.layers
+    configurator = SimpleNamespace(
+        model_config=model,
+        layer_info=SimpleNamespace(
+            num_effective_layers=layers, start_layer=0, end_layer=layers
+        ),
+        kv_cache_dtype=DTYPE,
+        device="cpu",
+        server_args=SimpleNamespace(max_prefill_tokens=configuration.max_prefill),
+    )
+    return config, configurator
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("SGLang's own pool was asked for")

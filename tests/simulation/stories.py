@@ -1,0 +1,118 @@
+"""Random stories: what clients, operators and the policy do to a server."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from tests.simulation.configuration import Configuration
+from tests.simulation.events import (
+    BETWEEN,
+    EARLY,
+    LATE,
+    Abort,
+    Arrive,
+    ClockJump,
+    Event,
+    Flush,
+    Pause,
+    PolicyFails,
+    Resize,
+    Resume,
+    Step,
+    Stop,
+)
+
+RATIOS = (0.0, 0.0, 0.0, 0.3, 0.6)
+RESTING = (0.0, 0.01, 0.5, 0.999, 0.999)
+"""Targets of those who sit out: 0.999 gives all up, a lower one has it fetched ahead again."""
+
+
+def draw(rng: random.Random, configuration: Configuration) -> list[Event]:
+    """A story for this server: a few requests at first, then whatever comes."""
+    return list(_Author(rng, configuration).story())
+
+
+class _Author:
+    def __init__(self, rng: random.Random, configuration: Configuration) -> None:
+        self._rng = rng
+        self._configuration = configuration
+        self._known: list[int] = []
+        """Names of the requests so far."""
+        self._resting: tuple[int, ...] = ()
+        self._step = Step()
+
+    def story(self) -> Iterator[Event]:
+        rng = self._rng
+        arrivals = rng.uniform(0.1, 0.5)
+        unrest = rng.choice([0.0, 0.05, 0.15])
+        for turn in range(rng.randint(6, 18)):
+            while rng.random() < (0.6 if turn == 0 else arrivals):
+                yield self._arrive()
+            if self._known and rng.random() < 0.08:
+                yield self._leave()
+            if rng.random() < unrest:
+                yield from self._upset()
+            yield self._next_step()
+
+    def _arrive(self) -> Event:
+        rng = self._rng
+        name = self._known[-1] + 1 if self._known else 1
+        block = self._configuration.block_tokens
+        most = max(self._configuration.device_blocks * block * 3 // 2, 8)
+        tokens = rng.randint(1, most if rng.random() < 0.3 else most // 3)
+        shared = rng.choice([0, 0, tokens // 2, tokens])
+        follows = rng.choice(self._known) if self._known and rng.random() < 0.25 else None
+        n = rng.choice([2, 3]) if rng.random() < 0.12 else 1
+        self._known += range(name, name + n)
+        if follows is not None:
+            tokens += most // 2
+        output = rng.choice([0, 1, rng.randint(1, 4 * block), rng.randint(1, 16)])
+        return Arrive(name, tokens, output, rng.choice([1, 1, 2]), shared, follows, n)
+
+    def _leave(self) -> Event:
+        rng = self._rng
+        name = rng.choice(self._known[-6:])
+        return rng.choice([Stop(name), Abort(name), Abort(name)])
+
+    def _upset(self) -> Iterator[Event]:
+        rng = self._rng
+        what = rng.randrange(8)
+        if what == 0:
+            yield Abort(None)
+        elif what == 1:
+            yield Abort(None)
+            yield from (Step() for _ in range(rng.randint(1, 3)))
+            yield Flush()
+        elif what == 2:
+            yield Pause(rng.choice(["in_place", "retract"]))
+            yield from (Step() for _ in range(rng.randint(0, 2)))
+            yield Resume()
+        elif what in (3, 4):
+            blocks = self._configuration.device_blocks
+            yield Resize(rng.choice([1, 2, blocks // 2, blocks]))
+        elif what == 5:
+            yield ClockJump(rng.choice([0.1, 10.0, 1e6]))
+        elif what == 6:
+            yield PolicyFails(rng.choice(["raises", "nan", "range", "stall"]))
+        else:
+            yield Flush()
+
+    def _next_step(self) -> Step:
+        """Much as the one before; now and then the policy changes its mind."""
+        rng = self._rng
+        if rng.random() < 0.5:
+            return self._step
+        if rng.random() < 0.6:
+            count = rng.randint(0, min(len(self._known), 3))
+            self._resting = tuple(rng.sample(self._known[-6:], min(count, len(self._known[-6:]))))
+        self._step = Step(
+            pause=self._resting,
+            ratio=rng.choice(RATIOS),
+            resting=rng.choice(RESTING),
+            admit=rng.choice([None, None, None, 0, 1, 2]),
+            reverse=rng.random() < 0.2,
+            recompute=rng.choice([0, 0, 1, 2]),
+            patience=rng.choice([EARLY, BETWEEN, LATE, LATE]),
+        )
+        return self._step
