@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 CONTEXT = 96
-"""Most tokens of a request; also the rows that a step may recompute."""
+"""Most tokens that any request has."""
 VOCABULARY = 50
 """Small, so that different requests begin alike now and then."""
 
@@ -39,18 +39,22 @@ class Configuration:
     """Units are fetched while earlier layers compute."""
     policy: str = "scripted"
     max_running: int = 6
+    context: int = CONTEXT
+    """Most tokens of a request; a step may recompute as many rows, or `max_prefill`."""
     max_prefill: int = CONTEXT
+    conservativeness: float = 1.0
+    """SGLang's: below 1, requests join for whose outputs there will be no room."""
 
 
 def draw(rng: random.Random) -> Configuration:
     """A random server, more often one that has to restore much."""
-    block_tokens = rng.choice([2, 3, 4])
+    block_tokens = rng.choice([1, 2, 2, 3, 4, 4])
     layers = rng.randint(1, 5)
     layer_group = rng.choice([1, 1, 2])
     host_blocks = rng.choice([0, 3, 12, 60])
     keeps_hidden = host_blocks > 0 and rng.random() < 0.3
-    chunk = rng.choice([None, 2, 3, 5])
-    device_blocks = rng.choice([4, 6, 8, 12, 20])
+    chunk = rng.choice([None, 2, 3, 4, 6])
+    device_blocks = rng.choice([5, 8, 12])
     room_for_hidden = 2 * device_blocks > host_blocks + 8  # a hidden state is half of a token's KV
     return Configuration(
         layers=layers,
@@ -63,11 +67,13 @@ def draw(rng: random.Random) -> Configuration:
         radix=rng.random() < 0.75,
         overlap=rng.random() < 0.5,
         chunk=None if chunk is None else chunk * block_tokens,
-        mixed=chunk is not None and rng.random() < 0.5,
+        mixed=chunk is not None and rng.random() < 0.6,
         ranks=2 if rng.random() < 0.2 else 1,
         streams=not keeps_hidden and rng.random() < 0.25,
         prefetch=rng.random() < 0.8,
         policy=rng.choice(["scripted"] * 6 + ["fcfs", "swap", "fixed-ratio"]),
-        max_running=rng.choice([2, 4, 6]),
-        max_prefill=rng.choice([16, 40, CONTEXT]),
+        max_running=rng.choice([3, 6, 8]),
+        context=rng.choice([32, CONTEXT]),
+        max_prefill=rng.choice([16, 40]),
+        conservativeness=rng.choice([0.0, 0.0, 0.2, 1.0]),
     )

@@ -22,6 +22,8 @@ class Step:
     """Share of their tokens that those who take part shall miss."""
     resting: float = 0.0
     """Likewise, those who sit out."""
+    joining: float = 0.0
+    """Likewise, those who join: the larger, the more do."""
     admit: int | None = None
     """Most waiting requests that may join; None: all."""
     reverse: bool = False

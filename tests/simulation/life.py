@@ -26,7 +26,8 @@ from ellm_sgl.sglang.deciding import Deciding
 from ellm_sgl.sglang.state import DEVICE_TOKENS
 from tests.simulation import accounting, events
 from tests.simulation.clock import Clock
-from tests.simulation.configuration import CONTEXT, Configuration
+from tests.simulation.configuration import Configuration
+from tests.simulation.exercised import Exercised
 from tests.simulation.plane import Plane
 from tests.simulation.policy import Scripted
 from tests.simulation.scheduler import SimulatedScheduler
@@ -72,6 +73,8 @@ class Life:
         self.scheduler = SimulatedScheduler(self.plane, self._receive, rank)
         self.scripted = Scripted()
         self._start_loop()
+        self._exercised = Exercised(self.totals, self.plane, self.scheduler)
+        self.scheduler.observer = self._exercised
 
     def live(self) -> None:
         """To the end, when all memory is free again."""
@@ -82,6 +85,7 @@ class Life:
                 self.scheduler.event_loop_overlap()
             else:
                 self.scheduler.event_loop_normal()
+        self._exercised.end()
 
     def _start_loop(self) -> None:
         """As `starting.start_loop`, on a machine that nobody measured."""
@@ -135,6 +139,13 @@ class Life:
         """What is sent to the scheduler before its next turn."""
         accounting.check(self.plane, self.scheduler)
         self._compare_ranks()
+        self._exercised.turn()
+        requests = self._requests()
+        for request in requests:
+            self._exercised.request(request)
+        return requests
+
+    def _requests(self) -> list[Any]:
         requests = self._waited_for()
         for event in self._story:
             if isinstance(event, events.Step):
@@ -181,6 +192,7 @@ class Life:
             case events.Stop(name):
                 if transcript := self.scheduler.transcripts.get(rid_of(name)):
                     transcript.stops = True
+                    self.totals["answers stopped"] += 1
                 return []
             case events.Abort(None):
                 self._followers.clear()
@@ -214,6 +226,7 @@ class Life:
         samples = [make(rid_of(name), prompt, event.output, name, name) for name in names]
         if event.n == 1:
             return samples
+        self.totals["samples of one prompt"] += event.n
         first = make(f"{rid_of(event.name)}first", prompt, 0, event.name, 0)
         self._followers.append((first.rid, samples))
         return [first]
@@ -224,7 +237,7 @@ class Life:
             begins = [*before.origin_input_ids, *before.output_ids]
         else:
             begins = [token_of("family", event.family, i) for i in range(event.shared)]
-        length = min(max(event.tokens, 1), CONTEXT - 16)
+        length = min(max(event.tokens, 1), self.configuration.context * 3 // 4)
         begins = begins[: length - 1]
         return begins + [token_of("request", event.name, i) for i in range(length - len(begins))]
 

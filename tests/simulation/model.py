@@ -17,7 +17,7 @@ from torch import nn
 
 from ellm_sgl.forward import StepPlan
 from ellm_sgl.kernels.layout import GroupLayout, RowRange
-from tests.simulation.stamps import POISON, Hashes, Stamps, Transcript, stamps
+from tests.simulation.stamps import POISON, Stamps, Transcript, stamps
 
 if TYPE_CHECKING:
     from tests.simulation.plane import Plane
@@ -198,21 +198,17 @@ class _Reading:
             for part in own:
                 read_k[part.position : part.end_position] = k[part.row : part.end_row]
                 read_v[part.position : part.end_position] = v[part.row : part.end_row]
-            hashes = self._transcripts[i].hashes(end)
             if len(read_k) != end:
                 raise WrongKV(f"layer {self._layer}: {len(read_k)} of {end} tokens have a block")
-            self._compare(i, "K", read_k, stamps(hashes, self._layer), hashes)
-            self._compare(i, "V", read_v, -stamps(hashes, self._layer), hashes)
+            wanted = self._transcripts[i].stamps(end, self._layer)
+            wrong = (read_k != wanted) | (read_v != -wanted)
+            if wrong.any():
+                self._complain(i, int(wrong.argmax()), read_k, keys.shape[1])
 
-    def _compare(self, i: int, what: str, read: Stamps, wanted: Stamps, hashes: Hashes) -> None:
-        wrong = np.flatnonzero(read != wanted)
-        if not len(wrong):
-            return
-        position = int(wrong[0])
-        blocks = self._layout.requests[i].blocks
-        unit = int(self._units[blocks][position // (len(read) // len(self._units[blocks]) or 1)])
-        found = "nothing" if abs(read[position]) == POISON else "something else"
+    def _complain(self, i: int, position: int, read: Stamps, block_tokens: int) -> None:
+        units = self._units[self._layout.requests[i].blocks]
+        found = "nothing" if abs(read[position]) == POISON else f"{read[position]:.0f}"
         raise WrongKV(
-            f"layer {self._layer}, request {i} of the step, token {position} of {len(read)}: "
-            f"{found} in place of its {what} (unit {unit}; {len(wrong)} tokens wrong)"
+            f"layer {self._layer}, request {i} of the step: the KV of token {position} of "
+            f"{len(read)} is {found} (unit {units[position // block_tokens]})"
         )

@@ -18,7 +18,7 @@ from ellm_sgl.forward import HiddenStates, Streamer
 from ellm_sgl.kv import KVPool
 from ellm_sgl.kv.shape import NONE
 from ellm_sgl.sglang import memory, prefix_cache, runtime, tiers
-from tests.simulation.configuration import CONTEXT, Configuration
+from tests.simulation.configuration import Configuration
 from tests.simulation.model import StampDecoder
 from tests.simulation.stamps import POISON, Stamps
 from tests.simulation.transfers import LateWorker
@@ -54,7 +54,7 @@ class Plane:
         self.pool = self.runtime.pool
         self.req_to_token_pool = ReqToTokenPool(
             size=configuration.max_running,
-            max_context_len=CONTEXT + configuration.block_tokens,
+            max_context_len=configuration.context + configuration.block_tokens,
             device="cpu",
             enable_memory_saver=False,
         )
@@ -141,7 +141,7 @@ def _configurator(configuration: Configuration) -> tuple[Any, Any]:
         max_running_requests=configuration.max_running,
     )
     model = SimpleNamespace(
-        context_len=CONTEXT,
+        context_len=configuration.context,
         hidden_size=1,
         head_dim=1,
         dtype=DTYPE,

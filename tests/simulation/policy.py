@@ -44,7 +44,7 @@ class Scripted(Policy):
             running += np.nan
         if failure == "range":
             running += 1.0
-        return Ratios(running, np.full(len(batch.join), min(self.step.ratio, CLIMB)))
+        return Ratios(running, np.full(len(batch.join), min(self.step.joining, 0.95)))
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
         recompute = min(self.step.recompute, 2)

@@ -33,7 +33,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from ellm_sgl.sglang import forwarding
-from tests.simulation.configuration import CONTEXT, VOCABULARY
+from tests.simulation.configuration import VOCABULARY
 from tests.simulation.model import ForwardPass
 from tests.simulation.plane import Plane
 from tests.simulation.stamps import END, Transcript
@@ -69,6 +69,8 @@ class SimulatedScheduler(Scheduler):
         self.transcripts: dict[str, Transcript] = {}
         """Of the requests that have arrived, by `rid`."""
         self.reqs: dict[str, Req] = {}
+        self.observer: Any = Nothing()
+        """Is told of each step before it runs."""
         self._init_components(receive, rank)
         self._init_settings()
         # init_running_status
@@ -86,7 +88,9 @@ class SimulatedScheduler(Scheduler):
         self._pending_chunked_abort_req = None
         # init_schedule_policy
         self.policy = SchedulePolicy("fcfs", self.tree_cache, False, False, False)
-        self.new_token_ratio_tracker = NewTokenRatioTracker.from_server_args(self.server_args)
+        self.new_token_ratio_tracker = NewTokenRatioTracker.from_server_args(
+            SimpleNamespace(schedule_conservativeness=configuration.conservativeness)
+        )
         self.flush_wrapper = SchedulerFlushWrapper(
             flush_cache=lambda: self.flush_cache(empty_cache=False),  # collects no garbage
             is_fully_idle=self.is_fully_idle,
@@ -135,7 +139,7 @@ class SimulatedScheduler(Scheduler):
         self.max_running_requests = configuration.max_running
         self.max_prefill_tokens = configuration.max_prefill
         self.max_total_num_tokens = self.plane.logical_tokens
-        self.max_req_len = CONTEXT - 1
+        self.max_req_len = configuration.context - 1
         self.max_new_tokens_limit = None
         self.max_prefill_bs = 0.0
         self.is_generation = True
@@ -227,6 +231,7 @@ class SimulatedScheduler(Scheduler):
 
     def run_batch(self, batch: ScheduleBatch, pp_proxy_tensors: Any = None) -> Any:
         """`Scheduler.run_batch` and below it `ModelRunner.forward`, on the stamp model."""
+        self.observer.step(batch)
         self.forward_ct += 1
         batch.forward_iter = self.forward_ct
         forward_batch: Any = SimpleNamespace(

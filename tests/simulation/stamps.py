@@ -63,6 +63,8 @@ class Transcript:
         self.stops = False
         """The next token ends the answer."""
         self._hashes = np.zeros(CONTEXT + 8, np.int64)
+        self._stamps: dict[int, Stamps] = {}
+        """By layer, of the positions that were asked for."""
         self._last = 0x9E3779B97F4A7C15
         self._salt = salt
         for token in prompt:
@@ -72,6 +74,13 @@ class Transcript:
         """Of the prefixes up to and including positions 0..end-1. A view."""
         assert end <= len(self.tokens), f"{end} tokens asked for, {len(self.tokens)} exist"
         return self._hashes[:end]
+
+    def stamps(self, end: int, layer: int) -> Stamps:
+        """Of positions 0..end-1 in a layer. A view."""
+        known = self._stamps.get(layer)
+        if known is None or len(known) < end:
+            self._stamps[layer] = known = stamps(self.hashes(len(self.tokens)), layer)
+        return known[:end]
 
     def next_token(self, position: int) -> int:
         """What the model samples for `position`; the same each time it is asked."""

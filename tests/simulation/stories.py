@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -24,6 +25,7 @@ from tests.simulation.events import (
 )
 
 RATIOS = (0.0, 0.0, 0.0, 0.3, 0.6)
+JOINING = (0.0, 0.5, 0.9, 0.9)
 RESTING = (0.0, 0.01, 0.5, 0.999, 0.999)
 """Targets of those who sit out: 0.999 gives all up, a lower one has it fetched ahead again."""
 
@@ -40,34 +42,39 @@ class _Author:
         self._known: list[int] = []
         """Names of the requests so far."""
         self._resting: tuple[int, ...] = ()
-        self._step = Step()
+        self._step = Step(joining=0.95)
+        """At first all join, and then they outgrow the device."""
 
     def story(self) -> Iterator[Event]:
         rng = self._rng
-        arrivals = rng.uniform(0.1, 0.5)
+        arrivals = rng.uniform(0.05, 0.3)
         unrest = rng.choice([0.0, 0.05, 0.15])
-        for turn in range(rng.randint(6, 18)):
-            while rng.random() < (0.6 if turn == 0 else arrivals):
+        for turn in range(rng.randint(8, 24)):
+            while rng.random() < (0.8 if turn == 0 else arrivals):
                 yield self._arrive()
             if self._known and rng.random() < 0.08:
                 yield self._leave()
             if rng.random() < unrest:
                 yield from self._upset()
-            yield self._next_step()
+            yield self._step if turn < 3 else self._next_step()
+        if rng.random() < 0.7:
+            yield Abort(None)
 
     def _arrive(self) -> Event:
         rng = self._rng
         name = self._known[-1] + 1 if self._known else 1
         block = self._configuration.block_tokens
-        most = max(self._configuration.device_blocks * block * 3 // 2, 8)
-        tokens = rng.randint(1, most if rng.random() < 0.3 else most // 3)
-        shared = rng.choice([0, 0, tokens // 2, tokens])
+        device = self._configuration.device_blocks * block
+        tokens = rng.randint(1, max(device // 5, 2))
+        if rng.random() < 0.15:
+            tokens = rng.randint(1, device * 3 // 2)
+        shared = rng.choice([0, tokens // 2, tokens, tokens])
         follows = rng.choice(self._known) if self._known and rng.random() < 0.25 else None
         n = rng.choice([2, 3]) if rng.random() < 0.12 else 1
         self._known += range(name, name + n)
         if follows is not None:
-            tokens += most // 2
-        output = rng.choice([0, 1, rng.randint(1, 4 * block), rng.randint(1, 16)])
+            tokens += device // 2
+        output = rng.choice([0, 1, *(rng.randint(3, max(device // 2, 8)) for _ in range(6))])
         return Arrive(name, tokens, output, rng.choice([1, 1, 2]), shared, follows, n)
 
     def _leave(self) -> Event:
@@ -102,14 +109,15 @@ class _Author:
         """Much as the one before; now and then the policy changes its mind."""
         rng = self._rng
         if rng.random() < 0.5:
-            return self._step
+            return dataclasses.replace(self._step, resting=rng.choice(RESTING))
         if rng.random() < 0.6:
-            count = rng.randint(0, min(len(self._known), 3))
-            self._resting = tuple(rng.sample(self._known[-6:], min(count, len(self._known[-6:]))))
+            recent = self._known[-6:]
+            self._resting = tuple(rng.sample(recent, rng.randint(0, len(recent))))
         self._step = Step(
             pause=self._resting,
             ratio=rng.choice(RATIOS),
             resting=rng.choice(RESTING),
+            joining=rng.choice(JOINING),
             admit=rng.choice([None, None, None, 0, 1, 2]),
             reverse=rng.random() < 0.2,
             recompute=rng.choice([0, 0, 1, 2]),
