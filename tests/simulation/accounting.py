@@ -26,6 +26,9 @@ def check(plane: Plane, scheduler: SimulatedScheduler) -> None:
     table.check_integrity()
     if (owned := int(np.count_nonzero(table.units[1:] != NONE))) != table.used_units:
         raise Unaccounted(f"{table.used_units} units in use, but blocks own {owned}")
+    if table.used_units > max(table.unit_limit, plane.most_used):
+        raise Unaccounted(f"{table.used_units} units in use, {table.unit_limit} allowed")
+    plane.most_used = table.used_units
     live = [req for req in scheduler.reqs.values() if req.kv is not None]
     rows = {req.req_pool_idx: req for req in live}
     if rows.keys() != set(table.sequence_ids) or len(rows) != len(live):
@@ -80,6 +83,23 @@ def _blocks_of_tree(plane: Plane) -> Any:
         values.append(node.value.numpy()[:: plane.tree.page_size])
         nodes += node.children.values()
     return np.concatenate(values) // plane.tree.page_size
+
+
+def watch_matches(plane: Plane) -> None:
+    """From now on, what the tree offers to a request is checked to be all there."""
+    tree, table = plane.tree, plane.table
+    if not isinstance(tree, EllmRadixCache):
+        return
+    match = tree.match_prefix
+
+    def watched(params: Any) -> Any:
+        result = match(params)
+        blocks = result.device_indices.numpy()[:: tree.page_size] // tree.page_size
+        if not tree._match_all and table.depth(blocks).any():
+            raise Unaccounted(f"blocks {blocks.tolist()} match, but not all of them are there")
+        return result
+
+    tree.match_prefix = watched  # type: ignore[method-assign]
 
 
 def check_empty(plane: Plane) -> None:

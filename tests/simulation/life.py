@@ -73,6 +73,7 @@ class Life:
         self.scheduler = SimulatedScheduler(self.plane, self._receive, rank)
         self.scripted = Scripted()
         self._start_loop()
+        accounting.watch_matches(self.plane)
         self._exercised = Exercised(self.totals, self.plane, self.scheduler)
         self.scheduler.observer = self._exercised
 

@@ -1,8 +1,8 @@
 """The model: a decoder that computes stamps, and an attention that checks all that it reads.
 
 It is built like SGLang's decoders where eLLM touches them: `MixedRows` and `Projections` are
-eLLM's own. What a row is given at layer l is the stamp of layer l; its K is that stamp, its V the
-negative of it. Attention reads K and V of every earlier token as `kernels/reference.py` does, and
+eLLM's own. What a row is given at layer l is the stamp of layer l; its K is that stamp plus its
+position, its V the negative of the stamp. Attention reads K and V of every earlier token as `kernels/reference.py` does, and
 none may differ from the stamps of the request's tokens: so the next layer's stamps are right if
 these were.
 """
@@ -82,8 +82,7 @@ class _Attention(nn.Module):
     def rotary_emb(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A stamp knows its position."""
-        return q, k
+        return q, k + positions[:, None]
 
 
 class _Layer(nn.Module):
@@ -102,8 +101,9 @@ class _Layer(nn.Module):
         step: ForwardPass,
         residual: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _, k, v = self.self_attn.qkv_proj(hidden).unbind(1)
-        attended = step.attend(self.index, k, v, residual)
+        q, k, v = self.self_attn.qkv_proj(hidden).split(1, dim=1)
+        _, k = self.self_attn.rotary_emb(positions, q, k)
+        attended = step.attend(self.index, k[:, 0], v[:, 0], residual)
         attended, residual = self.post_attention_layernorm(attended, residual)
         if not torch.equal(attended, residual):
             raise WrongRows(f"layer {self.index}: residuals are not those of the rows")
@@ -201,7 +201,7 @@ class _Reading:
             if len(read_k) != end:
                 raise WrongKV(f"layer {self._layer}: {len(read_k)} of {end} tokens have a block")
             wanted = self._transcripts[i].stamps(end, self._layer)
-            wrong = (read_k != wanted) | (read_v != -wanted)
+            wrong = (read_k != wanted + np.arange(end)) | (read_v != -wanted)
             if wrong.any():
                 self._complain(i, int(wrong.argmax()), read_k, keys.shape[1])
 

@@ -68,6 +68,8 @@ class Plane:
             disable_radix_cache=not configuration.radix, params=params
         )
         self.tree = prefix_cache._build(context)
+        self.most_used = 0
+        """Units in use when somebody last looked."""
         self.runner: Any = SimpleNamespace(
             model=SimpleNamespace(model=StampDecoder(configuration.layers))
         )

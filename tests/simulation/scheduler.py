@@ -125,6 +125,7 @@ class SimulatedScheduler(Scheduler):
             is_stats_logging_rank=False,
         )
         self.kv_events_publisher = Nothing()
+        self.output_streamer = Nothing()
         self.load_inquirer = SimpleNamespace(_get_num_pending_tokens=lambda chunk_deduct: 0)
         first: Callable[..., Any] = lambda batch, **_: batch  # noqa: E731
         self.dp_attn_adapter = SimpleNamespace(maybe_prepare_mlp_sync_batch=first)
@@ -200,7 +201,7 @@ class SimulatedScheduler(Scheduler):
             draft_worker=None,
             model_worker=self.model_worker,
             logprob_result_processor=None,
-            output_streamer=Nothing(),
+            output_streamer=self.output_streamer,
             abort_request=self.abort_request,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pkgutil
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ _ELSEWHERE = (
 def hooked() -> Iterator[None]:
     """SGLang's functions carry eLLM's hooks, and its arguments are published."""
     with ExitStack() as undo:
+        gc.freeze()  # of what SGLang has imported nothing will be garbage
+        undo.callback(gc.unfreeze)
         for seam in SEAMS:
             if seam.when is When.ENABLED and not any(e in seam.target for e in _ELSEWHERE):
                 _hook(seam, undo)

@@ -47,17 +47,19 @@ class _Author:
 
     def story(self) -> Iterator[Event]:
         rng = self._rng
-        arrivals = rng.uniform(0.05, 0.3)
+        arrivals = rng.uniform(0.05, 0.4)
         unrest = rng.choice([0.0, 0.05, 0.15])
-        for turn in range(rng.randint(8, 24)):
-            while rng.random() < (0.8 if turn == 0 else arrivals):
+        for _ in range(rng.randint(2, self._configuration.max_running + 1)):
+            yield self._arrive()
+        for turn in range(rng.randint(6, 20)):
+            if rng.random() < arrivals:
                 yield self._arrive()
             if self._known and rng.random() < 0.08:
                 yield self._leave()
             if rng.random() < unrest:
                 yield from self._upset()
             yield self._step if turn < 3 else self._next_step()
-        if rng.random() < 0.7:
+        if rng.random() < 0.85:
             yield Abort(None)
 
     def _arrive(self) -> Event:
@@ -66,15 +68,18 @@ class _Author:
         block = self._configuration.block_tokens
         device = self._configuration.device_blocks * block
         tokens = rng.randint(1, max(device // 5, 2))
-        if rng.random() < 0.15:
+        if rng.random() < 0.1:
             tokens = rng.randint(1, device * 3 // 2)
-        shared = rng.choice([0, tokens // 2, tokens, tokens])
-        follows = rng.choice(self._known) if self._known and rng.random() < 0.25 else None
+        shared = rng.choice([0, 0, tokens])
+        if rng.random() < 0.4:  # a system prompt
+            shared = device // 4
+            tokens = shared + rng.randint(1, 4)
+        follows = rng.choice(self._known) if self._known and rng.random() < 0.2 else None
         n = rng.choice([2, 3]) if rng.random() < 0.12 else 1
         self._known += range(name, name + n)
         if follows is not None:
-            tokens += device // 2
-        output = rng.choice([0, 1, *(rng.randint(3, max(device // 2, 8)) for _ in range(6))])
+            tokens += device // 3
+        output = rng.choice([0, 1, *(rng.randint(3, 20) for _ in range(6))])
         return Arrive(name, tokens, output, rng.choice([1, 1, 2]), shared, follows, n)
 
     def _leave(self) -> Event:
