@@ -49,13 +49,13 @@ class Configuration:
 def draw(rng: random.Random) -> Configuration:
     """A random server, more often one that has to restore much."""
     block_tokens = rng.choice([1, 2, 2, 3, 4, 4])
-    layers = rng.randint(1, 5)
+    layers = rng.choice([1, 2, 3, 4, 4, 5])
     layer_group = rng.choice([1, 1, 2])
     ranks = 2 if rng.random() < 0.2 else 1
     host_blocks = rng.choice([0, 3, 12, 60, 60] if ranks == 1 else [0, 60, 60, 60])
     keeps_hidden = host_blocks > 0 and rng.random() < 0.3
-    chunk = rng.choice([None, 2, 3, 4, 6])
-    device_blocks = rng.choice([5, 8, 12, 16])
+    chunk = rng.choice([None, 8, 16, 24])
+    device_blocks = max(rng.choice([16, 32, 48, 64]) // block_tokens, 5)
     room_for_hidden = 2 * device_blocks > host_blocks + 8  # a hidden state is half of a token's KV
     return Configuration(
         layers=layers,
@@ -67,13 +67,13 @@ def draw(rng: random.Random) -> Configuration:
         hidden_on_device=keeps_hidden and room_for_hidden and rng.random() < 0.4,
         radix=rng.random() < 0.75,
         overlap=rng.random() < 0.5,
-        chunk=None if chunk is None else chunk * block_tokens,
+        chunk=None if chunk is None else max(chunk // block_tokens, 1) * block_tokens,
         mixed=chunk is not None and rng.random() < 0.6,
         ranks=ranks,
         streams=not keeps_hidden and rng.random() < 0.25,
         prefetch=rng.random() < 0.8,
         policy=rng.choice(["scripted"] * 9 + ["fcfs", "swap", "fixed-ratio"]),
-        max_running=rng.choice([3, 5, 8]),
+        max_running=rng.choice([4, 6, 8]),
         context=rng.choice([32, CONTEXT]),
         max_prefill=rng.choice([16, 40]),
         conservativeness=rng.choice([0.0, 0.0, 0.2, 1.0]),

@@ -68,7 +68,7 @@ class Life:
         self._ended = False
         self._followers: list[tuple[str, list[Any]]] = []
         """Samples that arrive once their prompt has been computed."""
-        self.clock = Clock(0.0010 + 0.0003 * rank)
+        self.clock = Clock((0.0010, 0.0017)[rank])
         self.plane = Plane(configuration)
         self.scheduler = SimulatedScheduler(self.plane, self._receive, rank)
         self.scripted = Scripted()
@@ -92,7 +92,7 @@ class Life:
         """As `starting.start_loop`, on a machine that nobody measured."""
         model = ModelShape(self.configuration.layers, 8, 1, 1, 1, 16, 64, 8, 8)
         unit = self.plane.pool.unit_bytes
-        hardware = HardwareProfile("made up", 1e6, 1e6, 4000.0 * unit, 1e-4, 1e-3, 1e-4, 1e6)
+        hardware = HardwareProfile("made up", 1e6, 1e6, 1000.0 * unit, 1e-4, 1e-3, 1e-4, 1e6)
         limits = ServerLimits(
             model=model,
             hardware=hardware,

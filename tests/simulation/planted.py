@@ -55,7 +55,7 @@ FAULTS: tuple[Fault, ...] = (
         "each rank fetches ahead as much as its own clock allows",
         f"{_RUNTIME}._fetch_ahead",
         "seconds = self.deciding.fetch_ahead_s",
-        "seconds = self.deciding.loop.steps.last.seconds",
+        "seconds = self.deciding.loop.steps.last.seconds / 2",
     ),
     Fault(
         "evicted units are copied to each other's places on the host",

@@ -25,7 +25,7 @@ from tests.simulation.events import (
 )
 
 RATIOS = (0.0, 0.0, 0.0, 0.3, 0.6)
-JOINING = (0.0, 0.5, 0.9, 0.9)
+JOINING = (0.0, 0.9, 0.95, 0.95)
 RESTING = (0.0, 0.01, 0.5, 0.999, 0.999)
 """Targets of those who sit out: 0.999 gives all up, a lower one has it fetched ahead again."""
 
@@ -58,7 +58,7 @@ class _Author:
                 yield self._leave()
             if rng.random() < unrest:
                 yield from self._upset()
-            yield self._step if turn < 3 else self._next_step()
+            yield self._step if turn < 4 else self._next_step()
         if rng.random() < 0.85:
             yield Abort(None)
 
@@ -79,7 +79,7 @@ class _Author:
         self._known += range(name, name + n)
         if follows is not None:
             tokens += device // 3
-        output = rng.choice([0, 1, *(rng.randint(3, 20) for _ in range(6))])
+        output = rng.choice([0, 1, *(rng.randint(3, 14) for _ in range(6))])
         return Arrive(name, tokens, output, rng.choice([1, 1, 2]), shared, follows, n)
 
     def _leave(self) -> Event:
@@ -116,8 +116,8 @@ class _Author:
         if rng.random() < 0.5:
             return dataclasses.replace(self._step, resting=rng.choice(RESTING))
         if rng.random() < 0.6:
-            recent = self._known[-6:]
-            self._resting = tuple(rng.sample(recent, rng.randint(0, len(recent))))
+            share = rng.choice([0.0, 0.3, 0.5, 0.7])
+            self._resting = tuple(name for name in self._known if rng.random() < share)
         self._step = Step(
             pause=self._resting,
             ratio=rng.choice(RATIOS),
