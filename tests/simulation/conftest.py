@@ -1,15 +1,19 @@
-"""SGLang's functions carry eLLM's hooks while the tests of this folder run, and not otherwise."""
+"""SGLang's scheduler takes 12 s to import: only tests that ask for the simulation pay for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _hooked() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def simulation() -> Iterator[Any]:
+    """The module `campaign`, in a process whose SGLang carries eLLM's hooks."""
     from tests.simulation.sglang_process import hooked
 
     with hooked():
-        yield
+        from tests.simulation import campaign
+
+        yield campaign

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
-
-from tests.simulation.campaign import life_of, run
-from tests.simulation.exercised import EVERYTHING
-from tests.simulation.life import live
 
 LIVES = 2000
 SHARES = 8
@@ -17,10 +14,12 @@ SHARES = 8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", range(SHARES))
-def test_lives_read_what_was_written_and_leave_nothing_behind(share: int) -> None:
+def test_lives_read_what_was_written_and_leave_nothing_behind(simulation: Any, share: int) -> None:
+    from tests.simulation.exercised import EVERYTHING
+
     size = LIVES // SHARES
     totals: Counter[str] = Counter()
-    for found in run(range(share * size, (share + 1) * size), totals):
+    for found in simulation.run(range(share * size, (share + 1) * size), totals):
         if found is not None:
             pytest.fail(found.report(), pytrace=False)
     assert totals["lives"] == size
@@ -28,7 +27,10 @@ def test_lives_read_what_was_written_and_leave_nothing_behind(share: int) -> Non
     assert not missing, f"these lives no longer come by {missing}: change how they are drawn"
 
 
-def test_a_seed_is_always_the_same_life() -> None:
+def test_a_seed_is_always_the_same_life(simulation: Any) -> None:
     for seed in range(20):
-        assert life_of(seed) == life_of(seed)
-        assert live(*life_of(seed)) == live(*life_of(seed))
+        assert simulation.life_of(seed) == simulation.life_of(seed)
+        once, again = Counter[str](), Counter[str]()
+        simulation.failure(*simulation.life_of(seed), totals=once)
+        simulation.failure(*simulation.life_of(seed), totals=again)
+        assert once == again and once["turns"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.simulation.campaign import first_found
+from typing import Any
+
 from tests.simulation.configuration import Configuration
 from tests.simulation.events import Abort, Arrive, Event, Flush, Resume, Step
 from tests.simulation.planted import FAULTS, planted
@@ -37,10 +38,10 @@ def test_a_test_is_written_in_which_nothing_is_as_ever() -> None:
     assert "Step()," in written
 
 
-def test_a_failing_life_is_reported_as_a_test_that_fails_alike() -> None:
+def test_a_failing_life_is_reported_as_a_test_that_fails_alike(simulation: Any) -> None:
     fault = next(f for f in FAULTS if "borrowed units" in f.name)
     with planted(fault):
-        found = first_found(range(100))
+        found = simulation.first_found(range(100))
         assert found is not None
         report = found.report(seconds=5.0)
     assert f"seed {found.seed}: {found.error}" in report
