@@ -47,7 +47,11 @@ def check(plane: Plane, scheduler: SimulatedScheduler) -> None:
         uncached += table.shape.blocks_for(req.kv.kv_allocated_len) * block
         uncached -= req.cache_protected_len
     # As SGLang's SchedulerInvariantChecker counts when it is busy.
-    sizes = plane.allocator.available_size(), plane.tree.evictable_size(), plane.tree.protected_size()
+    sizes = (
+        plane.allocator.available_size(),
+        plane.tree.evictable_size(),
+        plane.tree.protected_size(),
+    )
     if sum(sizes) + uncached != plane.logical_tokens:
         raise Unaccounted(
             f"of {plane.logical_tokens} slots, {sizes[0]} are free, {sizes[1]} evictable, "
@@ -69,7 +73,7 @@ def _check_owners(plane: Plane, live: list[Any]) -> None:
         blocks = table.blocks_of(req.req_pool_idx)
         references[blocks] += 1
         references[blocks[req.cache_protected_len // block :]] += 1
-    held = table.references(np.arange(table.num_blocks + 1))
+    held = table.references(np.arange(table.num_blocks + 1, dtype=np.int32))
     if len(wrong := np.flatnonzero(references != held)):
         b = int(wrong[0])
         raise Unaccounted(f"block {b} has {held[b]} references, {references[b]} are owed")
@@ -125,6 +129,6 @@ def digest(plane: Plane) -> bytes:
     """What the tables of two ranks must agree in."""
     table = plane.table
     parts = [table.units, table.host.units, table.host.filling, table.references(range(1))]
-    parts += [table.references(np.arange(table.num_blocks + 1))]
+    parts += [table.references(np.arange(table.num_blocks + 1, dtype=np.int32))]
     sequences = [(s, table.length_of(s), table.blocks_of(s).tolist()) for s in table.sequence_ids]
     return repr((sequences, [hash(p.tobytes()) for p in parts])).encode()

@@ -103,15 +103,4 @@ class PolicyFails:
     """`raises`, `nan`, `range` or `stall`."""
 
 
-Event = (
-    Step
-    | Arrive
-    | Stop
-    | Abort
-    | Flush
-    | Pause
-    | Resume
-    | Resize
-    | ClockJump
-    | PolicyFails
-)
+Event = Step | Arrive | Stop | Abort | Flush | Pause | Resume | Resize | ClockJump | PolicyFails

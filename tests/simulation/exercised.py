@@ -34,13 +34,14 @@ EVERYTHING = (
     "steps: mixed",
     "steps: a chunk that is not the last",
     "steps: with a request that has ended",
-    "steps: with host units full",
+    "steps: with the host full",
+    "steps: on a device behind the host",
     "aborted: waiting",
     "aborted: between chunks",
     "aborted: decoding",
     "aborted: sitting out",
     "units adopted by the tree",
-    "blocks that the tree dropped",
+    "prefixes cut where units were lost",
     "prefix tokens found in the tree",
     "shared blocks",
     "pauses: in_place",
@@ -67,19 +68,7 @@ class Exercised:
         self._spy(plane.table, "adopt", "units adopted by the tree", int)
         self._spy(scheduler, "flush_cache", "flushes", int)
         if hasattr(plane.tree, "_drop_beyond"):
-            self._spy(plane.allocator, "free_segment", "blocks that the tree dropped", self._dropped)
-            self._dropping = False
-            drop = plane.tree._drop_beyond
-
-            def dropping(*args: Any) -> None:
-                self._dropping = True
-                drop(*args)
-                self._dropping = False
-
-            plane.tree._drop_beyond = dropping  # type: ignore[method-assign]
-
-    def _dropped(self, _: Any) -> int:
-        return self._dropping
+            self._spy(plane.tree, "_drop_beyond", "prefixes cut where units were lost", lambda _: 1)
 
     def _spy(self, owner: Any, name: str, count: str, how_many: Callable[[Any], int]) -> None:
         original = getattr(owner, name)
@@ -99,8 +88,10 @@ class Exercised:
         counts["steps: a chunk that is not the last"] += any(
             req.inflight_middle_chunks > 0 for req in batch.reqs
         )
+        counts["steps: on a device behind the host"] += self._plane.device is not None
         table = self._plane.table
-        counts["steps: with host units full"] += table.host.num_units > 0 == table.host.free_units
+        full = table.host.num_units > 0 and table.host.free_units == 0
+        counts["steps: with the host full"] += full
         if not mode.is_decode():
             counts["prefix tokens found in the tree"] += sum(batch.prefix_lens)
             blocks = [table.blocks_of(req.req_pool_idx) for req in batch.reqs]

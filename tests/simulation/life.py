@@ -1,4 +1,4 @@
-"""Lives a life: SGLang's loop turns, and before each turn the events up to the next `Step` happen."""
+"""Lives a life: SGLang's loop turns, and before each turn, events up to the next `Step` happen."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ class Life:
     """One rank's."""
 
     def __init__(
-        self, configuration: Configuration, story: Sequence[events.Event], rank: int, agreed: Agreement
+        self,
+        configuration: Configuration,
+        story: Sequence[events.Event],
+        rank: int,
+        agreed: Agreement,
     ) -> None:
         self.configuration = configuration
         self.totals: Counter[str] = Counter()
@@ -81,6 +85,7 @@ class Life:
         """To the end, when all memory is free again."""
         with ExitStack() as patches:
             patches.enter_context(self.clock.running())
+            patches.enter_context(self.plane.living())
             patches.enter_context(patch("sglang.srt.utils.broadcast_pyobj", self._broadcast))
             if self.configuration.overlap:
                 self.scheduler.event_loop_overlap()
@@ -151,7 +156,7 @@ class Life:
         for event in self._story:
             if isinstance(event, events.Step):
                 self.scripted.step = event
-                self.plane.worker.patience = event.patience
+                self._hurry(event.patience)
                 return requests
             requests += self._happens(event)
         self.scripted.step = events.Step()
@@ -168,9 +173,17 @@ class Life:
         if not self._ended:
             self._ended = True
             return [FlushCacheReqInput()]
+        if self.plane.device is not None:
+            self.plane.device.synchronize()
         accounting.check_empty(self.plane)
         self.scheduler.gracefully_exit = True
         return []
+
+    def _hurry(self, patience: int) -> None:
+        """Let transfers wait so long."""
+        self.plane.worker.patience = patience
+        if self.plane.device is not None:
+            self.plane.device.hurries_copies = patience < events.LATE
 
     def _unfinished(self) -> list[str]:
         return [rid for rid, req in self.scheduler.reqs.items() if not req.finished()]
@@ -233,8 +246,8 @@ class Life:
         return [first]
 
     def _prompt(self, event: events.Arrive) -> list[int]:
-        before = self.scheduler.reqs.get(rid_of(event.follows or 0))
-        if event.follows is not None and before is not None:
+        before = self.scheduler.reqs.get(rid_of(event.follows))
+        if before is not None:
             begins = [*before.origin_input_ids, *before.output_ids]
         else:
             begins = [token_of("family", event.family, i) for i in range(event.shared)]
@@ -243,7 +256,7 @@ class Life:
         return begins + [token_of("request", event.name, i) for i in range(length - len(begins))]
 
 
-def rid_of(name: int) -> str:
+def rid_of(name: int | None) -> str:
     return f"r{name}."
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +16,14 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.forward import HiddenStates, Streamer
+from ellm_sgl.forward import DeviceStreamer, HiddenStates, Streamer, device_streamer
 from ellm_sgl.kv import KVPool
-from ellm_sgl.kv.shape import NONE
+from ellm_sgl.kv.shape import NONE, IntArray
 from ellm_sgl.sglang import memory, prefix_cache, runtime, tiers
 from tests.simulation.configuration import Configuration
 from tests.simulation.model import StampDecoder
 from tests.simulation.stamps import POISON, Stamps
+from tests.simulation.streams import Device
 from tests.simulation.transfers import LateWorker
 
 DTYPE = torch.float64
@@ -35,6 +38,8 @@ class Plane:
     def __init__(self, configuration: Configuration, host_path: Path | None = None) -> None:
         self.configuration = configuration
         self.worker = LateWorker()
+        self.device = Device() if configuration.streams else None
+        """Where it works behind the host's back; else the host computes."""
         self.streamer: Any = None
         self.host_pool: KVPool | None = None
         settings = _settings(configuration, host_path)
@@ -64,9 +69,7 @@ class Plane:
             token_to_kv_pool_allocator=self.allocator,
             page_size=configuration.block_tokens,
         )
-        context: Any = SimpleNamespace(
-            disable_radix_cache=not configuration.radix, params=params
-        )
+        context: Any = SimpleNamespace(disable_radix_cache=not configuration.radix, params=params)
         self.tree = prefix_cache._build(context)
         self.most_used = 0
         """Units in use when somebody last looked."""
@@ -78,8 +81,6 @@ class Plane:
             for layer in range(configuration.layers)
         ]
         self.pool.buffer.fill_(POISON)
-        if self.host_pool is not None:
-            self.host_pool.buffer.fill_(POISON)
 
     def kv_of(self, layer: int) -> tuple[Stamps, Stamps]:
         """K and V of one layer, each a view [units + 1, block_tokens]."""
@@ -87,22 +88,41 @@ class Plane:
 
     def compute(self, work: Callable[[], None]) -> None:
         """Do this on the device, behind what it has been given before."""
+        if self.device is not None:
+            self.device.current_stream().put(work)
+            return
         self.worker.pass_time()
         work()
 
     def poison(self) -> None:
-        """Spoil what nobody owns: whoever reads it was promised nothing."""
+        """Spoil what nobody owns as the step begins: whoever reads it was promised nothing."""
         table = self.table
-        self.pool.buffer[torch.from_numpy(table._free_units.ids)] = POISON
-        self.pool.buffer[0] = POISON
+        self.compute(partial(_spoil, self.pool, table._free_units.ids.copy()))
         if self.host_pool is not None:
-            self.host_pool.buffer[torch.from_numpy(table.host._free.ids)] = POISON
-            self.host_pool.buffer[0] = POISON
+            spoil = partial(_spoil, self.host_pool, table.host._free.ids.copy())
+            if self.device is None:
+                spoil()
+            else:
+                self.streamer._stream.put(spoil)
         if (hidden := self.runtime.hidden) is not None:
-            owned = table.host._slots_of(np.arange(table.num_blocks + 1))
+            owned = table.host._slots_of(np.arange(table.num_blocks + 1, dtype=np.int32))
             free = np.setdiff1d(np.arange(table.host.hidden_slots + 1), owned[owned != NONE])
             for layer in range(hidden.num_layers):
                 hidden._states.slots(layer)[torch.from_numpy(free)] = POISON
+
+    @contextmanager
+    def living(self) -> Iterator[None]:
+        """Copies between pools are the device's to make, where it has streams."""
+        copy, device = device_streamer._copy_units, self.device
+        if device is None:
+            yield
+            return
+
+        def copy_later(*args: Any) -> None:
+            device.current_stream().put(partial(copy, *args))
+
+        with patch.object(device_streamer, "_copy_units", copy_later):
+            yield
 
     def _make_streamer(
         self, settings: EllmConfig, host_units: int, pool: KVPool, hidden: HiddenStates | None
@@ -110,7 +130,13 @@ class Plane:
         """The host tier as a server makes it, but transfers are as late as the life says."""
         made: Any = tiers.make_streamer(settings, host_units, pool, hidden)
         self.host_pool = KVPool(pool.shape, host_units, 1, 1, DTYPE, "cpu")
-        self.host_pool.buffer = made._host
+        self.host_pool.buffer = made._host.fill_(POISON)
+        if (device := self.device) is not None:
+            with patch.object(torch, "get_device_module", lambda _: device):
+                self.streamer = DeviceStreamer(
+                    made._host, pool.buffer, tiers.SLOTS, settings.overlap
+                )
+            return self.streamer
         self.streamer = Streamer(
             made._host,
             pool.buffer,
@@ -120,6 +146,11 @@ class Plane:
             worker=self.worker,
         )
         return self.streamer
+
+
+def _spoil(pool: KVPool, free: IntArray) -> None:
+    pool.buffer[torch.from_numpy(free)] = POISON
+    pool.buffer[0] = POISON
 
 
 def _settings(configuration: Configuration, host_path: Path | None) -> EllmConfig:
@@ -152,9 +183,7 @@ def _configurator(configuration: Configuration) -> tuple[Any, Any]:
     layers = configuration.layers
     configurator = SimpleNamespace(
         model_config=model,
-        layer_info=SimpleNamespace(
-            num_effective_layers=layers, start_layer=0, end_layer=layers
-        ),
+        layer_info=SimpleNamespace(num_effective_layers=layers, start_layer=0, end_layer=layers),
         kv_cache_dtype=DTYPE,
         device="cpu",
         server_args=SimpleNamespace(max_prefill_tokens=configuration.max_prefill),

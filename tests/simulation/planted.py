@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import __future__
-
 import inspect
 import pkgutil
 import textwrap
@@ -33,6 +31,7 @@ _TABLE = "ellm_sgl.kv.page_table:PageTable"
 _HOST = "ellm_sgl.kv.host:HostTier"
 _RESTORATION = "ellm_sgl.forward.restoration"
 _STREAMER = "ellm_sgl.forward.streamer:Streamer"
+_DEVICE = "ellm_sgl.forward.device_streamer:DeviceStreamer"
 _HIDDEN = "ellm_sgl.forward.hidden"
 _RUNTIME = "ellm_sgl.sglang.runtime:Runtime"
 _TREE = "ellm_sgl.sglang.prefix_cache"
@@ -130,6 +129,36 @@ FAULTS: tuple[Fault, ...] = (
         "len(self._free_units)",
     ),
     Fault(
+        "on a device, units are copied to the host before the step that fills them has ended",
+        f"{_DEVICE}.save",
+        "self._stream.wait_event(self._stepped)",
+        "pass",
+    ),
+    Fault(
+        "on a device, a step writes to units that are still being copied to the host",
+        f"{_DEVICE}.running",
+        "computing.wait_stream(self._stream)",
+        "pass",
+    ),
+    Fault(
+        "on a device, units are fetched to where the step before still reads",
+        f"{_DEVICE}.running",
+        "self._stream.wait_stream(computing)",
+        "pass",
+    ),
+    Fault(
+        "on a device, a slot of the ring is written to while its group still computes",
+        f"{_DEVICE}.done",
+        "self._stream.wait_event(left)",
+        "pass",
+    ),
+    Fault(
+        "on a device, layers do not wait for their units",
+        f"{_DEVICE}.wait",
+        "self._api.current_stream().wait_event(arrived)",
+        "pass",
+    ),
+    Fault(
         "fetched units are read from nowhere",
         "ellm_sgl.forward.plan:_Rows.of",
         "np.where(units == NONE, restoration.staged_units(blocks.ids), units)",
@@ -225,9 +254,7 @@ def planted(fault: Fault) -> Iterator[None]:
 def _compiled(source: str, like: CodeType) -> CodeType:
     """The code of a function or method, which may call `super()`."""
     inside_a_class = "class _:\n" + textwrap.indent(source, "    ")
-    flags = __future__.annotations.compiler_flag
+    flags = annotations.compiler_flag
     module = compile(inside_a_class, like.co_filename, "exec", flags, dont_inherit=True)
     (body,) = (c for c in module.co_consts if isinstance(c, CodeType))
-    return next(
-        c for c in body.co_consts if isinstance(c, CodeType) and c.co_name == like.co_name
-    )
+    return next(c for c in body.co_consts if isinstance(c, CodeType) and c.co_name == like.co_name)

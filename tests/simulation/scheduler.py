@@ -5,6 +5,7 @@ memory plane of one rank. What is not SGLang's own here is named where it stands
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -74,9 +75,9 @@ class SimulatedScheduler(Scheduler):
         self._init_components(receive, rank)
         self._init_settings()
         # init_running_status
-        self.waiting_queue = []
+        self.waiting_queue: list[Req] = []
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
-        self.last_batch = None
+        self.last_batch: ScheduleBatch | None = None
         self.cur_batch_for_debug = None
         self.forward_ct = 0
         self.gracefully_exit = False
@@ -148,8 +149,8 @@ class SimulatedScheduler(Scheduler):
         self.priority_scheduling_preemption_threshold = 0
         self.spec_algorithm = SpeculativeAlgorithm.NONE
         self.disaggregation_mode = DisaggregationMode.NULL
-        self.result_queue = []
-        self.return_health_check_ipcs = []
+        self.result_queue: Any = deque()
+        self.return_health_check_ipcs: Any = deque()
         self.dllm_manager = SimpleNamespace(any_staging_reqs=lambda: False)
         for name in (
             "dllm_config",
@@ -209,9 +210,7 @@ class SimulatedScheduler(Scheduler):
 
     def get_num_allocatable_reqs(self, running_bs: int) -> int:
         """Without pipeline stages."""
-        return min(
-            self.max_running_requests - running_bs, self.req_to_token_pool.available_size()
-        )
+        return min(self.max_running_requests - running_bs, self.req_to_token_pool.available_size())
 
     def _request_dispatcher(self, request: Any) -> None:
         """As `init_request_dispatcher` maps kinds of requests to methods."""
@@ -246,7 +245,11 @@ class SimulatedScheduler(Scheduler):
             self.transcripts[req.rid].next_token(length)
             for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
         ]
-        return GenerationBatchResult(next_token_ids=torch.tensor(tokens))
+        done = None
+        if self.plane.device is not None:
+            done = self.plane.device.Event()
+            done.record()
+        return GenerationBatchResult(next_token_ids=torch.tensor(tokens), copy_done=done)
 
     def _forward(self, batch: ScheduleBatch) -> None:
         plan = self.plane.runtime.plan
@@ -254,7 +257,7 @@ class SimulatedScheduler(Scheduler):
         transcripts = [self.transcripts[req.rid] for req in batch.reqs]
         prefilled = batch.prefill_input_ids_cpu
         tokens = [] if prefilled is None else prefilled.tolist()
-        positions = []
+        positions: list[int] = []
         for transcript, request in zip(transcripts, plan.groups[0].requests, strict=True):
             new = request.new
             positions += range(new.position, new.end_position)

@@ -1,4 +1,4 @@
-"""What SGLang has once per process: published arguments, and functions with eLLM's hooks on them."""
+"""What SGLang has once per process: its published arguments, and its functions, hooked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-from ellm_sgl.sglang.seams import SEAMS, Seam, When  # noqa: E402
+from ellm_sgl.sglang.seam import Seam, When  # noqa: E402
+from ellm_sgl.sglang.seams import SEAMS  # noqa: E402
 
 _ELSEWHERE = (
     "KVCacheConfigurator",  # `plane.py` calls these hooks itself,

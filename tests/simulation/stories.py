@@ -85,7 +85,7 @@ class _Author:
     def _leave(self) -> Event:
         rng = self._rng
         name = rng.choice(self._known[-6:])
-        return rng.choice([Stop(name), Abort(name), Abort(name)])
+        return Stop(name) if rng.random() < 0.3 else Abort(name)
 
     def _upset(self) -> Iterator[Event]:
         rng = self._rng

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.simulation.configuration import Configuration
 from tests.simulation.events import Abort, Arrive, Event, Flush, Resume, Step
 from tests.simulation.planted import FAULTS, planted
@@ -24,9 +26,11 @@ def test_only_what_matters_is_left() -> None:
     small = shrink(
         Configuration(layers=4, host_blocks=12, overlap=True),
         STORY,
-        lambda configuration, story: configuration.host_blocks > 0
-        and any(isinstance(e, Step) and 7 in e.pause for e in story)
-        and Flush() in story,
+        lambda configuration, story: (
+            configuration.host_blocks > 0
+            and any(isinstance(e, Step) and 7 in e.pause for e in story)
+            and Flush() in story
+        ),
     )
     assert small == (Configuration(host_blocks=1), [Step(pause=(7,)), Flush()])
 
@@ -53,10 +57,6 @@ def test_a_failing_life_is_reported_as_a_test_that_fails_alike(simulation: Any) 
     (pasted,) = (value for name, value in scope.items() if name.startswith("test_"))
     assert callable(pasted)
     pasted()  # passes now
-    with planted(fault):
-        try:
-            pasted()
-        except Exception as error:
-            assert type(error).__name__ in found.error
-        else:
-            raise AssertionError("the shrunk life does not fail")
+    with planted(fault), pytest.raises(AssertionError) as failed:
+        pasted()
+    assert failed.type.__name__ in found.error
