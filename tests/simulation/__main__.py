@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
-from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import Progress
+
+from tests.simulation.share import live_share
 
 SHARE = 100
 """Lives that a process is given at a time."""
@@ -59,19 +60,6 @@ def _shares(
         ]
         for job in as_completed(jobs):
             yield job.result()
-
-
-def live_share(first: int, end: int, shrink_s: float) -> tuple[int, dict[str, int], list[str]]:
-    """Lives of the seeds [first, end), in a process of its own: how many, what they came by, and
-    reports of those that failed."""
-    from tests.simulation.campaign import run
-    from tests.simulation.sglang_process import hooked
-
-    totals: Counter[str] = Counter()
-    with hooked():
-        found: list[Any] = [f for f in run(range(first, end), totals) if f is not None]
-        reports = [f.report(shrink_s) for f in found]
-    return end - first, dict(totals), reports
 
 
 if __name__ == "__main__":
