@@ -1,5 +1,4 @@
-"""SGLang's arguments that reach eLLM, on one server with many of them: outputs are those of a server
-without, and of a full cache."""
+"""Many of SGLang's arguments on one server: its outputs are those of a server without them."""
 
 from __future__ import annotations
 

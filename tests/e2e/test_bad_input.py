@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from ellm_sgl.serve.process import ServerProcess
+from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 from tests.e2e.load import ask, greedy, prompts
 
 pytestmark = pytest.mark.slow
@@ -154,6 +155,13 @@ REFUSED = {
     "--attention-backend triton": "--attention-backend triton",
     "--tokenizer-worker-num 2": "--tokenizer-worker-num",
     "--disaggregation-mode prefill": "--disaggregation-mode",
+    "--smg-grpc-mode": "--smg-grpc-mode",
+    "--quantization fp8": "--quantization fp8: a scale for all activations",
+    "--torchao-config fp8dq-per_tensor": "--torchao-config fp8dq-per_tensor",
+    "--enable-return-routed-experts": "--enable-return-routed-experts",
+    "--enable-priority-scheduling": "add --disable-priority-preemption",
+    "--forward-hooks [{}]": "--forward-hooks",
+    "--cpu-offload-gb 1": "--cpu-offload-gb 1",
 }
 REFUSE_ALL = """
 import contextlib, io, json, sys
@@ -193,14 +201,27 @@ def test_every_combination_that_is_not_supported_is_refused_by_name() -> None:
         assert "ellm-sgl: error" in last and named in last, f"{arguments}: {last}"
 
 
-def test_model_that_is_not_supported_is_refused(tmp_path: Any) -> None:
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 128}
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel"),
+        (
+            json.loads((DEMO_MODEL / "config.json").read_text())
+            | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            "quantised with fp8",
+        ),
+    ],
+    ids=["architecture", "quantised"],
+)
+def test_model_that_is_not_supported_is_refused(
+    config: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "ellm_sgl.serve.cli", "serve", "--model-path", str(tmp_path)]
     command += ["--skip-tokenizer-init"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
-    assert "GPT2LMHeadModel" in done.stderr.strip().splitlines()[-1]
+    assert named in done.stderr.strip().splitlines()[-1]
 
 
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Any) -> None:

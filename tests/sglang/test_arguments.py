@@ -68,7 +68,7 @@ def test_a_row_says_why(row: Argument) -> None:
 
 
 @cache
-def tests_of(path: Path) -> set[str]:
+def functions_of(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
@@ -76,7 +76,7 @@ def tests_of(path: Path) -> set[str]:
 @pytest.mark.parametrize("row", OF_KIND[Kind.WORKS], ids=lambda row: row.field)
 def test_what_works_is_shown_by_a_test_that_exists(row: Argument) -> None:
     path, _, name = row.tests.partition("::")
-    assert name.startswith("test_") and name in tests_of(ROOT / path)
+    assert name.startswith("test_") and name in functions_of(ROOT / path)
 
 
 def test_defaults_are_not_refused() -> None:
@@ -105,6 +105,19 @@ def test_what_sglang_sets_itself_is_refused_only_as_given() -> None:
     assert "--moe-runner-backend deep_gemm" in str(
         refusal(given(moe_runner_backend="deep_gemm"), resolved=False)
     )
+
+
+def test_a_server_in_rust_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ellm_sgl.config import EllmConfig
+    from ellm_sgl.sglang.server_args import check_arguments
+
+    monkeypatch.setattr(EllmConfig, "from_env", lambda: EllmConfig(policy="fcfs"))
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(SystemExit):
+        check_arguments(pytest.fail, given())
+    assert "SGLANG_RUST_SERVER=1" in capsys.readouterr().err
 
 
 def test_the_page_is_what_the_table_says() -> None:
