@@ -3,8 +3,8 @@
 It is built like SGLang's decoders where eLLM touches them; `MixedRows` and `Projections` are eLLM's
 own. What a row is given at layer l is the stamp of layer l; its K is that stamp plus its position,
 its V the negative of the stamp. Attention reads K and V of every earlier token, as
-`kernels/reference.py` does, and none may differ from the stamps of the request's tokens: so the next
-layer's stamps are right if these were.
+`kernels/reference.py` does, and none may differ from the stamps of the request's tokens: so the
+next layer's stamps are right if these were.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 
 class Event:
@@ -79,7 +80,8 @@ class Stream:
         return True
 
 
-_Stream, _Event = Stream, Event
+_Stream: TypeAlias = Stream
+_Event: TypeAlias = Event
 
 
 class Device:
