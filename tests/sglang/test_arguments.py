@@ -39,7 +39,7 @@ def fields() -> tuple[dataclasses.Field[Any], ...]:
 
 def given(**values: Any) -> Any:
     """All arguments at their defaults, but these."""
-    made = object.__new__(server_args())
+    made: Any = object.__new__(server_args())
     for field in fields():
         default = field.default
         if default is dataclasses.MISSING:
@@ -85,7 +85,7 @@ def test_defaults_are_not_refused() -> None:
 
 @pytest.mark.parametrize("row", OF_KIND[Kind.REFUSED], ids=lambda row: row.field)
 def test_what_is_refused_is_named_with_a_remedy(row: Argument) -> None:
-    values = IN_PART.get(row.field, {row.field: other(row.field)})
+    values: Any = IN_PART.get(row.field, {row.field: other(row.field)})
     said = refusal(given(**values), resolved=False)
     assert said is not None
     assert said.startswith(row.flag) and said.endswith(f"; {row.remedy}")
