@@ -17,7 +17,7 @@ from ellm_sgl.sglang.torchvision_ops import declare
 declare()
 ROOT = Path(__file__).parents[2]
 OF_KIND = {kind: [row for row in table().values() if row.kind is kind] for kind in Kind}
-IN_PART = {
+IN_PART: dict[str, dict[str, Any]] = {
     "schedule_policy": {"schedule_policy": "random"},
     "enable_priority_scheduling": {"enable_priority_scheduling": True},
     "device": {"device": "xpu"},
@@ -39,7 +39,7 @@ def fields() -> tuple[dataclasses.Field[Any], ...]:
 
 def given(**values: Any) -> Any:
     """All arguments at their defaults, but these."""
-    made = object.__new__(server_args())
+    made: Any = object.__new__(server_args())
     for field in fields():
         default = field.default
         if default is dataclasses.MISSING:
