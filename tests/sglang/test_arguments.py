@@ -17,7 +17,7 @@ from ellm_sgl.sglang.torchvision_ops import declare
 declare()
 ROOT = Path(__file__).parents[2]
 OF_KIND = {kind: [row for row in table().values() if row.kind is kind] for kind in Kind}
-IN_PART = {
+IN_PART: dict[str, dict[str, Any]] = {
     "schedule_policy": {"schedule_policy": "random"},
     "enable_priority_scheduling": {"enable_priority_scheduling": True},
     "device": {"device": "xpu"},

@@ -87,21 +87,20 @@ def test_an_update_goes_on_where_nothing_is_held(ours: runtime.Runtime) -> None:
         assert weights.update(lambda *_: "updated", updater, request) == "updated"
 
 
-class Waiting(SimpleNamespace):
+class Request:
     """As much of SGLang's `Req` as the book asks for."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    priority = None
+    sampling_params = SimpleNamespace(custom_params=None, max_new_tokens=64)
 
-
-def request(output: int) -> Any:
-    params = SimpleNamespace(custom_params=None, max_new_tokens=64)
-    return Waiting(
-        origin_input_ids=[1] * 10, output_ids=[1] * output, sampling_params=params, priority=None
-    )
+    def __init__(self, output: int) -> None:
+        self.origin_input_ids = [1] * 10
+        self.output_ids = [1] * output
 
 
 def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: runtime.Runtime) -> None:
-    waiting, running = request(0), request(5)
+    waiting: Any = Request(0)
+    running: Any = Request(5)
     scheduler: Any = SimpleNamespace(
         waiting_queue=[waiting], schedule_low_priority_values_first=False
     )
@@ -115,7 +114,8 @@ def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: runtime.Runtime) 
     steps.start(StepWork(1, 4))
     now[0] += 2
 
-    weights.pause(lambda *_: scheduler.waiting_queue.append(running), scheduler, None)
+    anything: Any = None
+    weights.pause(lambda *_: scheduler.waiting_queue.append(running), scheduler, anything)
 
     assert column["tokens"][slots].tolist() == [10, 15]
     assert column["waiting_since_s"][slots[0]] == -1e6 < column["waiting_since_s"][slots[1]]
