@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tests.simulation.configuration import Configuration
-from tests.simulation.events import Event, Step
+from tests.simulation.events import Event
 
 Failing = Callable[[Configuration, Sequence[Event]], bool]
 """Whether a life fails in the way that is looked for."""
@@ -66,7 +66,11 @@ def _leave_out(events: list[T], still: Callable[[list[T]], bool]) -> None:
 
 
 def _plainer(thing: Any) -> Iterator[dict[str, Any]]:
-    """Fields of a configuration or an event with plainer values: the default, or a smaller one."""
+    """Fields of a configuration or an event with plainer values: all of them the default, or one of
+    them, or a smaller one."""
+    yield {
+        f.name: f.default for f in dataclasses.fields(thing) if f.default is not dataclasses.MISSING
+    }
     for field in dataclasses.fields(thing):
         value = getattr(thing, field.name)
         if value == field.default:
@@ -97,7 +101,3 @@ def brief(thing: Configuration | Event) -> str:
         if f.default is dataclasses.MISSING or getattr(thing, f.name) != f.default
     )
     return f"{type(thing).__name__}({given})"
-
-
-def steps_in(story: Sequence[Event]) -> int:
-    return sum(isinstance(event, Step) for event in story)
