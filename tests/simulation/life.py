@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,8 @@ from sglang.srt.managers.io_struct import (
 from ellm_sgl.control import ControlLoop, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
 from ellm_sgl.policies import Policy
-from ellm_sgl.policies.registry import create
+from ellm_sgl.policies.fcfs import Fcfs
+from ellm_sgl.policies.fixed_ratio import FixedRatio
 from ellm_sgl.policies.whole_requests import WholeRequests
 from ellm_sgl.sglang.deciding import Deciding
 from ellm_sgl.sglang.state import DEVICE_TOKENS
@@ -111,12 +112,13 @@ class Life:
         self.plane.runtime.deciding = Deciding(loop, self.scheduler)
 
     def _policy(self) -> Policy:
-        name = self.configuration.policy
-        if name == "scripted":
-            return self.scripted
-        if name == "swap":
-            return WholeRequests()
-        return create(name, {"ratio": 0.4} if name == "fixed-ratio" else {})
+        made: dict[str, Callable[[], Policy]] = {
+            "scripted": lambda: self.scripted,
+            "fcfs": Fcfs,
+            "swap": WholeRequests,
+            "fixed-ratio": lambda: FixedRatio(ratio=0.4),
+        }
+        return made[self.configuration.policy]()
 
     # -- ranks ------------------------------------------------------------------------------
 
