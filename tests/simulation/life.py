@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +18,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     SetInternalStateReq,
 )
+from sglang.srt.runtime_context import get_parallel
 
 from ellm_sgl.control import ControlLoop, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
@@ -32,7 +35,7 @@ from tests.simulation.exercised import Exercised
 from tests.simulation.plane import Plane
 from tests.simulation.policy import Scripted
 from tests.simulation.scheduler import SimulatedScheduler
-from tests.simulation.stamps import token_of
+from tests.simulation.stamps import POISON, token_of
 
 MOST_TURNS = 600
 """Turns after the last event in which all requests must have ended."""
@@ -63,8 +66,12 @@ class Life:
         story: Sequence[events.Event],
         rank: int,
         agreed: Agreement,
+        host_path: Path | None = None,
+        other: Plane | None = None,
     ) -> None:
         self.configuration = configuration
+        self._other = other
+        """The rank's whose life came first."""
         self.totals: Counter[str] = Counter()
         self._story = iter(story)
         self._rank, self._agreed = rank, agreed
@@ -74,7 +81,8 @@ class Life:
         self._followers: list[tuple[str, list[Any]]] = []
         """Samples that arrive once their prompt has been computed."""
         self.clock = Clock((0.0010, 0.0017)[rank])
-        self.plane = Plane(configuration)
+        with get_parallel().override(tp_rank=rank, tp_size=configuration.ranks):
+            self.plane = Plane(configuration, host_path)
         self.scheduler = SimulatedScheduler(self.plane, self._receive, rank)
         self.scripted = Scripted()
         self._start_loop()
@@ -147,6 +155,8 @@ class Life:
         """What is sent to the scheduler before its next turn."""
         accounting.check(self.plane, self.scheduler)
         self._compare_ranks()
+        if self._other is not None and self._other.host_pool is not None:
+            self._other.host_pool.buffer.fill_(POISON)  # it is the other's to write at any time
         self._exercised.turn()
         requests = self._requests()
         for request in requests:
@@ -270,8 +280,15 @@ def live(configuration: Configuration, story: Sequence[events.Event]) -> Counter
     """
     agreed = Agreement()
     totals: Counter[str] = Counter()
-    for rank in range(configuration.ranks):
-        life = Life(configuration, story, rank, agreed)
+    if configuration.ranks == 1:
+        life = Life(configuration, story, 0, agreed)
         life.live()
-        totals += life.totals
+        return life.totals
+    other: Plane | None = None
+    with TemporaryDirectory() as folder:  # a host tier of one name, as ranks are given it
+        for rank in range(configuration.ranks):
+            life = Life(configuration, story, rank, agreed, Path(folder) / "tier", other)
+            life.live()
+            totals += life.totals
+            other = life.plane
     return totals

@@ -160,7 +160,7 @@ def _settings(configuration: Configuration, host_path: Path | None) -> EllmConfi
         block_tokens=block,
         device_kv_tokens=configuration.device_blocks * block,
         host_kv_tokens=configuration.host_blocks * block,
-        host_path=None if host_path is None else str(host_path),
+        host_path=str(host_path) if host_path and configuration.host_blocks else None,
         host_keeps=str(configuration.hidden_layers) if configuration.hidden_layers else "kv",
         hidden_on="device" if configuration.hidden_on_device else "host",
         overlap=configuration.prefetch,

@@ -51,6 +51,12 @@ FAULTS: tuple[Fault, ...] = (
         "",
     ),
     Fault(
+        "ranks map one file for their host tiers",
+        "ellm_sgl.kv.pool:_buffer",
+        "torch.frombuffer(map_file(path, count * dtype.itemsize), dtype=dtype)",
+        "torch.from_file(str(path.with_suffix('')), shared=True, size=count, dtype=dtype)",
+    ),
+    Fault(
         "each rank fetches ahead as much as its own clock allows",
         f"{_RUNTIME}._fetch_ahead",
         "seconds = self.deciding.fetch_ahead_s",
