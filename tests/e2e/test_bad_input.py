@@ -138,7 +138,7 @@ REFUSED = {
     "--ellm-policy nonsense": "nonsense",
     "--ellm-host-path /no/such/folder/file --ellm-host-kv-tokens 512": "--ellm-host-path",
     "--ellm-host-path /dev/null --ellm-host-kv-tokens 512": "/dev/null",
-    "--ellm-host-path /tmp/no-room --ellm-host-kv-tokens 99999999999": "bytes are needed",
+    "--ellm-host-path /tmp/no-room --ellm-host-kv-tokens 2000000000": "bytes are needed",
     "--ellm-host-path file": "--ellm-host-kv-tokens",
     "--ellm-host-kv-tokens -1": "--ellm-host-kv-tokens -1",
     "--ellm-overlap maybe": "--ellm-overlap 'maybe'",
