@@ -24,7 +24,7 @@ from tests.simulation.events import (
     Stop,
 )
 
-RATIOS = (0.0, 0.0, 0.0, 0.3, 0.6)
+RATIOS = (0.0, 0.0, 0.3, 0.6)
 JOINING = (0.0, 0.9, 0.95, 0.95)
 RESTING = (0.0, 0.01, 0.5, 0.999, 0.999)
 """Targets of those who sit out: 0.999 gives all up, a lower one has it fetched ahead again."""
@@ -71,8 +71,8 @@ class _Author:
         if rng.random() < 0.1:
             tokens = rng.randint(1, device * 3 // 2)
         shared = rng.choice([0, 0, tokens])
-        if rng.random() < 0.4:  # a system prompt
-            shared = device // 4
+        if rng.random() < 0.5:  # a system prompt
+            shared = rng.choice([device // 4, device // 3])
             tokens = shared + rng.randint(1, 4)
         follows = rng.choice(self._known) if self._known and rng.random() < 0.2 else None
         n = rng.choice([2, 3]) if rng.random() < 0.12 else 1
@@ -80,7 +80,7 @@ class _Author:
         if follows is not None:
             tokens += device // 3
         output = rng.choice([0, 1, *(rng.randint(3, 14) for _ in range(6))])
-        return Arrive(name, tokens, output, rng.choice([1, 1, 2]), shared, follows, n)
+        return Arrive(name, tokens, output, rng.choice([1, 1, 1, 2]), shared, follows, n)
 
     def _leave(self) -> Event:
         rng = self._rng
