@@ -35,7 +35,7 @@ class Argument:
     kind: Kind
     why: str
     tests: str = ""
-    """Of what works: the test that shows it, as "path::function"."""
+    """Of what works, or is not refused: the test that shows it, as "path::function"."""
     allowed: tuple[Any, ...] = ()
     """Of what is refused: values that are not, beside SGLang's default."""
     when: Callable[[Any], bool] | None = None

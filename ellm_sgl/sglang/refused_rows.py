@@ -51,6 +51,7 @@ REFUSED = (
         "each rank draws lots of its own",
         remedy="give another",
         when=lambda args: args.schedule_policy == "random",
+        tests="tests/e2e/test_memory_pressure.py::test_server_options",
     ),
     *refused("enable_two_batch_overlap enable_pdmux", _TWO),
     *refused("enable_prefill_delayer", "it belongs to data-parallel attention"),

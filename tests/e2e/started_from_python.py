@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ declare()
 
 OUTSIDE = 10**6
 """Not a token id of the demo model."""
+PROMPT = [ord(c) for c in "What does the method str.split do, and what does it return?"]
 
 
 def arguments(port: int) -> dict[str, Any]:
@@ -92,11 +94,12 @@ def _run_engine(values: dict[str, Any]) -> None:
     import sglang
     import torch
 
-    short = {"max_new_tokens": 4, "temperature": 0}
-    said: list[str] = []
     with sglang.Engine(**values) as started:
-        for call in (
-            lambda: started.generate(input_ids=[65, OUTSIDE], sampling_params=short),
+        said: dict[str, Any] = {}
+        refuse(said, "outside", lambda: generate(started, [65, OUTSIDE]))
+        refuse(
+            said,
+            "embeddings",
             lambda: started.score(
                 query=[65, 66],
                 items=[[67]],
@@ -104,13 +107,42 @@ def _run_engine(values: dict[str, Any]) -> None:
                 embed_override_token_id=66,
                 query_embed_overrides=[torch.zeros(192)],
             ),
-            lambda: started.generate(input_ids=[65, 66], sampling_params=short)["output_ids"],
-        ):
-            try:
-                said.append(str(call()))
-            except ValueError as error:
-                said.append(str(error))
+        )
+        said["old"] = generate(started, PROMPT)
+        said["updated"] = started.update_weights_from_tensor(retrained(), flush_cache=False)
+        said["new"] = generate(started, PROMPT)
+        started.flush_cache()
+        said["flushed"] = generate(started, PROMPT)
     print(json.dumps(said), flush=True)
+
+
+def refuse(said: dict[str, Any], name: str, call: Callable[[], Any]) -> None:
+    """Note what is said of a call that has to be refused."""
+    try:
+        call()
+    except ValueError as error:
+        said[name] = str(error)
+
+
+def generate(started: Any, input_ids: list[int]) -> list[int]:
+    params = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    tokens: list[int] = started.generate(input_ids=input_ids, sampling_params=params)["output_ids"]
+    return tokens
+
+
+def retrained() -> list[tuple[str, Any]]:
+    """Other weights for the demo model."""
+    import torch
+    from safetensors.torch import load_file
+
+    from ellm_sgl.serve.process import DEMO_MODEL
+
+    noise = torch.Generator().manual_seed(1)
+    weights = load_file(DEMO_MODEL / "model.safetensors")
+    return [
+        (name, weight * (1 + 0.2 * torch.randn(weight.shape, generator=noise)))
+        for name, weight in weights.items()
+    ]
 
 
 WAYS = {"server": server, "unprepared": unprepared, "trusting": trusting, "engine": engine}

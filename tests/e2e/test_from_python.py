@@ -92,11 +92,12 @@ def test_the_scheduler_refuses_what_went_past_the_process_that_tokenizes(tmp_pat
         assert state["running"] == state["waiting"] == 0
 
 
-def test_an_engine_in_a_child_process_checks_requests(tmp_path: Path) -> None:
+def test_an_engine_in_a_child_process_checks_requests_and_forgets_old_weights() -> None:
     done = run("engine")
-    outside, embeddings, good = json.loads(done.stdout.strip().splitlines()[-1])
-    assert OUTSIDE in outside and "positional_embed_overrides" in embeddings
-    assert len(json.loads(good)) == 4
+    said = json.loads(done.stdout.strip().splitlines()[-1])
+    assert OUTSIDE in said["outside"] and "positional_embed_overrides" in said["embeddings"]
+    assert said["updated"][0], said["updated"]
+    assert said["new"] == said["flushed"] != said["old"]
 
 
 def test_arguments_that_eLLM_has_not_seen_are_refused() -> None:  # noqa: N802 (its name)

@@ -83,17 +83,18 @@ def test_shared_prefixes_under_pressure(server: ServerProcess, tokens: int) -> N
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--enable-mixed-chunk", "--chunked-prefill-size", "128"),
-        ("--disable-radix-cache", "--ellm-layer-group", "3", "--ellm-block-tokens", "1"),
-        ("--disable-overlap-schedule", "--ellm-layer-group", "1", "--ellm-block-tokens", "32"),
+        "--enable-mixed-chunk --chunked-prefill-size 128 --schedule-policy lpm",
+        "--disable-radix-cache --ellm-layer-group 3 --ellm-block-tokens 1 "
+        "--schedule-policy routing-key",
+        "--disable-overlap-schedule --ellm-layer-group 1 --ellm-block-tokens 32 "
+        "--schedule-policy dfs-weight",
     ],
-    ids=" ".join,
 )
-def test_server_options(server: ServerProcess, arguments: tuple[str, ...]) -> None:
+def test_server_options(server: ServerProcess, arguments: str) -> None:
     bodies = [greedy(p, 32) for p in prompts(12, 1, 500, seed=5)]
     expected = token_ids(ask(server.url, bodies))
     own = (*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "1024")
-    with ServerProcess([*own, *arguments], {"OMP_NUM_THREADS": "1"}) as other:
+    with ServerProcess([*own, *arguments.split()], {"OMP_NUM_THREADS": "1"}) as other:
         assert token_ids(ask(other.url, bodies)) == expected
         other.adjust(ellm_ratio=0.5)
         assert token_ids(ask(other.url, bodies)) == expected

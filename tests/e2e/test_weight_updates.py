@@ -109,7 +109,7 @@ class Streams:
         """What they have said once nothing more comes."""
         before = None
         while before != (before := [list(said) for said in self.said]):
-            time.sleep(0.5)
+            time.sleep(2)
         return before
 
     def end(self) -> list[list[int]]:
