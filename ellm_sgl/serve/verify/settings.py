@@ -93,7 +93,10 @@ def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     half = str(sizes.model.half_of_layers)
     group = ("--ellm-layer-group", str(sizes.layer_group))
     if quick:
-        mixed = _splits("mixed", QUICK_SPLITS, sizes.small)
+        mixed = _splits("mixed", QUICK_SPLITS)
+        # With few groups fetching gains no memory: then it recomputes.
+        needs = ("evicted_units", "recomputed_tokens")
+        mixed += (_forced(f"mixed, {FORCED}", sizes.small, needs),)
         yield _fixed_ratio(mixed, ample, *group, *host, "--ellm-host-keeps", half)
     else:
         recomputed = tuple(_ratio(r) for r in RATIOS)
@@ -110,7 +113,10 @@ def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
             ("unfused", ("--ellm-fusion", "off"), ample, UNFUSED_SPLITS),
         ):
             tried = splits if dtype == EXACT else splits[:1]
-            yield _fixed_ratio(_splits(name, tried, sizes.small), tokens, *host, *more)
+            settings = _splits(name, tried)
+            needs = ("evicted_units", "fetched_units")
+            settings += (_forced(f"{name}, {FORCED}", sizes.small, needs),)
+            yield _fixed_ratio(settings, tokens, *host, *more)
     yield from _chats(dtype, quick, sizes)
 
 
@@ -119,8 +125,8 @@ def _ratio(ratio: float) -> Setting:
     return Setting(f"r = {ratio}", needs, policy=("fixed-ratio", {"ratio": ratio}))
 
 
-def _splits(name: str, splits: Sequence[tuple[int, int]], small: int) -> tuple[Setting, ...]:
-    """`splits` with a host tier, then a device of `small` tokens."""
+def _splits(name: str, splits: Sequence[tuple[int, int]]) -> tuple[Setting, ...]:
+    """`splits` with a host tier."""
     settings = []
     for l1, l2 in splits:
         policy = {"ratio": HOST_RATIO, "layers": (l1, l2)}
@@ -129,8 +135,7 @@ def _splits(name: str, splits: Sequence[tuple[int, int]], small: int) -> tuple[S
         if l1 > 0 and (name == "hidden" or (name == "mixed" and l1 > l2)):
             needs += ("projected_units",)
         settings.append(Setting(f"{name} {l1}:{l2}", needs, policy=("fixed-ratio", policy)))
-    needs = ("evicted_units", "fetched_units")
-    return (*settings, _forced(f"{name}, {FORCED}", small, needs))
+    return tuple(settings)
 
 
 def _forced(name: str, small: int, needs: tuple[str, ...]) -> Setting:
