@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ellm_sgl.ranges import MILLISECONDS, MOST_TOKENS, SHARE, TOKENS, Range, read_json, shown
 
 ENV = "ELLM_SGL_CONFIG"
 """Environment variable that carries the settings to SGLang's worker processes.
@@ -26,6 +27,26 @@ HOST, DEVICE = HIDDEN_ON = ("host", "device")
 
 class ConfigError(ValueError):
     """A setting that makes no sense; the message names the flag, the value and the remedy."""
+
+
+_NUMBERS = {
+    "ratio": (SHARE, "the share of each request's tokens to leave uncached"),
+    "policy_budget_ms": (MILLISECONDS, "milliseconds"),
+    "tpot_slo_ms": (MILLISECONDS, "milliseconds"),
+    "layer_group": (TOKENS, "the layers per group"),
+    "block_tokens": (TOKENS, "the tokens per block"),
+    "device_kv_tokens": (TOKENS, "the tokens of KV that the device pool holds"),
+    "host_kv_tokens": (
+        Range(0, MOST_TOKENS, whole=True),
+        "the tokens of KV that host memory may hold, 0 for none",
+    ),
+}
+"""What each of these fields may be, and what it is, in words."""
+_OPTIONAL = ("ratio", "tpot_slo_ms", "device_kv_tokens")
+
+
+def _is_layer_count(text: str) -> bool:
+    return text.isdecimal() and len(text) < 6
 
 
 @dataclass(frozen=True)
@@ -55,6 +76,11 @@ class EllmConfig:
         """Whether hidden states of any layer are kept instead of KV."""
         return self.host_keeps not in ("kv", "0")
 
+    @property
+    def hidden_in_file(self) -> bool:
+        """Whether hidden states have a file of their own."""
+        return self.host_path is not None and self.keeps_hidden and self.hidden_on == HOST
+
     def __post_init__(self) -> None:
         self._check_mode()
         if self.ratio is not None and self.policy != "fixed-ratio":
@@ -62,39 +88,21 @@ class EllmConfig:
                 f"--ellm-ratio {self.ratio}: only the policy fixed-ratio takes it, and the policy "
                 f"is {self.policy}; leave it out"
             )
-        if self.ratio is not None and not 0.0 <= self.ratio < 1.0:
-            raise ConfigError(
-                f"--ellm-ratio {self.ratio}: give the share of each request's tokens to leave "
-                "uncached, at least 0 and below 1"
-            )
-        if self.layer_group < 1:
-            raise ConfigError(
-                f"--ellm-layer-group {self.layer_group}: give the layers per group, at least 1"
-            )
-        if self.block_tokens < 1:
-            raise ConfigError(
-                f"--ellm-block-tokens {self.block_tokens}: give the tokens per block, at least 1"
-            )
+        self._check_numbers()
         if self.device_kv_tokens is not None and self.device_kv_tokens < self.block_tokens:
             raise ConfigError(
                 f"--ellm-device-kv-tokens {self.device_kv_tokens}: the pool must hold at least one "
                 f"block of {self.block_tokens} tokens (--ellm-block-tokens)"
-            )
-
-        if self.host_kv_tokens < 0:
-            raise ConfigError(
-                f"--ellm-host-kv-tokens {self.host_kv_tokens}: give the tokens of KV that host "
-                "memory may hold, or 0 for none"
             )
         if self.host_path is not None and self.host_kv_tokens == 0:
             raise ConfigError(
                 f"--ellm-host-path {self.host_path} needs --ellm-host-kv-tokens, the size of the "
                 "host tier"
             )
-        if self.host_keeps not in HOST_KEEPS and not self.host_keeps.isdecimal():
+        if self.host_keeps not in HOST_KEEPS and not _is_layer_count(self.host_keeps):
             raise ConfigError(
-                f"--ellm-host-keeps {self.host_keeps}: give {', '.join(HOST_KEEPS)} or a number of "
-                "layers"
+                f"--ellm-host-keeps {self.host_keeps[:80]}: give {', '.join(HOST_KEEPS)} or a "
+                "number of layers"
             )
         if self.keeps_hidden and self.host_kv_tokens == 0:
             raise ConfigError(
@@ -130,12 +138,13 @@ class EllmConfig:
                 f"--ellm-latency-model {self.latency_model}: give one of "
                 f"{', '.join(LATENCY_MODELS)}"
             )
-        for name in ("policy_budget_ms", "tpot_slo_ms"):
+
+    def _check_numbers(self) -> None:
+        for name, (allowed, what) in _NUMBERS.items():
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(
-                    f"--ellm-{name.replace('_', '-')} {value}: give milliseconds, above 0"
-                )
+            if value not in allowed and (value is not None or name not in _OPTIONAL):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--ellm-{flag} {shown(value)}: give {what}, {allowed}")
 
     def _check_mode(self) -> None:
         if self.mode not in MODES:
@@ -183,7 +192,6 @@ class EllmConfig:
         if not text:
             return None
         try:
-            values: dict[str, Any] = json.loads(text)
-            return EllmConfig(**values)
-        except (json.JSONDecodeError, TypeError) as error:
+            return EllmConfig(**read_json(text))
+        except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"{ENV} does not hold eLLM settings: {error}") from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ellm_sgl.config import HIDDEN_ON, HOST_KEEPS, LATENCY_MODELS, MODES
+from ellm_sgl.ranges import read_json
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Flag:
 
 
 def _options(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    value = read_json(text)
     if not isinstance(value, dict):
         raise ValueError(text)
     return value
@@ -43,7 +43,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("mode", str, "a name", "NAME",
          f"One of {', '.join(MODES)}: eLLM, or whole requests moved as other systems do, to "
          "compare with; these take no policy. Default ellm."),
-    Flag("policy_options", _options, "a JSON object", "JSON",
+    Flag("policy_options", _options, "a JSON object with finite numbers", "JSON",
          "Options of the policy, as a JSON object, for instance '{\"ratio\": 0.3}'."),
     Flag("ratio", float, "a number", "R",
          "Target share of each request's tokens left uncached, 0 <= R < 1; policy fixed-ratio "
@@ -63,7 +63,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("host_kv_tokens", int, "a whole number", "N",
          "Tokens of KV that host memory holds for what left the device. Default 0: none."),
     Flag("host_path", str, "a file", "FILE",
-         "Keep the host tier in this file, mapped into memory. Default: in memory."),
+         "Keep the host tier in a new file of this name, mapped into memory: it takes its whole "
+         "size at once, and is gone with the server. Default: in memory."),
     Flag("host_keeps", str, f"{', '.join(HOST_KEEPS)} or a whole number", "WHAT",
          "What the host tier keeps of a token: its kv, the hidden states of the layers, from which "
          "KV is projected again, or hidden states of as many of the lowest layers as balance link "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from ellm_sgl.config import HCACHE, ConfigError, EllmConfig
+from ellm_sgl import host_file
+from ellm_sgl.config import HCACHE, EllmConfig
 from ellm_sgl.modes import policy_of
 
 
@@ -19,20 +18,12 @@ def settle(values: Mapping[str, Any]) -> EllmConfig:
 
     Raises:
         ConfigError: a value out of range, a policy or an option that does not exist, a file for
-            the host tier that cannot be written.
+            the host tier that is another's, or cannot be made.
     """
     if values.get("mode") == HCACHE:
         values = {"host_keeps": "mixed", **values}
     config = EllmConfig(**values)
     policy_of(config)
-    _check_host_path(config.host_path)
+    if config.host_path is not None:
+        host_file.check(host_file.file_of(config.host_path))
     return config
-
-
-def _check_host_path(path: str | None) -> None:
-    """Whether the host tier's file can be made, or be written to."""
-    if path is None:
-        return
-    place = Path(path) if Path(path).exists() else Path(path).absolute().parent
-    if Path(path).is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(f"--ellm-host-path {path}: give a file in a folder that can be written")

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 import click
 from rich.console import Console
 
+from ellm_sgl.click_types import ROUNDS, SHARE
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
 from ellm_sgl.serve.verify import generate
 
@@ -122,8 +123,8 @@ def _median(values: Sequence[Steps]) -> Steps:
 
 
 @click.command()
-@click.option("--rounds", default=5, show_default=True)
-@click.option("--ratio", default=0.6, show_default=True, help="r of every request.")
+@click.option("--rounds", type=ROUNDS, default=5, show_default=True)
+@click.option("--ratio", type=SHARE, default=0.6, show_default=True, help="r of every request.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def main(rounds: int, ratio: float, as_json: bool) -> None:
     """Compare steps with and without overlap, and at every split of the layers."""

@@ -21,6 +21,7 @@ from typing import Any
 import click
 import torch
 
+from ellm_sgl.click_types import ROUNDS
 from ellm_sgl.kernels import bench
 
 CASE = bench.Case("decode", 32, 1024, 1, 16, 4, 64, "float32")
@@ -86,7 +87,7 @@ def _busy_loop(core: int) -> Iterator[None]:
 
 
 @click.command()
-@click.option("--rounds", default=5, show_default=True, help="Odd, for a median.")
+@click.option("--rounds", type=ROUNDS, default=5, show_default=True, help="Odd, for a median.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def main(rounds: int, as_json: bool) -> None:
     """Measure what a busy process on one of two cores costs decode attention."""

@@ -19,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ellm_sgl.click_types import ROUNDS, SHARE, TOKENS
 from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 from ellm_sgl.serve.verify import generate
 
@@ -110,9 +111,13 @@ def _summary(shape: tuple[int, int], fused: list[_Run], separate: list[_Run]) ->
 
 @click.command()
 @click.option("--model-path", default=str(DEMO_MODEL), help="A local model.  [default: the demo's]")
-@click.option("--ratio", default=0.4, show_default=True, help="Share of each request's tokens.")
-@click.option("--rounds", default=5, show_default=True)
-@click.option("--largest", default=4096, show_default=True, help="Most tokens of a load.")
+@click.option(
+    "--ratio", type=SHARE, default=0.4, show_default=True, help="Share of each request's tokens."
+)
+@click.option("--rounds", type=ROUNDS, default=5, show_default=True)
+@click.option(
+    "--largest", type=TOKENS, default=4096, show_default=True, help="Most tokens of a load."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def main(model_path: str, ratio: float, rounds: int, largest: int, as_json: bool) -> None:
     """Time of a step that recomputes, in one pass and in two."""

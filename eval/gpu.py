@@ -28,6 +28,7 @@ from typing import Any
 
 import click
 
+from ellm_sgl.click_types import FiniteRange
 from ellm_sgl.eval.replay import Request, replay
 from ellm_sgl.eval.summary import Summary, summarize
 from ellm_sgl.serve.process import ServerError, ServerProcess
@@ -223,7 +224,7 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
 @click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="[default: all]")
 @click.option(
-    "--budget-gb", "budgets", type=float, multiple=True, default=(2.0, 8.0, 0.0),
+    "--budget-gb", "budgets", type=FiniteRange(0, 10_000), multiple=True, default=(2.0, 8.0, 0.0),
     show_default=True, help="KV memory in GB; 0 is all that is left.",
 )  # fmt: skip
 def main(out: Path, parts: tuple[str, ...], budgets: tuple[float, ...]) -> None:

@@ -191,7 +191,13 @@ def _leave(table: PageTable, request: int) -> None:
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True, help="0: the page table alone.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(0, 10_000),
+    default=3,
+    show_default=True,
+    help="0: the page table alone.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def main(rounds: int, as_json: bool) -> None:
     """Measure throughput, bookkeeping and fragmentation for F of 1, 2, 4 and 8."""

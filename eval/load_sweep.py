@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
+from ellm_sgl.click_types import MILLISECONDS, PER_SECOND, SECONDS
 from ellm_sgl.eval.compare.scenario import LENGTHS
 from ellm_sgl.eval.goodput import ATTAINMENT, goodput
 from ellm_sgl.eval.replay import replay_to_end
@@ -220,13 +221,13 @@ def _cell(interval: Interval, by: float, digits: int) -> str:
 
 
 @click.command()
-@click.option("--rate", "rates", type=click.FloatRange(0, min_open=True), multiple=True,
+@click.option("--rate", "rates", type=PER_SECOND, multiple=True,
               default=(4.0, 6.0, 9.0, 13.0), show_default=True,
               help="Requests per second; may be given several times.")  # fmt: skip
-@click.option("--seeds", type=click.IntRange(2), default=3, show_default=True)
-@click.option("--requests", type=click.IntRange(4), default=40, show_default=True)
-@click.option("--ttft-slo-s", default=1.0, show_default=True)
-@click.option("--tpot-slo-ms", default=20.0, show_default=True)
+@click.option("--seeds", type=click.IntRange(2, 1000), default=3, show_default=True)
+@click.option("--requests", type=click.IntRange(4, 10**6), default=40, show_default=True)
+@click.option("--ttft-slo-s", type=SECONDS, default=1.0, show_default=True)
+@click.option("--tpot-slo-ms", type=MILLISECONDS, default=20.0, show_default=True)
 @click.option("--plot", "file", type=click.Path(path_type=Path, dir_okay=False),
               help="Write a plot to this PNG or SVG.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 import click
 from rich.console import Console
 
+from ellm_sgl.click_types import REQUESTS, ROUNDS, TOKENS
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
 from ellm_sgl.serve.verify import generate
 
@@ -99,10 +100,10 @@ def measure(load: Load, names: Sequence[str], rounds: int, console: Console) -> 
 
 
 @click.command()
-@click.option("--rounds", default=20, show_default=True)
-@click.option("--requests", default=Load.requests, show_default=True)
-@click.option("--prompt-tokens", default=Load.prompt_tokens, show_default=True)
-@click.option("--output-tokens", default=Load.output_tokens, show_default=True)
+@click.option("--rounds", type=ROUNDS, default=20, show_default=True)
+@click.option("--requests", type=REQUESTS, default=Load.requests, show_default=True)
+@click.option("--prompt-tokens", type=TOKENS, default=Load.prompt_tokens, show_default=True)
+@click.option("--output-tokens", type=TOKENS, default=Load.output_tokens, show_default=True)
 @click.option(
     "--server",
     "names",

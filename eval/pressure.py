@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from ellm_sgl.click_types import FACTOR, MILLISECONDS, TOKENS, TOKENS_OR_NONE
 from ellm_sgl.eval.replay import Request, replay
 from ellm_sgl.eval.summary import Summary, summarize
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
@@ -156,10 +157,14 @@ def plot(report: PressureReport, file: Path) -> None:
 
 @click.command()
 @click.option("--policy", default="fcfs", show_default=True)
-@click.option("--tpot-slo-ms", default=50.0, show_default=True)
-@click.option("--device-tokens", default=3072, show_default=True)
-@click.option("--host-tokens", default=12_288, show_default=True, help="0: no host tier.")
-@click.option("--peak", default=3.0, show_default=True, help="Multiple of device memory.")
+@click.option("--tpot-slo-ms", type=MILLISECONDS, default=50.0, show_default=True)
+@click.option("--device-tokens", type=TOKENS, default=3072, show_default=True)
+@click.option(
+    "--host-tokens", type=TOKENS_OR_NONE, default=12_288, show_default=True, help="0: no host tier."
+)
+@click.option(
+    "--peak", type=FACTOR, default=3.0, show_default=True, help="Multiple of device memory."
+)
 @click.option("--plot", "file", type=click.Path(path_type=Path), help="Write a PNG or SVG here.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def main(

@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from ellm_sgl.click_types import REQUESTS, ROUNDS, SECONDS, SEED, SHARE, TOKENS
 from ellm_sgl.eval.replay import Outcome, Request, replay
 from ellm_sgl.eval.summary import Summary, summarize
 from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
@@ -136,14 +137,20 @@ def _gains(other: Sequence[Round], ours: Sequence[Round]) -> Gains:
 
 @click.command()
 @click.option("--model-path", default=str(DEMO_MODEL), help="A local model.  [default: the demo's]")
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--device-tokens", default=8192, show_default=True)
-@click.option("--requests", default=90, show_default=True)
-@click.option("--urgent-share", default=0.13, show_default=True)
-@click.option("--prompt-tokens", default=768, show_default=True, help="Of those not urgent.")
-@click.option("--output-tokens", default=128, show_default=True, help="At most; not urgent.")
-@click.option("--seconds", default=18.0, show_default=True, help="In which they arrive.")
-@click.option("--seed", default=0, show_default=True, help="Of the first round's load.")
+@click.option("--rounds", type=ROUNDS, default=3, show_default=True)
+@click.option("--device-tokens", type=TOKENS, default=8192, show_default=True)
+@click.option("--requests", type=REQUESTS, default=90, show_default=True)
+@click.option("--urgent-share", type=SHARE, default=0.13, show_default=True)
+@click.option(
+    "--prompt-tokens", type=TOKENS, default=768, show_default=True, help="Of those not urgent."
+)
+@click.option(
+    "--output-tokens", type=TOKENS, default=128, show_default=True, help="At most; not urgent."
+)
+@click.option(
+    "--seconds", type=SECONDS, default=18.0, show_default=True, help="In which they arrive."
+)
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the first round's load.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def main(
     model_path: str, rounds: int, device_tokens: int, seed: int, as_json: bool, **load: Any

@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from ellm_sgl.click_types import LAYERS, MILLISECONDS, REQUESTS, ROUNDS, SECONDS, TOKENS
 from ellm_sgl.eval.replay import Outcome, Request, replay
 from ellm_sgl.eval.summary import Summary, summarize
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
@@ -174,12 +175,14 @@ def _report(
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--device-tokens", default=3072, show_default=True)
-@click.option("--requests", "count", default=48, show_default=True)
-@click.option("--seconds", default=4.0, show_default=True, help="In which they arrive.")
-@click.option("--slo-ms", default=60.0, show_default=True, help="TPOT SLO.")
-@click.option("--layer-group", default=2, show_default=True, help="F.")
+@click.option("--rounds", type=ROUNDS, default=3, show_default=True)
+@click.option("--device-tokens", type=TOKENS, default=3072, show_default=True)
+@click.option("--requests", "count", type=REQUESTS, default=48, show_default=True)
+@click.option(
+    "--seconds", type=SECONDS, default=4.0, show_default=True, help="In which they arrive."
+)
+@click.option("--slo-ms", type=MILLISECONDS, default=60.0, show_default=True, help="TPOT SLO.")
+@click.option("--layer-group", type=LAYERS, default=2, show_default=True, help="F.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def main(
     rounds: int,

@@ -23,6 +23,7 @@ import httpx
 import psutil
 from rich.console import Console
 
+from ellm_sgl.click_types import LAYERS, TOKENS_OR_NONE, FiniteRange
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
 
 AT_ONCE = 20
@@ -214,9 +215,15 @@ def _minutes(total: float) -> Iterator[Until]:
 
 
 @click.command()
-@click.option("--minutes", default=10.0, show_default=True, type=click.FloatRange(min=0.1))
-@click.option("--host-tokens", default=3000, show_default=True, help="Of the host tier; 0: none.")
-@click.option("--layer-group", default=2, show_default=True, help="F.")
+@click.option("--minutes", type=FiniteRange(0.1, 10**5), default=10.0, show_default=True)
+@click.option(
+    "--host-tokens",
+    type=TOKENS_OR_NONE,
+    default=3000,
+    show_default=True,
+    help="Of the host tier; 0: none.",
+)
+@click.option("--layer-group", type=LAYERS, default=2, show_default=True, help="F.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def main(minutes: float, host_tokens: int, layer_group: int, as_json: bool) -> None:
     """Soak a server on the demo model; the exit status is 1 if anything is wrong after it."""

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ellm_sgl.ranges import Range, shown
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -24,6 +26,13 @@ LENGTH_COLUMNS = ("prompt_tokens", "output_tokens")
 
 class TraceError(ValueError):
     """A file that is no usable trace; the message names the file, the line and the remedy."""
+
+
+LONGEST_TOKENS = 10**7
+"""Of a prompt or an output: ten times the longest context of today's models."""
+LONGEST_S = 10**9
+"""From the first arrival to the last."""
+_FACTORS = Range(0, 10**12, low_open=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,17 +55,28 @@ class Trace:
         """`rate` times the arrivals per second, `lengths` times the tokens (at least one each).
 
         Raises:
-            ValueError: a factor is not above 0.
+            ValueError: a factor is not above 0, or so small or large that arrivals or lengths are
+                no longer those of any server.
         """
-        if not (rate > 0 and lengths > 0):
-            raise ValueError(f"give factors above 0, not rate {rate} and lengths {lengths}")
-        return Trace(
-            self.at_s / rate, _scaled(self.prompt_tokens, lengths),
-            _scaled(self.output_tokens, lengths),
-        )  # fmt: skip
+        for name, factor in (("rate", rate), ("lengths", lengths)):
+            _FACTORS.check(f"the factor of the {name}", factor)
+        with np.errstate(over="ignore"):
+            at = self.at_s / rate
+        if len(at) and not at[-1] <= LONGEST_S:
+            raise ValueError(
+                f"rate times {rate:g}: the last request would arrive after {at[-1]:.3g} s, more "
+                f"than {LONGEST_S:,}; give a larger factor"
+            )
+        return Trace(at, _scaled(self.prompt_tokens, lengths), _scaled(self.output_tokens, lengths))
 
 
 def _scaled(tokens: IntArray, factor: float) -> IntArray:
+    longest = int(tokens.max(initial=0)) * factor
+    if longest > LONGEST_TOKENS:
+        raise ValueError(
+            f"lengths times {factor:g}: a request would have {longest:.3g} tokens, more than "
+            f"{LONGEST_TOKENS:,}; give a smaller factor"
+        )
     return np.asarray(np.maximum(np.rint(tokens * factor), 1), np.int64)
 
 
@@ -73,6 +93,11 @@ def read_azure(path: Path) -> Trace:
     lengths: list[tuple[int, int]] = []
     for number, row in _rows(path, AZURE_COLUMNS):
         at = _time(path, number, row[0])
+        if times and (at.tzinfo is None) != (times[0].tzinfo is None):
+            raise TraceError(
+                f"{path}, line {number}: {row[0]} names a time zone, or another line does; let all "
+                "or none do"
+            )
         if times and at < times[-1]:
             raise TraceError(f"{path}, line {number}: {row[0]} is before the line above; sort it")
         prompt = _tokens(path, number, AZURE_COLUMNS[1], row[1])
@@ -121,7 +146,7 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]
                 if len(row) < len(header):
                     raise TraceError(f"{path}, line {reader.line_num}: {len(row)} columns only")
                 yield reader.line_num, [row[p] for p in places]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from None
 
 
@@ -132,7 +157,7 @@ def _time(path: Path, line: int, text: str) -> datetime:
         return datetime.fromisoformat(whole + (dot + fraction[:6].ljust(6, "0") if dot else ""))
     except ValueError:
         raise TraceError(
-            f"{path}, line {line}: {text!r} is no time like 2023-11-16 18:15:46.68"
+            f"{path}, line {line}: {shown(text)} is no time like 2023-11-16 18:15:46.68"
         ) from None
 
 
@@ -141,6 +166,7 @@ def _tokens(path: Path, line: int, column: str, text: str, least: int = 0) -> in
         tokens = int(text)
     except ValueError:
         tokens = -1
-    if tokens < least:
-        raise TraceError(f"{path}, line {line}: {column} is {text!r}; give tokens, from {least} up")
+    allowed = Range(least, LONGEST_TOKENS, whole=True)
+    if tokens not in allowed:
+        raise TraceError(f"{path}, line {line}: {column} is {shown(text)}; give {allowed}")
     return tokens

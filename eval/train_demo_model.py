@@ -11,7 +11,6 @@ the bit on the same machine and Python release. `--start` goes on from an earlie
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -24,10 +23,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import click
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]  # untyped where installed
 
+from ellm_sgl.click_types import SEED, FiniteRange
 from ellm_sgl.eval.demo_corpus import END, PAD, Document, encode, gather, windows
 from ellm_sgl.sglang.torchvision_ops import declare
 
@@ -41,6 +42,7 @@ TOKENS = {"vocab_size": 264, "bos_token_id": None, "eos_token_id": END, "pad_tok
 SIZE = {"hidden_size": 192, "num_hidden_layers": 8, "intermediate_size": 512}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
 RUNS = "training.json"  # the reports of the runs that made the model, oldest first
+_folder = click.Path(path_type=Path, file_okay=False)
 SAMPLE_QUESTIONS = ("What does str.split do?", "Tell me about assignment statements.")
 
 
@@ -275,23 +277,32 @@ def model_card(runs: list[Report]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--minutes", type=float, default=25.0, help="train for this long")
-    parser.add_argument("--steps", type=int, default=0, help="or for this many steps, if not 0")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--start", type=Path, help="go on from the model in this folder")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    earlier = json.loads((args.start / RUNS).read_text()) if args.start else []
-    options = {name: getattr(args, name) for name in ("minutes", "steps", "seed", "start")}
-    model, report = train(gather(args.seed), **options)
-    save(model, make_tokenizer(), args.out, [*(Report(**run) for run in earlier), report])
+@click.command()
+@click.option("--out", type=_folder, required=True, help="Folder to write the model to.")
+@click.option("--minutes", type=FiniteRange(0, 10**5, low_open=True), default=25.0,
+              show_default=True, help="Train for this long,")  # fmt: skip
+@click.option("--steps", type=click.IntRange(0, 10**9), default=0, show_default=True,
+              help="or for this many steps, if not 0.")  # fmt: skip
+@click.option("--seed", type=SEED, default=0, show_default=True)
+@click.option("--threads", type=click.IntRange(1, 4096), default=2, show_default=True)
+@click.option("--start", type=_folder, help="Go on from the model in this folder.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def main(
+    out: Path,
+    minutes: float,
+    steps: int,
+    seed: int,
+    threads: int,
+    start: Path | None,
+    as_json: bool,
+) -> None:
+    """Train the demo model: a byte-level Llama of 3 million parameters that chats about Python."""
+    torch.set_num_threads(threads)
+    earlier = json.loads((start / RUNS).read_text()) if start else []
+    model, report = train(gather(seed), minutes=minutes, steps=steps, seed=seed, start=start)
+    save(model, make_tokenizer(), out, [*(Report(**run) for run in earlier), report])
     shown = asdict(report)
-    print(json.dumps(shown) if args.json else " ".join(f"{k}={v!r}" for k, v in shown.items()))
+    click.echo(json.dumps(shown) if as_json else " ".join(f"{k}={v!r}" for k, v in shown.items()))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, Threads
 from ellm_sgl.policies.batch_size import BatchProblem
 from ellm_sgl.policies.feasible import (
+    LOOKAHEAD,
     Lineup,
     eventual_ratio,
     least_span_tokens,
@@ -71,8 +72,7 @@ class Fcfs(Policy):
         solver: str = "scan",
         rotate: bool = False,
     ) -> None:
-        if lookahead < 0:
-            raise ValueError(f"lookahead must not be negative, got {lookahead}")
+        LOOKAHEAD.check("lookahead", lookahead)
         if solver not in ("scan", "slsqp"):
             raise ValueError(f'solver must be "scan" or "slsqp", got {solver!r}')
         self._lookahead = lookahead

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, Requests, SystemState
 from ellm_sgl.policies.plan import evictable
+from ellm_sgl.ranges import MOST_TOKENS, Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +89,8 @@ def eventual_ratio(state: SystemState, join: Sequence[int], lookahead: int) -> f
     return min(needed, most) / int(longest.tokens.sum())
 
 
+LOOKAHEAD = Range(0, MOST_TOKENS, whole=True)
+"""Steps that policies may look ahead."""
 LONGEST = 1 << 40
 """Steps after which every request has all the tokens that it may generate."""
 

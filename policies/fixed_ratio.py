@@ -9,6 +9,7 @@ import numpy as np
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, Threads
 from ellm_sgl.policies.threads import CONFIGURATIONS, plan_threads
+from ellm_sgl.ranges import SHARE, shown
 
 
 class FixedRatio(Policy):
@@ -22,10 +23,9 @@ class FixedRatio(Policy):
     """
 
     def __init__(self, ratio: float = 0.0, layers: Sequence[int] | None = None) -> None:
-        if not 0.0 <= ratio < 1.0:
-            raise ValueError(f"ratio must be at least 0 and below 1, got {ratio}")
+        SHARE.check("ratio", ratio)
         if layers is not None and tuple(layers) not in CONFIGURATIONS:
-            raise ValueError(f"layers must be one of {CONFIGURATIONS}, got {layers}")
+            raise ValueError(f"layers must be one of {CONFIGURATIONS}, got {shown(layers)}")
         self._ratio = ratio
         self._layers = layers
 

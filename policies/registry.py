@@ -8,9 +8,15 @@ from importlib.metadata import EntryPoint, entry_points
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.policies.base import Policy
+from ellm_sgl.ranges import check_finite, shown
+from ellm_sgl.worker import OverdueError, call_within
 
 GROUP = "ellm_sgl.policies"
 """Entry-point group; each entry names a subclass of `Policy`."""
+
+BUILD_LIMIT_S = 60.0
+"""A policy may load a model of its own. One that hangs is told of, instead of a server that never
+starts without a word."""
 
 
 def installed() -> dict[str, EntryPoint]:
@@ -46,13 +52,42 @@ def load(name: str) -> type[Policy]:
     return loaded
 
 
-def create(name: str, options: Mapping[str, object]) -> Policy:
+def is_ours(module: str) -> bool:
+    """Whether a module is of this package, whose policies are trusted to return."""
+    return module.startswith("ellm_sgl.policies.")
+
+
+def create(name: str, options: Mapping[str, object], limit_s: float = BUILD_LIMIT_S) -> Policy:
     """A new instance of the policy registered as `name`, its constructor given `options`.
+
+    Args:
+        limit_s: seconds that another's policy has to be imported and made.
 
     Raises:
         ConfigError: as `load`; an option that the constructor does not have, or a value that it
-            refuses.
+            refuses; a number that is not finite; the limit has passed.
     """
+    try:
+        for option, value in options.items():
+            check_finite(value, option)
+    except ValueError as error:
+        raise ConfigError(f"policy {name!r}: option {error}") from None
+    if is_ours(_entry(name).module):
+        return _make(name, options)
+    try:
+        return call_within(limit_s, _make, name, options)
+    except OverdueError:
+        raise ConfigError(
+            f"policy {name!r} is not ready after {limit_s:g} s: importing it, or its constructor, "
+            "hangs; let it do less there, or use another policy"
+        ) from None
+    except ConfigError:
+        raise
+    except Exception as error:  # it tried to end the process
+        raise ConfigError(f"policy {name!r} cannot be made: {error}") from error
+
+
+def _make(name: str, options: Mapping[str, object]) -> Policy:
     cls = load(name)
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         raise ConfigError(f"policy {name!r}: {cls.__name__} does not implement {missing}")
@@ -68,7 +103,8 @@ def create(name: str, options: Mapping[str, object]) -> Policy:
         return cls(**options)
     except Exception as error:
         raise ConfigError(
-            f"policy {name!r} refuses its options {dict(options)}: {type(error).__name__}: {error}"
+            f"policy {name!r} refuses its options {shown(dict(options))}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

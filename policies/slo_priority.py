@@ -18,6 +18,7 @@ from ellm_sgl.policies.base import (
     Threads,
 )
 from ellm_sgl.policies.feasible import (
+    LOOKAHEAD,
     Lineup,
     eventual_ratio,
     least_span_tokens,
@@ -31,6 +32,7 @@ from ellm_sgl.policies.slo_pace import Pace
 from ellm_sgl.policies.slo_program import SpanCosts, SpanProgram, whole_blocks
 from ellm_sgl.policies.slo_turns import Losses, Rota, draw_up
 from ellm_sgl.policies.threads import plan_threads
+from ellm_sgl.ranges import SHARE
 
 GROWTH_STEPS = 4
 """A new plan leaves room for so many further steps, in which running requests grow."""
@@ -59,10 +61,8 @@ class SloPriority(Policy):
     """
 
     def __init__(self, lookahead: int = 128, loss: float = 0.07) -> None:
-        if lookahead < 0:
-            raise ValueError(f"lookahead must not be negative, got {lookahead}")
-        if not 0.0 <= loss < 1.0:
-            raise ValueError(f"loss must be at least 0 and below 1, got {loss}")
+        LOOKAHEAD.check("lookahead", lookahead)
+        SHARE.check("loss", loss)
         self._lookahead = lookahead
         self._program = SpanProgram()
         self._ranked: _Ranked | None = None

@@ -305,23 +305,26 @@ class ElasticMemory:
         Returns:
             Host units, and the device units that they are to be copied to.
         """
-        groups = self.table.shape.num_groups
-        room = min(self.table.free_units - growth_blocks * groups, most_units) // groups
-        placed = [np.empty(0, np.int32)]
-        for seq_id, owed in zip(seq_ids, self._owed_blocks(seq_ids).tolist(), strict=True):
-            count = min(owed, room)
+        table, groups = self.table, self.table.shape.num_groups
+        room = min(table.free_units - growth_blocks * groups, most_units) // groups
+        blocks, columns = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        owing = np.array(seq_ids)[self._owed_blocks(seq_ids) > 0].tolist()
+        for seq_id in owing:
+            # Anew: blocks may have returned for another request that shares them.
+            count = min(int(self._owed_blocks([seq_id])[0]), room)
             if count > 0:
-                blocks = self.table.blocks_of(seq_id)
-                lacking = blocks[self.table.lacks_units(blocks)]
-                placed.append(lacking[self.table.depth(lacking) == 0][:count])
-                room -= len(placed[-1])
-        blocks = np.concatenate(placed)
-        rows, columns = np.nonzero(self.table.units[blocks] == NONE)
-        self.table.place(blocks)
-        self.totals.fetched_units += len(rows)
-        self.totals.fetched_ahead_units += len(rows)
-        pairs = blocks[rows], columns
-        return self.table.host.units[pairs], self.table.units[pairs]
+                own = table.blocks_of(seq_id)
+                lacking = own[table.lacks_units(own)]
+                placed = lacking[table.depth(lacking) == 0][:count]
+                rows, groups_lacked = np.nonzero(table.units[placed] == NONE)
+                table.place(placed)
+                blocks.append(placed[rows])
+                columns.append(groups_lacked)
+                room -= len(placed)
+        pairs = np.concatenate(blocks), np.concatenate(columns)
+        self.totals.fetched_units += len(pairs[0])
+        self.totals.fetched_ahead_units += len(pairs[0])
+        return table.host.units[pairs], table.units[pairs]
 
     # -- internals --------------------------------------------------------------------------
 
@@ -370,7 +373,7 @@ class ElasticMemory:
 
     def _evict_lowest(self, block: int, count: int) -> int:
         """Evict up to `count` units of a block from the lowest group up: the layers that are
-        recomputed must be a prefix of the stack (DESIGN §2.3)."""
+        recomputed must be a prefix of the stack."""
         held = np.flatnonzero(self.table.units[block] != NONE)
         groups = slice(0, int(held[min(count, len(held)) - 1]) + 1) if len(held) else slice(0)
         return self._evict(block, groups)
@@ -388,7 +391,7 @@ class ElasticMemory:
             unsaved = leaving & (self.table.host.units[block] == NONE)
             unsaved[: self.table.host.hidden_groups] = False  # captured as they were computed
             wanted = np.flatnonzero(unsaved).astype(np.int32)
-            kept = self.table.host.keep(block, wanted, self.table.units)
+            kept = self.table.keep_copies(block, wanted)
             if len(kept):
                 self._save(self.table.units[block, kept], self.table.host.units[block, kept])
                 self.totals.saved_units += len(kept)
@@ -401,11 +404,15 @@ class ElasticMemory:
         return int(np.count_nonzero(self.table.depth(missing) == 0))
 
     def _evictable(self, seq_id: int, shared: bool) -> IntArray:
-        """Blocks of a request that hold units and may lose them, oldest first: full blocks,
-        and unless `shared` only those no other request uses."""
+        """Blocks of a request that hold units and may lose them, oldest first: full blocks that
+        have been computed, and unless `shared` only those no other request uses.
+
+        A prompt's blocks are mapped before its step computes them, and a mixed step makes room
+        for decoding in between: evicted then, they would have to be computed again at once.
+        """
         full = self.table.length_of(seq_id) // self.table.shape.block_tokens
         blocks = self.table.blocks_of(seq_id)[:full]
-        held = self.table.holds_units(blocks)
+        held = self.table.holds_units(blocks) & self.table.computed_in_full(blocks)
         if not shared:
             held &= self.table.references(blocks) <= OWNER_AND_ONE_SEQUENCE
         return blocks[held]

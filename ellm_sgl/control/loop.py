@@ -17,6 +17,7 @@ from ellm_sgl.latency import (
     ModelShape,
 )
 from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState, Threads
+from ellm_sgl.policies.rotation_limits import LINK_SHARE
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Decision:
     joining_ratio: float
     """That of the joining requests, weighted by their tokens; bounds admission."""
     threads: Threads
+    fetch_ahead_s: float
+    """Seconds of the link that the coming step may spend on fetching for requests that sit it
+    out. Decided here because it comes from a clock, and ranks must agree."""
+    settles: bool
+    """Whether it keeps everything and stands while all fits (`Policy.keeps_what_fits`)."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class ControlLoop:
         return self.steps.model
 
     def switch(self, policy: Policy) -> None:
-        """Ask `policy` from now on; counters start again."""
+        """Ask `policy` from now on; counters start again. The one before is not waited for."""
         self.safe.close()
         self.safe = SafePolicy(policy, self.safe.budget_s)
 
@@ -94,11 +100,16 @@ class ControlLoop:
 
     def decide(self, state: SystemState) -> Decision:
         """Ask about one iteration; never fails, never takes much longer than the budget."""
-        return _decision(state, self.safe.answer(state))
+        last = self.steps.last
+        ahead_s = 0.0 if last is None else LINK_SHARE * last.seconds
+        return _decision(state, self.safe.answer(state), self.safe.keeps_what_fits, ahead_s)
 
 
-def _decision(state: SystemState, answer: Answer) -> Decision:
+def _decision(
+    state: SystemState, answer: Answer, keeps_what_fits: bool, fetch_ahead_s: float
+) -> Decision:
     join = answer.batch.join
+    keeps_all = not answer.batch.pause and not answer.ratios.running.any()
     return Decision(
         join=join,
         reorders=any(a > b for a, b in itertools.pairwise(join)),
@@ -106,6 +117,8 @@ def _decision(state: SystemState, answer: Answer) -> Decision:
         ratios=tuple(answer.ratios.running.tolist()),
         joining_ratio=_weighted(answer.ratios.joining, state.waiting.tokens[list(join)]),
         threads=answer.threads,
+        fetch_ahead_s=fetch_ahead_s,
+        settles=keeps_what_fits and keeps_all,
     )
 
 

@@ -166,7 +166,7 @@ def plan_restoration(
 
 def _depth(recompute: BoolArray) -> IntArray:
     """1 + the highest group to recompute, 0 where there is none: the layers below it have to be
-    gone through as well (DESIGN §2.3)."""
+    gone through as well."""
     highest = recompute.shape[1] - np.argmax(recompute[:, ::-1], axis=1)
     return np.where(recompute.any(axis=1), highest, 0).astype(np.int32)
 

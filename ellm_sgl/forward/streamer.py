@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +27,12 @@ from ellm_sgl.kv.shape import IntArray
 
 Project = Callable[[int, GroupTransfer], None]
 """Projects the hidden states of a layer group to KV, in the transfer's device units."""
+
+
+class Worker(Protocol):
+    """Does one job after the other, in the order in which they were submitted."""
+
+    def submit(self, function: Callable[..., None], /, *args: Any) -> Future[None]: ...
 
 
 class Streamer:
@@ -38,6 +45,7 @@ class Streamer:
         overlap: copy ahead while layers compute.
         copy: copies units between the buffers.
         project: brings units of which the host has hidden states.
+        worker: copies while layers compute; a thread of its own unless given.
     """
 
     def __init__(
@@ -48,12 +56,15 @@ class Streamer:
         overlap: bool = True,
         copy: CopyUnits = torch_copy_units,
         project: Project | None = None,
+        worker: Worker | None = None,
     ) -> None:
         self._host, self._device = host, device
         self._copy_units = copy
         self._project = project
         self._slots = slots
-        self._worker = ThreadPoolExecutor(1, "ellm-transfer") if overlap else None
+        self._worker: Worker | None = None
+        if overlap:
+            self._worker = worker or ThreadPoolExecutor(1, "ellm-transfer")
         self._groups: Sequence[GroupTransfer] = ()
         self._arriving: dict[int, Future[None]] = {}
         self._ahead: GroupTransfer | None = None

@@ -3,7 +3,7 @@
 from ellm_sgl.kv.host import HostTier
 from ellm_sgl.kv.page_table import IntegrityError, OutOfBlocksError, PageTable
 from ellm_sgl.kv.pool import HiddenPool, KVPool
-from ellm_sgl.kv.shape import NONE, MapEntry, Placement, PoolShape, PoolStatistics
+from ellm_sgl.kv.shape import NONE, PoolShape, PoolStatistics
 
 __all__ = [
     "NONE",
@@ -11,10 +11,8 @@ __all__ = [
     "HostTier",
     "IntegrityError",
     "KVPool",
-    "MapEntry",
     "OutOfBlocksError",
     "PageTable",
-    "Placement",
     "PoolShape",
     "PoolStatistics",
 ]

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.kv.free_list import FreeList
-from ellm_sgl.kv.shape import NONE, IntArray, Placement
+from ellm_sgl.kv.shape import NONE, IntArray
 
 
 class HostTier:
@@ -68,12 +68,6 @@ class HostTier:
     @property
     def free_units(self) -> int:
         return len(self._free) + len(self._slots) * self.hidden_groups
-
-    def placement(self, block: int, group: int) -> Placement:
-        """Where the KV of what is not on the device comes from."""
-        if self.units[block, group] == NONE:
-            return Placement.NONE
-        return Placement.HIDDEN if group < self.hidden_groups else Placement.HOST
 
     # -- KV ---------------------------------------------------------------------------------
 

@@ -11,11 +11,16 @@ allocator: a request, later the prefix tree), plus one for every sequence that m
 A block's units return to the free list at the moment its last reference goes; nothing is ever
 compacted. Only numbers live here; the KV itself is in `KVPool`.
 
+What a unit holds is KV only once a forward pass has computed it: the table is told so
+(`note_computed`), and refuses copies of anything else. It refuses whatever contradicts it: a block
+placed or listed twice, a unit given back that was not lent.
+
 Not thread-safe: one scheduler thread owns the table.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
 
@@ -25,7 +30,7 @@ import numpy.typing as npt
 from ellm_sgl.kv.free_list import FreeList
 from ellm_sgl.kv.host import HostTier
 from ellm_sgl.kv.sequence import Sequence
-from ellm_sgl.kv.shape import NONE, IntArray, MapEntry, Placement, PoolShape, PoolStatistics
+from ellm_sgl.kv.shape import NONE, IntArray, PoolShape, PoolStatistics
 
 Blocks = IntArray | SequenceABC[int]
 
@@ -73,9 +78,12 @@ class PageTable:
         """Groups of each block without a unit."""
         self._lacking[RESERVED] = 0
         self._refs: IntArray = np.zeros(num_blocks + 1, np.int32)
-        self._filled: IntArray = np.zeros(num_blocks + 1, np.int32)
+        self._computed: IntArray = np.zeros(num_blocks + 1, np.int32)
+        """Tokens of each block, from its first, that a forward pass has computed."""
         self._free_blocks = FreeList(num_blocks)
         self._free_units = FreeList(num_units)
+        self._lent: npt.NDArray[np.bool_] = np.zeros(num_units + 1, np.bool_)
+        """Units borrowed for the step under way."""
         self._unit_limit = num_units
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
@@ -173,7 +181,7 @@ class PageTable:
             self._none_units -= int(self._lacking[dead].sum())
             self._give_back_units(dead)
             self.host.drop(dead)
-            self._filled[dead] = 0
+            self._computed[dead] = 0
             self._free_blocks.give(dead)
 
     def references(self, blocks: Blocks) -> IntArray:
@@ -187,8 +195,14 @@ class PageTable:
 
         Returns:
             The leading blocks that are now complete. A block is completed or left as it was.
+
+        Raises:
+            IntegrityError: a block is listed twice, or not allocated; nothing was changed.
         """
         ids = np.asarray(blocks, np.int32)
+        _refuse_repeated(ids, "place")
+        if np.any(self._refs[ids] == 0):
+            raise IntegrityError(f"place of a block that is not allocated: {ids.tolist()}")
         wanted = np.cumsum(self._lacking[ids])
         fitting = int(np.searchsorted(wanted, max(self.free_units, 0), side="right"))
         if fitting == 0:
@@ -201,11 +215,27 @@ class PageTable:
         return ids
 
     def borrow_units(self, count: int) -> IntArray:
-        """Take `count` free units for the duration of a step; see `return_units`."""
-        return self._free_units.take(count)
+        """Take `count` free units for the duration of a step; see `return_units`.
+
+        Raises:
+            IntegrityError: so many are not free; nothing was changed.
+        """
+        if count > max(self.free_units, 0):
+            raise IntegrityError(f"{count} units to borrow, {self.free_units} free")
+        units = self._free_units.take(count)
+        self._lent[units] = True
+        return units
 
     def return_units(self, units: IntArray) -> None:
-        """Give borrowed units back."""
+        """Give borrowed units back.
+
+        Raises:
+            IntegrityError: a unit that is not borrowed; nothing was changed.
+        """
+        _refuse_repeated(units, "return")
+        if not self._lent[units].all():
+            raise IntegrityError(f"return of a unit that is not borrowed: {units.tolist()}")
+        self._lent[units] = False
         self._free_units.give(units)
 
     def evict(self, block: int, groups: slice | None = None) -> int:
@@ -213,11 +243,14 @@ class PageTable:
 
         Returns:
             Units freed.
+
+        Raises:
+            IntegrityError: the block is not allocated; nothing was changed.
         """
+        if self._refs[block] == 0:
+            raise IntegrityError(f"evict of block {block}, which is not allocated")
         row = self.units[block, groups if groups is not None else slice(None)]
         held = row[row != NONE]
-        if len(held) and self._refs[block] == 0:
-            raise IntegrityError(f"evict of block {block}, which is not allocated")
         self._free_units.give(held)
         row[row != NONE] = NONE
         self._lacking[block] += len(held)
@@ -232,7 +265,14 @@ class PageTable:
 
         Returns:
             Units moved.
+
+        Raises:
+            IntegrityError: a block that no forward pass has computed in full; nothing was changed.
         """
+        if not self.computed_in_full([destination, source]).all():
+            raise IntegrityError(
+                f"adopt by block {destination} of block {source}: not both are computed in full"
+            )
         gaps = (self.units[destination] == NONE) & (self.units[source] != NONE)
         self.units[destination, gaps] = self.units[source, gaps]
         self.units[source, gaps] = NONE
@@ -241,9 +281,43 @@ class PageTable:
         self._lacking[source] += moved
         return moved
 
+    def keep_copies(self, block: int, groups: IntArray) -> IntArray:
+        """Take host units for the KV of these groups of one block (`HostTier.keep`).
+
+        Returns:
+            The leading groups that got one, to be filled by the caller.
+
+        Raises:
+            IntegrityError: no forward pass has computed all of the block, a group has no unit to
+                copy from, or has a copy already; nothing was changed.
+        """
+        if len(groups) == 0:
+            return groups
+        if not self.computed_in_full([block]).all():
+            raise IntegrityError(f"copy of block {block}, which has not been computed in full")
+        if np.any(self.units[block, groups] == NONE):
+            raise IntegrityError(f"copy of block {block}, which has no units in {groups.tolist()}")
+        if np.any(self.host.units[block, groups] != NONE):
+            raise IntegrityError(f"copy of block {block}, which has one of {groups.tolist()}")
+        return self.host.keep(block, groups, self.units)
+
+    def computed_tokens(self, blocks: Blocks) -> IntArray:
+        """Of each block, tokens from its first that forward passes have computed."""
+        return self._computed[np.asarray(blocks, np.int32)]
+
+    def computed_in_full(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
+        """Of each block, whether forward passes have computed the KV of all its tokens."""
+        full: npt.NDArray[np.bool_] = self.computed_tokens(blocks) == self.shape.block_tokens
+        return full
+
     def lacks_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
         """Of each block, whether some group has no unit: a step must restore it."""
-        lacks: npt.NDArray[np.bool_] = self._lacking[np.asarray(blocks, np.int32)] > 0
+        ids = np.asarray(blocks, np.int32)
+        lacks: npt.NDArray[np.bool_]
+        if len(ids) > len(self._lacking):  # shared blocks: bytes stay in the processor's cache
+            lacks = (self._lacking > 0).take(ids)
+        else:  # `take` is twice as fast as indexing with 32-bit ids
+            lacks = self._lacking.take(ids) > 0
         return lacks
 
     def holds_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
@@ -257,7 +331,7 @@ class PageTable:
 
         0 when every unit is on the device or has a copy on the host; otherwise 1 + the highest
         group without either, because the KV of a layer can only be recomputed through all
-        layers below it (DESIGN §2.3).
+        layers below it.
         """
         ids = np.asarray(blocks, np.int32)
         missing = (self.units[ids] == NONE) & (self.host.units[ids] == NONE)
@@ -268,12 +342,13 @@ class PageTable:
         """Forget every sequence and free every block."""
         self._sequences.clear()
         self._refs[:] = 0
-        self._filled[:] = 0
+        self._computed[:] = 0
         self.units[1:] = NONE
         self._lacking[1:] = self.shape.num_groups
         self._none_units = 0
         self._free_blocks = FreeList(self.num_blocks)
         self._free_units = FreeList(self.num_units)
+        self._lent[:] = False
         self.host.clear()
 
     # -- sequences --------------------------------------------------------------------------
@@ -283,8 +358,10 @@ class PageTable:
 
         Raises:
             ValueError: the blocks do not fit the length.
+            IntegrityError: a block is listed twice, or not allocated; nothing was changed.
         """
         ids = np.asarray(blocks, np.int32)
+        self._refuse_unmappable(ids)
         if len(ids) != self.shape.blocks_for(length):
             raise ValueError(
                 f"{length} tokens need {self.shape.blocks_for(length)} blocks, got {len(ids)}"
@@ -294,18 +371,22 @@ class PageTable:
         self.unmap(seq_id)
         self._sequences[seq_id] = Sequence(ids, length)
         self._starts[ids] = np.arange(len(ids)) * self.shape.block_tokens
-        self._mark_filled(ids, length)
 
     def extend(self, seq_id: int, length: int, blocks: Blocks = ()) -> None:
-        """Grow a request to `length` tokens; `blocks` are those that begin in the new part."""
+        """Grow a request to `length` tokens; `blocks` are those that begin in the new part.
+
+        Raises:
+            ValueError: the blocks do not fit the length.
+            IntegrityError: as `map`.
+        """
         sequence = self._sequences[seq_id]
         ids = np.asarray(blocks, np.int32)
+        self._refuse_unmappable(np.concatenate([sequence.blocks, ids]) if len(ids) else ids)
         if sequence.count + len(ids) != self.shape.blocks_for(length):
             raise ValueError(
                 f"{length} tokens need {self.shape.blocks_for(length)} blocks, "
                 f"got {sequence.count + len(ids)}"
             )
-        first_changed = max(sequence.count - 1, 0)
         if len(ids):
             self._refs[ids] += 1
             self._starts[ids] = np.arange(sequence.count, sequence.count + len(ids)) * (
@@ -313,9 +394,6 @@ class PageTable:
             )
             sequence.append(ids)
         sequence.length = length
-        self._mark_filled(
-            sequence.blocks[first_changed:], length - first_changed * self.shape.block_tokens
-        )
 
     def extend_each(self, seq_ids: SequenceABC[int], blocks: IntArray) -> None:
         """Grow each of these requests by one token: what every decode step does.
@@ -326,6 +404,8 @@ class PageTable:
 
         Raises:
             ValueError: a block that the next token cannot lie in; nothing was changed.
+            IntegrityError: two requests begin the same block, or one that is not allocated;
+                nothing was changed.
         """
         block_tokens = self.shape.block_tokens
         sequences = [self._sequences[s] for s in seq_ids]
@@ -339,6 +419,8 @@ class PageTable:
                     f"{sequence.last}, not in {block}"
                 )
         begun = [i for i, place in enumerate(places) if place == 0]
+        if begun:
+            self._refuse_unmappable(blocks[begun])
         for i in begun:
             self._starts[blocks[i]] = sequences[i].length
             sequences[i].append(blocks[i : i + 1])
@@ -346,8 +428,20 @@ class PageTable:
             np.add.at(self._refs, blocks[begun], 1)
         for sequence in sequences:
             sequence.length += 1
+
+    def note_computed(self, seq_ids: SequenceABC[int], counts: SequenceABC[int]) -> None:
+        """A forward pass computes the last `counts` tokens of these requests, after which their
+        units hold KV. To be told when the pass begins: nothing is copied while it runs."""
+        block_tokens = self.shape.block_tokens
+        sequences = [self._sequences[s] for s in seq_ids]
+        last = [s.last for s in sequences if s.count]
+        tail = [(s.length - 1) % block_tokens + 1 for s in sequences if s.count]
+        for sequence, count in zip(sequences, counts, strict=True):
+            first = (sequence.length - count) // block_tokens
+            if first < sequence.count - 1:
+                self._computed[sequence.blocks[first:-1]] = block_tokens
         # Of requests that share a block, one may hold less of it than the others.
-        np.maximum.at(self._filled, blocks, np.array(places, np.int32) + 1)
+        np.maximum.at(self._computed, last, tail)
 
     def unmap(self, seq_id: int) -> None:
         """Forget a request; its blocks lose one reference each. Unknown ids are ignored."""
@@ -396,10 +490,8 @@ class PageTable:
         sequences = [self._sequences[s] for s in seq_ids]
         counts = np.array([s.count for s in sequences])
         lacks = self.lacks_units(np.concatenate([s.blocks for s in sequences]))
-        before = np.zeros(len(lacks) + 1, np.int64)
-        np.cumsum(lacks, out=before[1:])
         ends = np.cumsum(counts)
-        missing = before[ends] - before[ends - counts]
+        missing = np.diff(np.searchsorted(np.flatnonzero(lacks), ends), prepend=0)
         tokens: npt.NDArray[np.int64] = missing * self.shape.block_tokens
         # A request's last block holds what is left of its length.
         lengths = np.array([s.length for s in sequences])
@@ -417,39 +509,14 @@ class PageTable:
         lacking: IntArray = np.unique(every[self.lacks_units(every)])
         return lacking
 
-    def lookup(self, seq_id: int, token_id: int, layer_id: int) -> MapEntry:
-        """The map table: where the KV of one token in one layer is.
-
-        Raises:
-            KeyError: unknown request.
-            IndexError: token or layer out of range.
-        """
-        sequence = self._sequences[seq_id]
-        if not 0 <= token_id < sequence.length:
-            raise IndexError(f"sequence {seq_id} has {sequence.length} tokens, no {token_id}")
-        if not 0 <= layer_id < self.shape.num_layers:
-            raise IndexError(f"there are {self.shape.num_layers} layers, no {layer_id}")
-        block = int(sequence.blocks[token_id // self.shape.block_tokens])
-        group = self.shape.group_of(layer_id)
-        device, host = int(self.units[block, group]), int(self.host.units[block, group])
-        if device != NONE:
-            placement, unit = Placement.DEVICE, device
-        else:
-            placement, unit = self.host.placement(block, group), host
-        return MapEntry(
-            seq_id=seq_id,
-            token_id=token_id,
-            layer_id=layer_id,
-            logical_block_id=block,
-            physical_block_id=unit,
-            placement=placement,
-            filled=int(self._filled[block]),
-        )
-
     # -- reports ----------------------------------------------------------------------------
 
     def statistics(self) -> PoolStatistics:
-        mapped = sum(s.length for s in self._sequences.values())
+        """What the table holds now. Cheap enough to be asked for between two steps: a few array
+        operations over the blocks of all requests, and only while some block misses a unit."""
+        lengths = self.lengths_of(self.sequence_ids)
+        uncached = self.uncached_tokens_of(self.sequence_ids)
+        mapped = int(lengths.sum())
         places = sum(s.count for s in self._sequences.values()) * self.shape.block_tokens
         return PoolStatistics(
             units_total=self._unit_limit,
@@ -461,7 +528,8 @@ class PageTable:
             host_units_free=self.host.free_units,
             sequences=len(self._sequences),
             mapped_tokens=mapped,
-            uncached_tokens=sum(self.uncached_tokens(s) for s in self._sequences),
+            uncached_tokens=int(uncached.sum()),
+            cached_ratio_mean=_mean(1 - uncached / np.maximum(lengths, 1)),
             occupancy=self.used_units / self._unit_limit,
             fragmentation=1 - mapped / places if places else 0.0,
         )
@@ -473,7 +541,8 @@ class PageTable:
             IntegrityError: naming the first contradiction found.
         """
         owned = self.units[1:][self.units[1:] != NONE]
-        accounted = np.concatenate([owned, self._free_units.ids])
+        lent = np.flatnonzero(self._lent).astype(np.int32)
+        accounted = np.concatenate([owned, lent, self._free_units.ids])
         if not np.array_equal(np.sort(accounted), np.arange(1, self.num_units + 1)):
             raise IntegrityError("units: some unit is lost, or owned more than once")
         free = np.zeros(self.num_blocks + 1, bool)
@@ -490,8 +559,12 @@ class PageTable:
             raise IntegrityError("units: the count of missing units is wrong")
         if np.any(self._lacking != np.count_nonzero(self.units == NONE, axis=1)):
             raise IntegrityError("units: the count of units that a block lacks is wrong")
+        if np.any(self._computed[free] != 0):
+            raise IntegrityError("blocks: a free block counts as computed")
         if wrong := self.host.contradiction(allocated):
             raise IntegrityError(wrong)
+        if np.any(self.host.units[self._computed < self.shape.block_tokens] != NONE):
+            raise IntegrityError("host units: a copy of a block not computed in full")
         mapped = np.zeros_like(self._refs)
         for seq_id, sequence in self._sequences.items():
             if sequence.count != self.shape.blocks_for(sequence.length):
@@ -510,10 +583,18 @@ class PageTable:
         self.units[blocks] = NONE
         self._lacking[blocks] = self.shape.num_groups
 
-    def _mark_filled(self, blocks: IntArray, length: int) -> None:
-        """Note that `blocks` hold `length` tokens: all full but the last."""
-        if len(blocks) == 0:
-            return
-        self._filled[blocks[:-1]] = self.shape.block_tokens
-        tail = length - (len(blocks) - 1) * self.shape.block_tokens
-        self._filled[blocks[-1]] = max(self._filled[blocks[-1]], tail)
+    def _refuse_unmappable(self, blocks: IntArray) -> None:
+        """Raise IntegrityError for blocks that one request cannot have."""
+        _refuse_repeated(blocks, "map")
+        if np.any(self._refs[blocks] == 0):
+            raise IntegrityError(f"map of a block that is not allocated: {blocks.tolist()}")
+
+
+def _refuse_repeated(ids: IntArray, what: str) -> None:
+    if len(ids) > 1 and len(np.unique(ids)) < len(ids):
+        raise IntegrityError(f"{what}: some id is listed more than once in {ids.tolist()}")
+
+
+def _mean(shares: npt.NDArray[np.float64]) -> float:
+    """1 of none; the same in whatever order."""
+    return math.fsum(shares.tolist()) / len(shares) if len(shares) else 1.0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ellm_sgl.host_file import map_file
 from ellm_sgl.kv.shape import PoolShape
 
 
@@ -17,8 +18,9 @@ class KVPool:
     A last, shorter group leaves its columns beyond the last layer unused: units of every group
     are interchangeable, which is worth more than those columns.
 
-    With `path` the buffer is that file, mapped into memory; it is created, or grown, as needed.
-    `pinned` is for a pool in host memory with which a CUDA device exchanges units.
+    With `path` the buffer is a new file, mapped into memory, whose name is gone at once
+    (`host_file.map_file`, whose errors are this class's). `pinned` is for a pool in host memory
+    with which a CUDA device exchanges units.
     """
 
     def __init__(
@@ -111,7 +113,8 @@ def _buffer(
     path: Path | None,
     pinned: bool = False,
 ) -> torch.Tensor:
-    """Uninitialised memory; with `path`, that file, created or grown as needed."""
+    """Uninitialised memory; with `path`, that of a new file, which lasts as long as the tensor."""
     if path is None:
         return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
-    return torch.from_file(str(path), shared=True, size=math.prod(size), dtype=dtype).view(size)
+    count = math.prod(size)
+    return torch.frombuffer(map_file(path, count * dtype.itemsize), dtype=dtype).view(size)

@@ -1,9 +1,8 @@
-"""The vocabulary of the pool: token blocks, layer groups, units and placements (DESIGN §1)."""
+"""The vocabulary of the pool: token blocks, layer groups and units."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final
 
 import numpy as np
@@ -14,18 +13,6 @@ IntArray = npt.NDArray[np.int32]
 
 NONE: Final = -1
 """Unit id of a (block, group) that has no unit there."""
-
-
-class Placement(Enum):
-    """Where the KV of one (token block, layer group) is."""
-
-    DEVICE = "device"
-    HOST = "host"
-    """Only a copy in host memory: streamed in when a step needs it."""
-    HIDDEN = "hidden"
-    """Only the layers' hidden states, on host or device: projected to KV when a step needs it."""
-    NONE = "none"
-    """Nowhere: recomputed when a step needs it."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +52,6 @@ class PoolShape:
 
 
 @dataclass(frozen=True)
-class MapEntry:
-    """One answer of the map table: where the KV of (seq_id, token_id, layer_id) is."""
-
-    seq_id: int
-    token_id: int
-    layer_id: int
-    logical_block_id: int
-    physical_block_id: int
-    """Unit id in the pool that `placement` names, or `NONE`."""
-    placement: Placement
-    filled: int
-    """Tokens of the block that hold valid KV (1..block_tokens)."""
-
-
-@dataclass(frozen=True)
 class PoolStatistics:
     """Occupancy of the pool. All figures are instantaneous counts, none is an estimate."""
 
@@ -98,6 +70,8 @@ class PoolStatistics:
     """Tokens of all sequences; a shared prefix counts once per sequence."""
     uncached_tokens: int
     """Mapped tokens in blocks that lack at least one unit."""
+    cached_ratio_mean: float
+    """Share of its tokens that a sequence has cached, 0..1, in the mean; 1 without sequences."""
     occupancy: float
     """Units in use / units total, 0..1; above 1 while a lowered limit is exceeded."""
     fragmentation: float

@@ -14,6 +14,7 @@ from rich.console import Console
 from ellm_sgl import __version__
 from ellm_sgl.config import ELLM, ConfigError
 from ellm_sgl.flags import FLAGS
+from ellm_sgl.ranges import MOST_TOKENS, shown
 from ellm_sgl.serve.cli_calibrate import calibrate
 from ellm_sgl.serve.cli_compare import compare
 from ellm_sgl.serve.cli_kernels import kernels
@@ -80,16 +81,28 @@ def _check(given: dict[str, str]) -> None:
                 try:
                     values[flag.field] = flag.parse(text)
                 except ValueError:
-                    raise ConfigError(f"{flag.option} {text!r}: give {flag.kind}") from None
+                    raise ConfigError(f"{flag.option} {shown(text)}: give {flag.kind}") from None
         settle(values)
     except ConfigError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.UsageError(str(error)) from None
 
 
 @main.command()
-@click.option("--streams", default=24, show_default=True, help="Chats at once.")
-@click.option("--output-tokens", default=256, show_default=True, help="At most, per chat.")
-@click.option("--pool-tokens", type=int, help="Small pool.  [default: a third of what is needed]")
+@click.option(
+    "--streams", type=click.IntRange(1, 24), default=24, show_default=True, help="Chats at once."
+)
+@click.option(
+    "--output-tokens",
+    type=click.IntRange(1, 4096),
+    default=256,
+    show_default=True,
+    help="At most, per chat.",
+)
+@click.option(
+    "--pool-tokens",
+    type=click.IntRange(16, MOST_TOKENS),
+    help="Small pool.  [default: a third of what is needed]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def demo(streams: int, output_tokens: int, pool_tokens: int | None, as_json: bool) -> None:
     """Chats on a server whose memory is far too small, beside stock SGLang. About 3 minutes.

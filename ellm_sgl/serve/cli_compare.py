@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from ellm_sgl.click_types import FACTOR, LAYERS, MILLISECONDS, ROUNDS, SECONDS, FiniteRange
+
 
 def _read_names(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
@@ -21,14 +23,18 @@ def _read_names(_: click.Context, __: click.Parameter, text: str | None) -> tupl
     show_default=True,
     help="Requests whose KV is a multiple of device memory, with output lengths known and unknown.",
 )
-@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--rounds", type=ROUNDS, default=2, show_default=True)
 @click.option(
-    "--requests", type=click.IntRange(4), default=24, show_default=True, help="At most at once."
+    "--requests",
+    type=click.IntRange(4, 10**6),
+    default=24,
+    show_default=True,
+    help="At most at once.",
 )
 @click.option(
     "--factor",
     "factors",
-    type=click.FloatRange(1.0),
+    type=FiniteRange(1, 1000),
     multiple=True,
     default=(1.5, 3.0),
     show_default=True,
@@ -43,7 +49,7 @@ def _read_names(_: click.Context, __: click.Parameter, text: str | None) -> tupl
 )
 @click.option(
     "--conservativeness",
-    type=click.FloatRange(0.0, min_open=True),
+    type=FACTOR,
     multiple=True,
     default=(0.3,),
     show_default=True,
@@ -61,9 +67,15 @@ def _read_names(_: click.Context, __: click.Parameter, text: str | None) -> tupl
     help="Arrivals and lengths from an Azure-format CSV file, scaled to this machine.",
 )
 @click.option("--policy", default="fcfs", show_default=True, help="eLLM's.")
-@click.option("--layer-group", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--tpot-slo-ms", default=50.0, show_default=True, help="To count requests in SLO.")
-@click.option("--ttft-slo-s", default=10.0, show_default=True, help="Likewise.")
+@click.option("--layer-group", type=LAYERS, default=1, show_default=True)
+@click.option(
+    "--tpot-slo-ms",
+    type=MILLISECONDS,
+    default=50.0,
+    show_default=True,
+    help="To count requests in SLO.",
+)
+@click.option("--ttft-slo-s", type=SECONDS, default=10.0, show_default=True, help="Likewise.")
 @click.option("--model-path", metavar="DIR", help="A local model.  [default: the demo model]")
 @click.option(
     "--plot",

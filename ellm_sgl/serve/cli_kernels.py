@@ -11,6 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ellm_sgl.click_types import ROUNDS
+
 
 @click.group()
 def kernels() -> None:
@@ -31,10 +33,14 @@ def build() -> None:
 
 
 @kernels.command()
-@click.option("--rounds", default=9, show_default=True, help="Odd, for a median.")
-@click.option("--threads", type=int, help="CPU only.  [default: PyTorch's]")
+@click.option("--rounds", type=ROUNDS, default=9, show_default=True, help="Odd, for a median.")
+@click.option("--threads", type=click.IntRange(1, 4096), help="CPU only.  [default: PyTorch's]")
 @click.option(
-    "--largest-context", default=65536, show_default=True, help="CPU only. From 32768 on, doubled."
+    "--largest-context",
+    type=click.IntRange(1, 2**24),
+    default=65536,
+    show_default=True,
+    help="CPU only. From 32768 on, doubled.",
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
+from ellm_sgl.click_types import FiniteRange
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _file = click.Path(path_type=Path, dir_okay=False)
     "--scale",
     default=1.0,
     show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, low_open=True),
     help="Share of the requests to simulate, for a quick look.",
 )
 @click.option(
@@ -42,7 +43,7 @@ _file = click.Path(path_type=Path, dir_okay=False)
     help="What `ellm-sgl compare --json` printed, or eval.validate, load_sweep, layer_groups or "
     "fusion, for the table's column; may be given several times.",
 )
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(1))
+@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 1024))
 @click.option("--json", "as_json", is_flag=True, help="The table on stdout, nothing else.")
 def paper(
     out: Path,

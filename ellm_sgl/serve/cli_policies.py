@@ -13,7 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ellm_sgl.click_types import MILLISECONDS
 from ellm_sgl.config import ConfigError
+from ellm_sgl.ranges import read_json, shown
 
 if TYPE_CHECKING:
     from ellm_sgl.policies.conformance import ConformanceReport
@@ -29,11 +31,11 @@ _json_flag = click.option(
 def read_options(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any]:
     """Callback of an option whose value is a JSON object."""
     try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise click.BadParameter(f"{text!r} is not JSON: {error}") from None
+        options = read_json(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{shown(text)} is not JSON: {error}") from None
     if not isinstance(options, dict):
-        raise click.BadParameter(f'{text!r} is not a JSON object; write {{"name": value}}')
+        raise click.BadParameter(f'{shown(text)} is not a JSON object; write {{"name": value}}')
     return options
 
 
@@ -88,9 +90,19 @@ def _described(name: str) -> dict[str, str | None]:
 @policies.command()
 @click.argument("name")
 @_options_option
-@click.option("--states", default=60, show_default=True, help="Generated states per check.")
 @click.option(
-    "--budget-ms", default=5.0, show_default=True, help="As the server's --ellm-policy-budget-ms."
+    "--states",
+    type=click.IntRange(1, 10**6),
+    default=60,
+    show_default=True,
+    help="Generated states per check.",
+)
+@click.option(
+    "--budget-ms",
+    type=MILLISECONDS,
+    default=5.0,
+    show_default=True,
+    help="As the server's --ellm-policy-budget-ms.",
 )
 @_json_flag
 def check(name: str, options: dict[str, Any], states: int, budget_ms: float, as_json: bool) -> None:

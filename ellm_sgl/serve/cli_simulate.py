@@ -14,6 +14,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ellm_sgl.click_types import (
+    FACTOR,
+    MILLISECONDS,
+    PER_SECOND,
+    REQUESTS,
+    SEED,
+    TOKENS,
+    TOKENS_OR_NONE,
+)
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.serve.cli_policies import read_options
 
@@ -51,9 +60,15 @@ _file = click.Path(path_type=Path, dir_okay=False)
     show_default=True,
     help="With --config: a100-80g, h100-80g, l4, rtx-4090, rtx-5090, or a JSON file.",
 )
-@click.option("--ranks", default=1, show_default=True, help="With --config: tensor parallelism.")
-@click.option("--kv-tokens", type=click.IntRange(1), help="Device KV tokens.  [default: what fits]")
-@click.option("--host-tokens", type=click.IntRange(0), help="Host KV tokens.  [default: no bound]")
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 1024),
+    default=1,
+    show_default=True,
+    help="With --config: tensor parallelism.",
+)
+@click.option("--kv-tokens", type=TOKENS, help="Device KV tokens.  [default: what fits]")
+@click.option("--host-tokens", type=TOKENS_OR_NONE, help="Host KV tokens.  [default: no bound]")
 @click.option("--policy", default="fcfs", show_default=True)
 @click.option(
     "--options",
@@ -95,26 +110,35 @@ _file = click.Path(path_type=Path, dir_okay=False)
     "--requests",
     default=300,
     show_default=True,
-    type=click.IntRange(1),
+    type=REQUESTS,
     help="How many; of a trace, the first.",
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(0, min_open=True),
+    type=PER_SECOND,
     help="Requests per second, Gamma gaps.  [default: the paper's 45.1]",
 )
-@click.option("--scale-rate", default=1.0, show_default=True, help="Multiply the arrival rate.")
-@click.option("--scale-lengths", default=1.0, show_default=True, help="Multiply all lengths.")
+@click.option(
+    "--scale-rate",
+    type=FACTOR,
+    default=1.0,
+    show_default=True,
+    help="Multiply the arrival rate.",
+)
+@click.option(
+    "--scale-lengths", type=FACTOR, default=1.0, show_default=True, help="Multiply all lengths."
+)
 @click.option(
     "--max-new-tokens",
-    type=click.IntRange(1),
+    type=TOKENS,
     help="What requests say they may generate.  [default: what they will]",
 )
-@click.option("--tpot-slo-ms", type=click.FloatRange(0, min_open=True))
-@click.option("--ttft-slo-ms", type=click.FloatRange(0, min_open=True))
-@click.option("--max-running", default=256, show_default=True, type=click.IntRange(1))
+@click.option("--tpot-slo-ms", type=MILLISECONDS)
+@click.option("--ttft-slo-ms", type=MILLISECONDS)
+@click.option("--max-running", default=256, show_default=True, type=click.IntRange(1, 10**6))
 @click.option(
     "--conservativeness",
+    type=FACTOR,
     default=1.0,
     show_default=True,
     help="SGLang's --schedule-conservativeness.",
@@ -123,10 +147,10 @@ _file = click.Path(path_type=Path, dir_okay=False)
     "--stride",
     default=8,
     show_default=True,
-    type=click.IntRange(1),
+    type=click.IntRange(1, 10**6),
     help="Decode steps per decision, at most; 1 is a server's.",
 )
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def simulate(
     as_json: bool,

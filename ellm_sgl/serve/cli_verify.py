@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ellm_sgl.click_types import LAYERS, TOKENS
 from ellm_sgl.config import ELLM, MODES
 
 if TYPE_CHECKING:
@@ -41,27 +42,27 @@ BATCH_SIZES = "stock, two batch sizes"
 @click.option(
     "--ellm-layer-group",
     "layer_group",
-    type=click.IntRange(min=1),
+    type=LAYERS,
     default=4,
     show_default=True,
 )
 @click.option(
     "--ellm-block-tokens",
     "block_tokens",
-    type=click.IntRange(min=1),
+    type=TOKENS,
     default=16,
     show_default=True,
 )
 @click.option(
     "--max-prompt-tokens",
-    type=click.IntRange(min=1),
+    type=TOKENS,
     default=1500,
     show_default=True,
     help="Leave out prompts longer than this.",
 )
 @click.option(
     "--output-tokens",
-    type=click.IntRange(min=1),
+    type=TOKENS,
     default=16,
     show_default=True,
     help="Tokens per prompt.",

@@ -67,7 +67,7 @@ class ServerProcess:
         }
         self._own_log = log is None
         self.log = log or Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         idle = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_S)
         self._http = httpx.Client(base_url=self.url, limits=idle, trust_env=False)
@@ -105,7 +105,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "ellm_sgl.serve.launch", *self._arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         # SGLang would take one of the ephemeral range, which any connection may take before it.
-        command += ["--nccl-port", str(_free_port())]
+        command += ["--nccl-port", str(free_port())]
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 command,
@@ -144,10 +144,17 @@ class ServerProcess:
         """Whether the process still runs."""
         return self._process is not None and self._process.poll() is None
 
-    def state(self) -> dict[str, Any]:
-        """`GET /ellm/state`."""
-        answer: dict[str, Any] = self._http.get("/ellm/state", timeout=60).json()
-        return answer
+    def state(self, integrity: bool = True) -> dict[str, Any]:
+        """`GET /ellm/state`.
+
+        Args:
+            integrity: have the page table checked as well. That stops the server for as long as it
+                takes; leave it out where the state is asked for again and again.
+        """
+        asked = {"integrity": integrity}
+        answer = self._http.get("/ellm/state", params=asked, timeout=60)
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
 
     def steps(self) -> list[dict[str, Any]]:
         """`GET /ellm/steps`: the last measured steps, in their order."""
@@ -220,7 +227,7 @@ def stop_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below the ephemeral range that nobody uses now. At random: two programs that look at
     the same time find different ones."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):

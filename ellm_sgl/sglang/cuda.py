@@ -42,14 +42,17 @@ def problem(config: EllmConfig) -> str | None:
 
 
 def adapt(args: ServerArgs) -> None:
-    """Before SGLang resolves its arguments: our attention, and graphs of decode steps only.
+    """Before SGLang resolves its arguments: our attention, graphs of decode steps only, and no
+    fused all-reduce.
 
     A captured prompt could not recompute what is missing, and has as many shapes as there are
-    chunks; a decode step with nothing missing has one.
+    chunks; a decode step with nothing missing has one. The fused all-reduce leaves out the calls of
+    the norms at which rows join and leave; SGLang switches it on for Qwen3-MoE on several GPUs.
     """
     if args.attention_backend is None:
         args.attention_backend = ATTENTION_BACKEND
     args.disable_prefill_cuda_graph = True
+    args.enforce_disable_flashinfer_allreduce_fusion = True
 
 
 def keep_writes(original: Callable[..., bool], *_: Any, **__: Any) -> bool:

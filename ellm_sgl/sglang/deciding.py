@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from ellm_sgl.control import Arrival, ControlLoop, Decision
 from ellm_sgl.control.book import RequestBook, slots_array
-from ellm_sgl.policies import Policy, SystemState
+from ellm_sgl.policies import SystemState
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.slo import slo_seconds
 
@@ -44,12 +44,18 @@ class Deciding:
     """Waiting requests that may join, with their rank."""
     reorders: bool = False
     pause: frozenset[Req] = frozenset()
+    fetch_ahead_s: float = 0.0
+    """Seconds of the link that the coming step may spend on those who sit it out."""
+    prefilling: Sequence[int] = ()
+    """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed in."""
     paused: ScheduleBatch | None = None
     """Requests that sit out the step under way."""
+    sat_out: frozenset[Req] = frozenset()
+    """Requests that sat out the step before."""
     in_step: tuple[Any, Any] | None = None
     """Slots and lengths of the requests in the step under way."""
-    settled_by: Policy | None = None
-    """The policy whose last answer was to keep everything, and whose promise is that it stands."""
+    settled: bool = False
+    """Whether the last decision was to keep everything, and stands by the policy's promise."""
     budget_at_refusal: int | None = None
     """Tokens that could be admitted when SGLang last found no room."""
 
@@ -62,6 +68,70 @@ class Deciding:
     def sitting_out(self) -> list[int]:
         """`seq_id` of the requests that sit out the step under way."""
         return [] if self.paused is None else runtime.rows_of(self.paused.reqs)
+
+    def stepping(self, batch: ScheduleBatch, indices: Sequence[int]) -> list[int]:
+        """Those of these requests of `batch` that take part in its next step: all but the paused,
+        unless that leaves nobody.
+
+        Nobody is paused while some request has penalties: SGLang's penalizers count tokens per
+        batch and cannot be taken apart and put together again.
+        """
+        stay = [i for i in indices if batch.reqs[i] not in self.pause]
+        if not stay or batch.sampling_info.penalizer_orchestrator.is_required:
+            return list(indices)
+        return stay
+
+    def rest(self, reqs: Sequence[Req]) -> None:
+        """Those of these requests that are paused give up what the policy asks of them."""
+        if resting := [r for r in reqs if r in self.pause]:
+            self.apply_targets(resting, sitting_out=True)
+
+    def take_out(self, batch: ScheduleBatch, stay: Sequence[int]) -> None:
+        """Keep these requests in `batch` for its next step; the others sit it out."""
+        if len(stay) == len(batch.reqs):
+            return
+        paused = copy.copy(batch)
+        paused.sampling_info = copy.copy(batch.sampling_info)
+        paused.sampling_info.penalizer_orchestrator = copy.copy(
+            batch.sampling_info.penalizer_orchestrator
+        )
+        staying = set(stay)
+        paused.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i not in staying])
+        batch.filter_batch(keep_indices=sorted(staying))
+        self.paused = paused
+
+    def bring_back(self) -> None:
+        """Those who sat out are running requests like any other."""
+        paused, self.paused = self.paused, None
+        if paused is None:
+            return
+        self.sat_out = frozenset(paused.reqs)
+        running = self.scheduler.running_batch
+        if running.is_empty():  # the others have gone into a mixed step
+            paused.batch_is_full = running.batch_is_full
+            self.scheduler.running_batch = paused
+        else:
+            running.merge_batch(paused)
+
+    def end_aborted(self, batch: ScheduleBatch) -> None:
+        """End requests that were aborted while they sat out: to be ended by SGLang they would have
+        to be restored first and decode a token that nobody reads.
+
+        Their last step has been accounted for, also with overlap scheduling: they had no part in
+        the one that may be under way.
+        """
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        sat_out, self.sat_out = self.sat_out, frozenset()
+        aborted = [r for r in batch.reqs if r in sat_out and r.to_finish is not None]
+        for req in aborted:
+            req.update_finish_state()
+            release_kv_cache(req, self.scheduler.tree_cache)
+            req.time_stats.set_completion_time()
+            self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+        if aborted:
+            batch.filter_batch()
+            batch.batch_is_full = False
 
     # -- observe ----------------------------------------------------------------------------
 
@@ -139,17 +209,26 @@ class Deciding:
 
     # -- decide -----------------------------------------------------------------------------
 
+    @property
+    def asks(self) -> bool:
+        """Whether this rank's policy is the one that is asked."""
+        return bool(self.scheduler.ps.tp_rank == 0)
+
     def decide(self, batch: ScheduleBatch) -> None:
         """Ask the policy about this iteration, on rank 0, and share its decision."""
+        self.prefilling = ()
         self._note_tokens()
+        self.end_aborted(batch)
         if self._settled(batch):
             return
         running = [r for r in batch.reqs if not r.finished()]
         order = np.argsort(self.book.request_ids(self.slots(running)), kind="stable")
         running = [running[i] for i in order]
         waiting = self.scheduler.waiting_queue
-        sat_out = self.pause
+        self.slots(waiting)  # on every rank: the order of entry is the order of ids
+        paused_before = self.pause
         self.ratios, self.join, self.pause = {}, {}, frozenset()
+        self.fetch_ahead_s = 0.0
         if not running and not waiting:
             if self.scheduler.chunked_req is None:
                 self.loop.steps.idle()
@@ -159,18 +238,19 @@ class Deciding:
         self.joining_ratio = decision.joining_ratio
         self.join = {waiting[w]: rank for rank, w in enumerate(decision.join)}
         self.reorders = decision.reorders
-        self.pause = frozenset(running[p] for p in decision.pause)
-        runtime.current().elastic.totals.sat_out += len(self.pause - sat_out)
+        # An aborted request ends with the token it decodes next.
+        self.pause = frozenset(r for p in decision.pause if not (r := running[p]).to_finish)
+        self.fetch_ahead_s = decision.fetch_ahead_s
+        runtime.current().elastic.totals.sat_out += len(self.pause - paused_before)
         runtime.current().threads = decision.threads
-        safe, kept = self.loop.safe, not self.pause and not any(decision.ratios)
-        self.settled_by = safe.policy if kept and safe.keeps_what_fits else None
+        self.settled = decision.settles
         self._open_or_close(batch)
 
     def _settled(self, batch: ScheduleBatch) -> bool:
         """Whether the last decision stands without asking (`Policy.keeps_what_fits`)."""
         table = runtime.current().table
         return (
-            self.settled_by is self.loop.safe.policy
+            self.settled
             and not self.scheduler.waiting_queue
             and self.scheduler.chunked_req is None
             and not self.join
@@ -180,14 +260,15 @@ class Deciding:
         )
 
     def _agreed(self, running: list[Req], waiting: list[Req]) -> Decision:
-        """Rank 0's decision: clocks differ between ranks, decisions must not."""
+        """Rank 0's decision: clocks differ between ranks, decisions must not. Only rank 0 has the
+        policy at all, since what it promises, and whether it can be made, may differ as well."""
         ranks = self.scheduler.ps
         if ranks.tp_size == 1:
             return self.loop.decide(self.observe(running, waiting))
         from sglang.srt.utils import broadcast_pyobj
 
         group = self.scheduler.tp_group
-        mine = [self.loop.decide(self.observe(running, waiting))] if ranks.tp_rank == 0 else []
+        mine = [self.loop.decide(self.observe(running, waiting))] if self.asks else []
         (decision,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
         return decision
 
@@ -240,48 +321,7 @@ def may_join(req: Req) -> bool:
     return req in deciding().join
 
 
-def step_out(
-    original: Callable[..., ScheduleBatch], scheduler: Scheduler, batch: ScheduleBatch
-) -> ScheduleBatch:
-    """Around `Scheduler.update_running_batch`: take the paused requests out for one step."""
-    ours = deciding()
-    running = batch
-    paused = _split(batch, ours.pause)
-    if paused is not None:
-        ours.apply_targets(paused.reqs, sitting_out=True)
-    result = original(scheduler, running)
-    if paused is not None and result.is_empty():
-        return original(scheduler, paused)
-    ours.paused = paused
-    return result
-
-
 def rejoin(scheduler_or_checker: Any, *_: Any, **__: Any) -> None:
     """Before `Scheduler.process_input_requests` (and SGLang's check of a busy server): those who
     sat out are running requests like any other, for instance to be aborted."""
-    ours = deciding()
-    paused, ours.paused = ours.paused, None
-    if paused is not None:
-        ours.scheduler.running_batch.merge_batch(paused)
-
-
-def _split(batch: ScheduleBatch, pause: frozenset[Req]) -> ScheduleBatch | None:
-    """Take the requests to pause out of `batch` and return them as a batch of their own.
-
-    Nobody is paused while some request has penalties: SGLang's penalizers count tokens per
-    batch and cannot be taken apart and put together again.
-    """
-    if not pause or batch.sampling_info.penalizer_orchestrator.is_required:
-        return None
-    out = [i for i, r in enumerate(batch.reqs) if r in pause]
-    stay = [i for i, r in enumerate(batch.reqs) if r not in pause]
-    if not out or not stay:
-        return None
-    paused = copy.copy(batch)
-    paused.sampling_info = copy.copy(batch.sampling_info)
-    paused.sampling_info.penalizer_orchestrator = copy.copy(
-        batch.sampling_info.penalizer_orchestrator
-    )
-    paused.filter_batch(keep_indices=out)
-    batch.filter_batch(keep_indices=stay)
-    return paused
+    deciding().bring_back()

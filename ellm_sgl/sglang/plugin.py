@@ -1,23 +1,28 @@
-"""Entry point `sglang.srt.plugins`: installs the hooks of `seams.SEAMS` in every process."""
+"""Entry point `sglang.srt.plugins`: installs the hooks of `seams.SEAMS` in every process.
+
+What a process is for cannot be told from where it stands: servers are started from a shell, from a
+notebook, or by a training framework in a child process. So hooks are chosen by what is enabled,
+never by process, and each is on a function that only processes of its role call.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
 import pkgutil
 from typing import Any
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.sglang.platform_entry import activate
-from ellm_sgl.sglang.seams import SEAMS, When
+from ellm_sgl.sglang.seam import When
+from ellm_sgl.sglang.seams import SEAMS
 
 
 def register() -> None:
-    """Register the hooks that this process needs; SGLang applies them."""
+    """Register the hooks that are wanted; SGLang applies them."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     enabled, on_cpu = EllmConfig.from_env() is not None, activate() is not None
     wanted = {
-        When.MAIN: multiprocessing.parent_process() is None,
+        When.ALWAYS: True,
         When.PLATFORM: on_cpu,
         When.ENABLED: enabled,
     }

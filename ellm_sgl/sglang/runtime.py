@@ -32,7 +32,6 @@ from ellm_sgl.forward import (
 from ellm_sgl.kv import KVPool, PageTable
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.policies import Threads
-from ellm_sgl.policies.rotation_limits import LINK_SHARE
 from ellm_sgl.policies.threads import ALL_THREADS
 from ellm_sgl.sglang.projections import Projections
 
@@ -136,6 +135,7 @@ class Runtime:
         new = [NewTokens(s, n - 1, n) for s in seq_ids for n in (self.table.length_of(s),)]
         with self.bookkeeping():
             plan = self._plan(new, restore=True)
+            self.table.note_computed(seq_ids, [1] * len(new))
             self._ahead = self._fetch_ahead(len(new))
         return plan
 
@@ -144,7 +144,9 @@ class Runtime:
         lengths = self.table.lengths_of(seq_ids).tolist()
         new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
         with self.bookkeeping():
-            return self._plan(new, restore=False)
+            plan = self._plan(new, restore=False)
+            self.table.note_computed(seq_ids, counts)
+        return plan
 
     def _plan(self, new: list[NewTokens], restore: bool) -> StepPlan:
         table, seq_ids = self.table, [n.seq_id for n in new]
@@ -168,16 +170,15 @@ class Runtime:
         return planned
 
     def _fetch_ahead(self, decoding: int) -> GroupTransfer | None:
-        """As much as the link brings in LINK_SHARE of a step like the last one."""
+        """As much as the link brings in the time that the decision gives it."""
         if self.streamer is None or self.deciding is None or self.hardware is None:
             return None
         if self.hidden is not None:  # projected by the step that needs them
             return None
         resting = self.deciding.sitting_out()
-        last = self.deciding.loop.steps.last
-        if not resting or last is None:
+        if not resting:
             return None
-        seconds = LINK_SHARE * last.seconds
+        seconds = self.deciding.fetch_ahead_s
         most = int(seconds * self.hardware.link_bytes_per_s / self.pool.unit_bytes)
         sources, targets = self.elastic.fetch_ahead(resting, decoding, most)
         if not len(sources):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.deciding import deciding, may_join
 
@@ -20,6 +22,7 @@ def map_extended(result: Any, batch: ScheduleBatch) -> Any:
     """After `alloc_for_extend`: note the blocks of every request in a prefill batch."""
     ours = runtime.current()
     rows = batch.req_to_token_pool.req_to_token
+    deciding().prefilling = runtime.rows_of(batch.reqs)
     with ours.bookkeeping():
         for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
             ours.map_request(req, rows[runtime.row_of(req), :length].cpu().numpy(), length)
@@ -44,19 +47,36 @@ def check_decode_memory(
 ) -> bool:
     """Around `check_decode_mem`: make room for the next token of each request by evicting.
 
-    False, whereupon SGLang retracts a request, only when the rows to recompute no longer fit the
-    transient buffer, or the requests are so many that not even their last blocks fit.
+    Requests that sit the step out need none, but may be retracted like any other: they hold blocks
+    that cannot be evicted. False, whereupon SGLang retracts a request, only when the rows to
+    recompute no longer fit the transient buffer, or the requests are so many that not even their
+    last blocks fit.
     """
     if not original(batch, selected_indices=selected_indices):
         return False
+    ours = deciding()
+    if selected_indices is None:
+        ours.rest(batch.reqs)
+        selected_indices = range(len(batch.reqs))
+    return _fits(batch, ours.stepping(batch, selected_indices))
+
+
+def _fits(batch: ScheduleBatch, indices: Sequence[int], others: Sequence[int] = ()) -> bool:
+    """Make room for a token of each of these requests of `batch`, as far as possible.
+
+    Args:
+        others: `seq_id` of prompts in the same step.
+
+    Returns:
+        Whether there is room, and one step can restore what it has to.
+    """
     ours = runtime.current()
     elastic, shape = ours.elastic, ours.table.shape
-    tokens = batch.new_tokens_required_next_decode(selected_indices)
-    reqs = batch.reqs if selected_indices is None else [batch.reqs[i] for i in selected_indices]
-    seq_ids = runtime.rows_of(reqs)
-    units = tokens // shape.block_tokens * shape.num_groups
+    units = batch.new_tokens_required_next_decode(indices) // shape.block_tokens * shape.num_groups
+    seq_ids = runtime.rows_of([batch.reqs[i] for i in indices])
     with ours.bookkeeping():
-        return elastic.make_room_for_step(units, seq_ids) and elastic.fits_transient(seq_ids)
+        room = elastic.make_room_for_step(units, seq_ids)
+        return room and elastic.fits_transient([*seq_ids, *others])
 
 
 def count_retractions(result: Any, batch: ScheduleBatch, *args: Any) -> Any:
@@ -67,9 +87,35 @@ def count_retractions(result: Any, batch: ScheduleBatch, *args: Any) -> Any:
     return result
 
 
-def apply_targets(batch: ScheduleBatch) -> None:
-    """Before `prepare_for_decode`: bring the batch to the policy's ratios."""
-    deciding().apply_targets(batch.reqs)
+def prepare_decode(batch: ScheduleBatch) -> None:
+    """Before `prepare_for_decode`: those whom the policy pauses sit the step out, the others come
+    to its ratios.
+
+    SGLang does not check a mixed step's memory. As many requests decode beside a prompt as there
+    is room for in the device pool and in one pass, those that miss least first; and one at least,
+    whose token may have to do without a unit and be recomputed in the next step.
+    """
+    ours = deciding()
+    ours.rest(batch.reqs)
+    stay = ours.stepping(batch, range(len(batch.reqs)))
+    if ours.prefilling:
+        stay = _beside_prompts(batch, stay, ours.prefilling)
+    ours.take_out(batch, stay)
+    ours.apply_targets(batch.reqs)
+
+
+def _beside_prompts(batch: ScheduleBatch, indices: list[int], prompts: Sequence[int]) -> list[int]:
+    """Those of these requests that one step can decode beside these prompts."""
+    if _fits(batch, indices, prompts):
+        return indices
+    if batch.sampling_info.penalizer_orchestrator.is_required:  # see `Deciding.stepping`
+        return indices
+    seq_ids = runtime.rows_of([batch.reqs[i] for i in indices])
+    missing = runtime.current().elastic.uncached_tokens(seq_ids)
+    fewest_first = [indices[i] for i in np.argsort(missing, kind="stable").tolist()]
+    while len(fewest_first) > 1 and not _fits(batch, fewest_first, prompts):
+        fewest_first.pop()
+    return fewest_first
 
 
 def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> None:

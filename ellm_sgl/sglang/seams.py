@@ -1,4 +1,4 @@
-"""Every place where eLLM touches SGLang, in one table.
+"""Every place where eLLM touches SGLang, in one table (its first rows are in `seams_serving.py`).
 
 Each entry names the SGLang function, how it is hooked, and why. `tests/sglang/test_seams.py`
 fails when one of them moves, and a server refuses to start when one cannot be applied. Beside
@@ -10,8 +10,9 @@ registers by name a radix cache backend and attention backends.
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
-from enum import Enum
+
+from ellm_sgl.sglang.seam import Seam, When
+from ellm_sgl.sglang.seams_serving import SERVING
 
 SGLANG_VERSIONS = ("0.5.17",)
 """Those that the tests have run with. With another one eLLM does not start: a seam may be where
@@ -19,77 +20,18 @@ it was and mean something else, and outputs that are wrong are worse than none. 
 every seam, but its prefix cache counts what eLLM's tree holds as a leak.)"""
 
 
-class When(Enum):
-    """In which processes a hook is installed."""
-
-    MAIN = "main"
-    """In the process that parses the arguments and serves HTTP; inert unless eLLM is enabled."""
-    PLATFORM = "platform"
-    """Everywhere, on hosts where the CPU platform is offered."""
-    ENABLED = "enabled"
-    """Everywhere, but only where eLLM is enabled."""
-
-
-@dataclass(frozen=True)
-class Seam:
-    """One hook on SGLang."""
-
-    target: str
-    """Dotted path of the SGLang function."""
-    kind: str
-    """`HookType` by name: BEFORE, AFTER or AROUND."""
-    hook: str
-    """Ours, as "module:function"."""
-    when: When
-    reason: str
-
-
 _SRT = "sglang.srt"
-_ARGS = f"{_SRT}.server_args.ServerArgs"
 _POOLS = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _ALLOC = f"{_SRT}.mem_cache.allocation"
 _BATCH = f"{_SRT}.managers.schedule_batch.ScheduleBatch"
 _ADDER = f"{_SRT}.managers.schedule_policy.PrefillAdder"
 _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
+_UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
 _OURS = "ellm_sgl.sglang"
 
 SEAMS: tuple[Seam, ...] = (
-    Seam(
-        f"{_ARGS}.add_cli_args",
-        "AFTER",
-        f"{_OURS}.server_args:add_flags",
-        When.MAIN,
-        "the --ellm-* flags, also for plain sglang.launch_server",
-    ),
-    Seam(
-        f"{_ARGS}.from_cli_args",
-        "AROUND",
-        f"{_OURS}.server_args:read_flags",
-        When.MAIN,
-        "turn the flags into settings before SGLang checks its own arguments",
-    ),
-    Seam(
-        f"{_ARGS}.__post_init__",
-        "AROUND",
-        f"{_OURS}.server_args:check_arguments",
-        When.MAIN,
-        "page size = block size, our prefix cache; refuse what is not supported",
-    ),
-    Seam(
-        f"{_SRT}.entrypoints.http_server.launch_server",
-        "BEFORE",
-        f"{_OURS}.http:add_routes",
-        When.MAIN,
-        "GET /ellm/state",
-    ),
-    Seam(
-        f"{_SRT}.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        "BEFORE",
-        f"{_OURS}.http:check_request",
-        When.MAIN,
-        "refuse what eLLM cannot serve, and token ids that would end the server",
-    ),
+    *SERVING,
     Seam(
         f"{_SRT}.utils.common.support_triton",
         "AROUND",
@@ -156,9 +98,9 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_BATCH}.prepare_for_decode",
         "BEFORE",
-        f"{_OURS}.scheduling:apply_targets",
+        f"{_OURS}.scheduling:prepare_decode",
         When.ENABLED,
-        "bring running requests to the policy's ratio, once per step",
+        "who sits the step out, and everybody's ratio; once per step, also of mixed ones",
     ),
     Seam(
         f"{_ADDER}.__init__",
@@ -189,6 +131,21 @@ SEAMS: tuple[Seam, ...] = (
         "calibrate the machine and start the closed loop, before the first request",
     ),
     Seam(
+        f"{_SCHEDULER}.__init__",
+        "AROUND",
+        f"{_OURS}.starting:end_in_a_sentence",
+        When.ENABLED,
+        "a setting that turns out to make no sense ends the server with one line; stands around "
+        "`start_loop`, since it comes after it",
+    ),
+    Seam(
+        f"{_SCHEDULER}.handle_generate_request",
+        "AROUND",
+        f"{_OURS}.requests:take_request",
+        When.ENABLED,
+        "the same look for requests that were tokenized in a process without our hooks",
+    ),
+    Seam(
         f"{_SCHEDULER}.get_new_batch_prefill",
         "BEFORE",
         f"{_OURS}.deciding:decide",
@@ -201,13 +158,6 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.deciding:order_waiting",
         When.ENABLED,
         "requests that the policy lets join come first",
-    ),
-    Seam(
-        f"{_SCHEDULER}.update_running_batch",
-        "AROUND",
-        f"{_OURS}.deciding:step_out",
-        When.ENABLED,
-        "requests that the policy pauses sit out this step",
     ),
     Seam(
         f"{_SCHEDULER}.process_input_requests",
@@ -223,6 +173,37 @@ SEAMS: tuple[Seam, ...] = (
         f"{_OURS}.deciding:rejoin",
         When.ENABLED,
         "SGLang's own memory check counts every running request",
+    ),
+    Seam(
+        f"{_SCHEDULER}.pause_generation",
+        "AROUND",
+        f"{_OURS}.weights:pause",
+        When.ENABLED,
+        "requests go back to the queue here too, and the pause is no step's time",
+    ),
+    *(
+        Seam(
+            f"{_UPDATER}.update_weights_from_{source}",
+            "AROUND",
+            f"{_OURS}.weights:update",
+            When.ENABLED,
+            "KV of the old weights must not be completed with KV of the new",
+        )
+        for source in ("disk", "tensor", "distributed", "ipc")
+    ),
+    Seam(
+        f"{_UPDATER}.check_weights",
+        "AROUND",
+        f"{_OURS}.weights:check",
+        When.ENABLED,
+        "one of its actions overwrites the weights",
+    ),
+    Seam(
+        f"{_UPDATER}.flush_cache_after_weight_update",
+        "AROUND",
+        f"{_OURS}.weights:flush",
+        When.ENABLED,
+        "its assertion ends the scheduler while retracted requests wait",
     ),
     Seam(
         f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new",
@@ -272,7 +253,7 @@ SEAMS: tuple[Seam, ...] = (
         "AROUND",
         f"{_OURS}.state:control",
         When.ENABLED,
-        "switch policies, fetch step reports: the one request there that carries names and JSON",
+        "ask for state and steps, switch policies: the one request that carries names and JSON",
     ),
 )
 

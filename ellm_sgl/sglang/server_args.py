@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ellm_sgl.config import ELLM, ConfigError, EllmConfig
 from ellm_sgl.flags import FLAGS, Flag
+from ellm_sgl.ranges import shown
 from ellm_sgl.settings import settle
 from ellm_sgl.sglang import cuda
+from ellm_sgl.sglang.arguments import refusal
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
+from ellm_sgl.sglang.refused_rows import WEIGHTS_ALONE
 from ellm_sgl.sglang.seams import SGLANG_VERSIONS, moved_seams
 
 if TYPE_CHECKING:
@@ -30,38 +33,6 @@ ARCHITECTURES = frozenset({
     "Qwen3MoeForCausalLM",
 })  # fmt: skip
 """Models proved exact by `ellm-sgl verify` in the test suite."""
-
-_PLAIN_KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
-"""Without scales: what is recomputed in the model's dtype rounds to what was stored."""
-
-_NOT_SUPPORTED: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("--speculative-algorithm", lambda a: a.speculative_algorithm is not None),
-    ("--enable-lora", lambda a: bool(a.enable_lora or a.lora_paths)),
-    ("--pipeline-parallel-size", lambda a: a.pp_size > 1),
-    ("--data-parallel-size", lambda a: a.dp_size > 1),
-    ("--enable-dp-attention", lambda a: a.enable_dp_attention),
-    ("--disaggregation-mode", lambda a: a.disaggregation_mode != "null"),
-    ("--enable-hierarchical-cache", lambda a: a.enable_hierarchical_cache),
-    ("--enable-flexkv", lambda a: a.enable_flexkv),
-    ("--enable-session-radix-cache", lambda a: a.enable_session_radix_cache),
-    ("--kv-events-config", lambda a: a.kv_events_config is not None),
-    ("--kv-canary", lambda a: a.kv_canary not in (None, "none")),
-    ("--dcp-size", lambda a: a.dcp_size > 1),
-    ("--attn-cp-size", lambda a: a.attn_cp_size > 1),
-    ("--enable-prefill-cp", lambda a: a.enable_prefill_cp),
-    ("--model-impl", lambda a: a.model_impl not in ("auto", "sglang")),
-    ("--prefill-attention-backend", lambda a: a.prefill_attention_backend is not None),
-    ("--decode-attention-backend", lambda a: a.decode_attention_backend is not None),
-    ("--enable-lmcache", lambda a: a.enable_lmcache),
-    ("--enable-streaming-session", lambda a: a.enable_streaming_session),
-    ("--enable-two-batch-overlap", lambda a: a.enable_two_batch_overlap),
-    ("--enable-pdmux", lambda a: a.enable_pdmux),
-    ("--enable-torch-compile", lambda a: a.enable_torch_compile),
-    ("--enable-memory-saver", lambda a: a.enable_memory_saver),
-    ("--tokenizer-worker-num", lambda a: a.tokenizer_worker_num > 1),
-    ("--is-embedding", lambda a: a.is_embedding),
-    ("--kv-cache-dtype", lambda a: a.kv_cache_dtype not in _PLAIN_KV_DTYPES),
-)
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
@@ -105,7 +76,7 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     if config is None:
         return original(args)
     _refuse_other_sglang()
-    _refuse_unsupported(args)
+    _refuse_unsupported(args, resolved=False)
     if args.page_size not in (None, config.block_tokens):
         _refuse(
             f"--page-size {args.page_size}: eLLM's blocks are SGLang's pages; leave it out, or "
@@ -122,7 +93,7 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     original(args)
     if args.model_path.lower() in ("none", "dummy"):
         return None
-    _refuse_unsupported(args)  # again: SGLang may have set some of them itself
+    _refuse_unsupported(args, resolved=True)
     backend = _attention_backend(config)
     if args.attention_backend != backend:
         _refuse(
@@ -135,20 +106,42 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--model-path {args.model_path}: architecture {', '.join(architectures)} is not "
             f"supported by eLLM ({', '.join(sorted(ARCHITECTURES))} are); use --ellm-policy {OFF}"
         )
+    method = args.get_model_config().quantization
+    if method not in (None, *WEIGHTS_ALONE):
+        _refuse(
+            f"--model-path {args.model_path}: the model is quantised with {method}, and only "
+            f"methods that quantise weights alone are supported by eLLM "
+            f"({', '.join(WEIGHTS_ALONE)}); use --ellm-policy {OFF}"
+        )
     layers = args.get_model_config().num_hidden_layers
     if config.host_keeps.isdecimal() and int(config.host_keeps) > layers:
         _refuse(
             f"--ellm-host-keeps {config.host_keeps}: the model has {layers} layers; give as many "
             "at most"
         )
-    if args.kv_cache_dtype == "auto":
-        from ellm_sgl.sglang.tiers import check_room
+    from ellm_sgl.sglang.tier_files import check_files
+    from ellm_sgl.sglang.tiers import check_room
 
-        try:
+    try:
+        if args.kv_cache_dtype == "auto":
             check_room(config, args.get_model_config(), args.tp_size)
-        except ConfigError as error:
-            _refuse(str(error))
+        check_files(config, args)
+    except ConfigError as error:
+        _refuse(str(error))
     return None
+
+
+def check_adapted(args: ServerArgs) -> None:
+    """Hook before `ServerArgs.check_server_args`, with which SGLang starts its processes: whether
+    `check_arguments` has seen these arguments."""
+    config = EllmConfig.from_env()
+    if config is None:
+        return
+    if (args.page_size, args.radix_cache_backend) != (config.block_tokens, PREFIX_CACHE):
+        _refuse(
+            "these ServerArgs were made before eLLM was enabled; call load_plugins() of "
+            "sglang.srt.plugins, then make them"
+        )
 
 
 def _attention_backend(config: EllmConfig) -> str:
@@ -172,12 +165,16 @@ def _refuse_other_sglang() -> None:
         _refuse(f"this sglang lacks what eLLM hooks into ({', '.join(missing)}); {remedy}")
 
 
-def _refuse_unsupported(args: ServerArgs) -> None:
-    for flag, is_set in _NOT_SUPPORTED:
-        if is_set(args):
-            _refuse(
-                f"{flag}: not supported together with eLLM; leave it out or use --ellm-policy {OFF}"
-            )
+def _refuse_unsupported(args: ServerArgs, resolved: bool) -> None:
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_RUST_SERVER.get():
+        _refuse(
+            "SGLANG_RUST_SERVER=1: requests would come through a server that has neither eLLM's "
+            f"checks nor its routes; unset it or use --ellm-policy {OFF}"
+        )
+    if said := refusal(args, resolved):
+        _refuse(f"{said} or use --ellm-policy {OFF}")
 
 
 def _parser(flag: Flag) -> Callable[[str], Any]:
@@ -187,7 +184,7 @@ def _parser(flag: Flag) -> Callable[[str], Any]:
         try:
             return flag.parse(text)
         except ValueError:
-            _refuse(f"{flag.option} {text!r}: give {flag.kind}")
+            _refuse(f"{flag.option} {shown(text)}: give {flag.kind}")
 
     return parse
 

@@ -11,8 +11,11 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from ellm_sgl.ranges import MILLISECONDS, check_depth, shown
+
 SLO_FIELDS = ("tpot_slo_ms", "ttft_slo_ms")
-MAX_SLO_MS = 1e9
+
+TOO_DEEP = "the body is nested too deeply; give it flatter"
 
 _PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 
@@ -22,58 +25,81 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def slo_seconds(custom_params: Any) -> tuple[float, float]:
-    """(TPOT, TTFT) SLO of a request in seconds; inf where none was given."""
+    """(TPOT, TTFT) SLO of a request in seconds; inf where none was given that makes sense."""
     given = custom_params if isinstance(custom_params, dict) else {}
-    tpot, ttft = (given.get(name) for name in SLO_FIELDS)
-    return (
-        math.inf if tpot is None else float(tpot) / 1e3,
-        math.inf if ttft is None else float(ttft) / 1e3,
+    tpot, ttft = (
+        given[name] / 1e3 if given.get(name) in MILLISECONDS else math.inf for name in SLO_FIELDS
     )
+    return tpot, ttft
 
 
 def check_slos(sampling_params: Any) -> None:
-    """Check the SLOs of one request, or of a batch of them.
+    """Check the SLOs of one request, or of a batch of them, and what else is beside them.
 
     Raises:
-        ValueError: a value is not a positive number of milliseconds.
+        ValueError: a value is not a positive number of milliseconds; `custom_params` is nested so
+            deeply that it cannot be sent to the scheduler.
     """
     for params in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
         custom = params.get("custom_params") if isinstance(params, dict) else None
+        if not isinstance(custom, dict):
+            continue
+        check_depth(custom, "custom_params")
         for name in SLO_FIELDS:
-            value = custom.get(name) if isinstance(custom, dict) else None
-            if value is not None and not _is_slo(value):
+            value = custom.get(name)
+            if value is not None and value not in MILLISECONDS:
                 raise ValueError(
-                    f"{name}: {value!r} is not a number of milliseconds; give one above 0 and at "
-                    f"most {MAX_SLO_MS:g}, or leave it out"
+                    f"{name}: {shown(value)} is not a number of milliseconds; give "
+                    f"{MILLISECONDS}, or leave it out"
                 )
 
 
-def _is_slo(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and 0 < value <= MAX_SLO_MS
-    )
-
-
 class SloFields:
-    """ASGI middleware: moves the SLO fields of a request's body into `custom_params`."""
+    """ASGI middleware: moves the SLO fields of a request's body into `custom_params`.
+
+    What is wrong with a body besides them is left to SGLang.
+    """
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in _PATHS:
+        if scope["type"] != "http" or (path := _route(scope)) not in _PATHS:
             await self._app(scope, receive, send)
             return
         body = await _read_body(receive)
         if b"_slo_ms" in body:
-            body = _moved(body, native=scope["path"] == "/generate")
+            try:
+                body = _moved(body, native=path == "/generate")
+            except ValueError as error:
+                await _refuse(send, str(error))
+                return
             length = str(len(body)).encode()
             headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
             scope = {**scope, "headers": [*headers, (b"content-length", length)]}
         await self._app(scope, _replay(body, receive), send)
+
+
+def _route(scope: Message) -> str:
+    """The path below `--fastapi-root-path`. A proxy strips that path from what it passes on;
+    uvicorn puts it before what it gets, other servers do not. Starlette's routes do likewise."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    below = path.removeprefix(root)
+    return below if below.startswith("/") else path
+
+
+async def _refuse(send: Send, message: str) -> None:
+    """Answer 400, in the form of SGLang's own answers."""
+    error = {
+        "object": "error",
+        "message": message,
+        "type": "BadRequest",
+        "param": None,
+        "code": 400,
+    }
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(error).encode()})
 
 
 async def _read_body(receive: Receive) -> bytes:
@@ -100,9 +126,15 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _moved(body: bytes, native: bool) -> bytes:
-    """The body with its SLO fields in `custom_params`; as it was where it is no JSON object."""
+    """The body with its SLO fields in `custom_params`; as it was where it is no JSON object.
+
+    Raises:
+        ValueError: it has SLO fields, and there is no place for them.
+    """
     try:
         values = json.loads(body)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
     except ValueError:
         return body
     if not isinstance(values, dict):
@@ -110,12 +142,30 @@ def _moved(body: bytes, native: bool) -> bytes:
     slos = {name: values.pop(name) for name in SLO_FIELDS if name in values}
     if not slos:
         return body
-    if native:
-        params = values.setdefault("sampling_params", {})
-        holders = params if isinstance(params, list) else [params]
-    else:
-        holders = [values]
-    for holder in holders:
-        if isinstance(holder, dict):  # if not, SGLang will say so
-            holder["custom_params"] = (holder.get("custom_params") or {}) | slos
-    return json.dumps(values).encode()
+    for holder in _holders(values) if native else [values]:
+        _put(slos, holder)
+    try:
+        return json.dumps(values).encode()
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
+def _holders(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sampling parameters of a native request, or of each in a batch."""
+    if values.get("sampling_params") is None:
+        values["sampling_params"] = {}
+    params = values["sampling_params"]
+    if params == []:
+        raise ValueError("sampling_params: an empty list; give an object for each request")
+    holders = params if isinstance(params, list) else [params]
+    return [holder for holder in holders if isinstance(holder, dict)]  # SGLang refuses the others
+
+
+def _put(slos: dict[str, Any], holder: dict[str, Any]) -> None:
+    custom = holder.get("custom_params")
+    if not isinstance(custom, dict | None):
+        raise ValueError(
+            f"custom_params: {shown(custom)} is not an object, and {' and '.join(slos)} would go "
+            "there; give an object, or leave it out"
+        )
+    holder["custom_params"] = (custom or {}) | slos

@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ellm_sgl.config import ConfigError
 from ellm_sgl.control import Arrival, ControlLoop, RequestBook, ServerLimits, StepLog
 from ellm_sgl.control.book import slots_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
 from ellm_sgl.modes import policy_of
-from ellm_sgl.policies import Policy
+from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.calibration import calibrate, model_shape
 from ellm_sgl.sglang.deciding import Deciding
@@ -29,8 +35,30 @@ _MODELS: dict[str, type[PaperLatencyModel] | type[RooflineLatencyModel]] = {
 }
 
 
+def end_in_a_sentence(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Around `Scheduler.__init__`: a `ConfigError` ends the server with its sentence.
+
+    SGLang ends it as well, but with the stack. Where the scheduler is no process of its own, the
+    error is the caller's.
+    """
+    try:
+        original(*args, **kwargs)
+    except ConfigError as error:
+        server = multiprocessing.parent_process()
+        if server is None:
+            raise
+        print(f"ellm-sgl: error: {error}", file=sys.stderr, flush=True)
+        if server.is_alive():
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGQUIT)  # as SGLang does: it ends all its processes
+        sys.exit(2)
+
+
 def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """After `Scheduler.__init__`: measure the machine, build the policy, ask it once."""
+    """After `Scheduler.__init__`: measure the machine, build the policy, ask it once.
+
+    Only rank 0's policy is asked; on the others SGLang's way stands in its place.
+    """
     ours = runtime.current()
     settings = ours.config
     shape = model_shape(scheduler.model_config, scheduler.ps.tp_size)
@@ -45,7 +73,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         transient_tokens=ours.elastic.transient_tokens,
     )
     loop = ControlLoop(
-        policy_of(settings),
+        policy_of(settings) if scheduler.ps.tp_rank == 0 else Stock(),
         settings.policy_budget_ms / 1e3,
         StepLog(model),
         limits,
@@ -59,8 +87,10 @@ def switch_policy(name: str, policy: Policy) -> None:
     """Ask `policy` from the next iteration on."""
     ours = runtime.current()
     assert ours.deciding is not None
-    ours.deciding.loop.switch(policy)
-    warm_up(ours.deciding.loop)
+    ours.deciding.settled = False
+    if ours.deciding.asks:
+        ours.deciding.loop.switch(policy)
+        warm_up(ours.deciding.loop)
     ours.policy_name = name
 
 

@@ -1,17 +1,24 @@
-"""eLLM's state, reported and adjusted through SGLang's own channel between processes."""
+"""eLLM's state, reported and adjusted through SGLang's own channel between processes.
+
+All of this runs on the scheduler's thread, between two steps: what is asked for often is cheap, and
+what takes longer (`integrity`) is done only when it is asked for.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ellm_sgl.config import RECOMPUTE, ConfigError
-from ellm_sgl.kv import IntegrityError
+from ellm_sgl.control.asking import FIRST_ANSWER_S
+from ellm_sgl.kv import IntegrityError, PageTable
 from ellm_sgl.latency import PaperLatencyModel
 from ellm_sgl.policies.registry import create
+from ellm_sgl.ranges import SHARE, Range, shown
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.http import CONTROL
 from ellm_sgl.sglang.starting import switch_policy
@@ -19,6 +26,8 @@ from ellm_sgl.sglang.starting import switch_policy
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import SetInternalStateReq
     from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 RATIO = "ellm_ratio"
 DEVICE_TOKENS = "ellm_device_kv_tokens"
@@ -35,10 +44,6 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     ours = runtime.current()
     statistics = ours.table.statistics()
     totals = ours.elastic.totals
-    lengths = [
-        (ours.table.length_of(s), ours.table.uncached_tokens(s)) for s in ours.table.sequence_ids
-    ]
-    cached = [1 - uncached / length for length, uncached in lengths]
     return {
         "enabled": True,
         "mode": ours.config.mode,
@@ -50,7 +55,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "device_units_free": statistics.units_free,
         "running": len(scheduler.running_batch.reqs),
         "waiting": len(scheduler.waiting_queue),
-        "cached_ratio_mean": sum(cached) / len(cached) if cached else 1.0,
+        "cached_ratio_mean": statistics.cached_ratio_mean,
         "uncached_tokens": statistics.uncached_tokens,
         "recomputed_tokens_total": totals.recomputed_tokens,
         "evicted_units_total": totals.evicted_units,
@@ -67,7 +72,6 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "retractions_total": totals.retractions,
         "sat_out_total": totals.sat_out,
         "page_table_ms_total": totals.page_table_s * 1e3,
-        "integrity": _integrity_of_all(scheduler),
         "pool": dataclasses.asdict(statistics),
     }
 
@@ -105,29 +109,32 @@ def _steps() -> list[dict[str, Any]]:
     ]
 
 
-def _integrity() -> str:
-    try:
-        runtime.current().table.check_integrity()
-    except IntegrityError as error:
-        return str(error)
-    return "ok"
+def integrity(scheduler: Scheduler) -> str:
+    """ "ok", or what is wrong with this rank's page table or, with tensor parallelism, another's.
 
-
-def _integrity_of_all(scheduler: Scheduler) -> str:
-    """Of this rank's page table and, with tensor parallelism, of the others'. These must not only
-    be consistent but alike: each rank holds its heads of the same blocks. All ranks answer a
-    request for the state, so all get here."""
-    mine = (_integrity(), dataclasses.asdict(runtime.current().table.statistics()))
+    The tables must not only be consistent but alike: each rank holds its heads of the same blocks.
+    Takes time in proportion to the pool, 80 ms with a million tokens; and all ranks must call it.
+    """
+    table = runtime.current().table
+    mine = (_contradiction(table), dataclasses.asdict(table.statistics()))
     count = scheduler.ps.tp_size
     if count == 1:
         return mine[0]
     ranks: list[Any] = [None] * count
     torch.distributed.all_gather_object(ranks, mine, group=scheduler.tp_group.cpu_group)
-    for rank, (integrity, statistics) in enumerate(ranks):
-        if integrity != "ok":
-            return f"rank {rank}: {integrity}"
+    for rank, (found, statistics) in enumerate(ranks):
+        if found != "ok":
+            return f"rank {rank}: {found}"
         if statistics != ranks[0][1]:
             return f"rank {rank} has {statistics}, rank 0 has {ranks[0][1]}"
+    return "ok"
+
+
+def _contradiction(table: PageTable) -> str:
+    try:
+        table.check_integrity()
+    except IntegrityError as error:
+        return str(error)
     return "ok"
 
 
@@ -139,7 +146,7 @@ def control(original: Callable[..., Any], scheduler: Scheduler, request: Any) ->
     if not request.method.startswith(CONTROL):
         return original(scheduler, request)
     try:
-        response = _CONTROLS[request.method.removeprefix(CONTROL)](request.body)
+        response = _CONTROLS[request.method.removeprefix(CONTROL)](scheduler, request.body)
         answer = DumperControlReqOutput(success=True, response=response)
     except ConfigError as error:
         answer = DumperControlReqOutput(success=False, response=[], error=str(error))
@@ -156,15 +163,26 @@ def _refuse_in_a_baseline(what: str) -> None:
         )
 
 
-def _switch(body: dict[str, Any]) -> list[dict[str, Any]]:
+def _state(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """`describe`; and, if `body` asks for it, with the entry "integrity"."""
+    if not body["integrity"]:
+        return [describe(scheduler)]
+    return [describe(scheduler) | {"integrity": integrity(scheduler)}]
+
+
+def _switch(_: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
     _refuse_in_a_baseline("the policy")
-    policy = create(body["name"], body["options"])
-    switch_policy(body["name"], policy)
+    deciding = runtime.current().deciding
+    assert deciding is not None
+    deciding.settled = False  # on every rank alike, whether rank 0 can make the policy or not
+    if deciding.asks:
+        switch_policy(body["name"], create(body["name"], body["options"], FIRST_ANSWER_S))
     return []
 
 
-_CONTROLS: dict[str, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {
-    "steps": lambda _: _steps(),
+_CONTROLS: dict[str, Callable[[Scheduler, dict[str, Any]], list[dict[str, Any]]]] = {
+    "state": _state,
+    "steps": lambda *_: _steps(),
     "policy": _switch,
 }
 
@@ -173,14 +191,16 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
     """Around `Scheduler.set_internal_state`: take our keys, leave SGLang the others.
 
     `ellm_ratio`: the fixed-ratio policy with this ratio. `ellm_device_kv_tokens`: use only so
-    much of the device pool from now on.
+    much of the device pool from now on. SGLang's answer has no place for why one is refused: the
+    log tells.
     """
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     theirs = {k: v for k, v in request.server_args.items() if k not in (RATIO, DEVICE_TOKENS)}
     try:
         apply = _prepare(request.server_args)
-    except ValueError:
+    except ConfigError as error:
+        logger.warning("set_internal_state refused, nothing has changed: %s", error)
         return SetInternalStateReqOutput(updated=False)
     if theirs:
         request.server_args = theirs
@@ -195,20 +215,22 @@ def _prepare(values: dict[str, Any]) -> Callable[[], None]:
     """Check all values, and return what applies them.
 
     Raises:
-        ValueError: one of them makes no sense; none is applied.
+        ConfigError: one of them makes no sense; none is applied.
     """
     ours = runtime.current()
+    policy, limit = None, ours.table.unit_limit
     if RATIO in values:
         _refuse_in_a_baseline(RATIO)
-    if DEVICE_TOKENS in values and ours.config.mode == RECOMPUTE:
-        raise ConfigError(f"{DEVICE_TOKENS}: mode {RECOMPUTE} leaves memory to SGLang")
-    options = {"ratio": float(values[RATIO])} if RATIO in values else {}
-    policy = create("fixed-ratio", options) if options else None
-    limit = ours.table.unit_limit
+        _check(RATIO, values[RATIO], SHARE, "the share of each request's tokens to leave uncached")
+        policy = create("fixed-ratio", {"ratio": values[RATIO]})
     if DEVICE_TOKENS in values:
-        shape = ours.table.shape
-        limit = int(values[DEVICE_TOKENS]) // shape.block_tokens * shape.num_groups
-        ours.table.check_unit_limit(limit)
+        if ours.config.mode == RECOMPUTE:
+            raise ConfigError(f"{DEVICE_TOKENS}: mode {RECOMPUTE} leaves memory to SGLang")
+        tokens, shape = values[DEVICE_TOKENS], ours.table.shape
+        blocks = ours.table.num_units // shape.num_groups
+        allowed = Range(shape.block_tokens, (blocks + 1) * shape.block_tokens, high_open=True)
+        _check(DEVICE_TOKENS, tokens, allowed, "the tokens of KV that the device may hold")
+        limit = int(tokens // shape.block_tokens) * shape.num_groups
 
     def apply() -> None:
         if policy is not None:
@@ -216,3 +238,8 @@ def _prepare(values: dict[str, Any]) -> Callable[[], None]:
         ours.table.limit_units(limit)
 
     return apply
+
+
+def _check(name: str, value: object, allowed: Range, what: str) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} {shown(value)}: give {what}, {allowed}")

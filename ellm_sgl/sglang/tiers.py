@@ -8,6 +8,7 @@ from typing import Any
 
 from ellm_sgl.config import DEVICE, MIXED, ConfigError, EllmConfig
 from ellm_sgl.forward import AnyStreamer, DeviceStreamer, HiddenStates, NativeStreamer, Streamer
+from ellm_sgl.host_file import file_of
 from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.kv import HiddenPool, KVPool, PoolShape
@@ -34,7 +35,7 @@ def hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> 
             "only so far (replayed CUDA graphs run no hooks); give kv"
         )
     if settings.host_keeps != MIXED:
-        return _groups_given(settings, shape)
+        return groups_given(settings, shape)
     groups = _balanced_groups(settings, shape, configurator)
     logger.info(
         "eLLM hidden states: of %d of %d layer groups, which balances link and processor%s",
@@ -53,7 +54,7 @@ def _balanced_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) 
     return round(layers / shape.layer_group)
 
 
-def _groups_given(settings: EllmConfig, shape: PoolShape) -> int:
+def groups_given(settings: EllmConfig, shape: PoolShape) -> int:
     if settings.host_keeps == "hidden":
         return shape.num_groups
     return -(-int(settings.host_keeps) // shape.layer_group)
@@ -66,14 +67,13 @@ def make_hidden_pool(
 
     Args:
         groups: of which they are kept.
+
+    Raises:
+        ConfigError: their file cannot be had.
     """
     model = configurator.model_config
-    on_device = settings.hidden_on == DEVICE
-    file = None
-    if settings.host_path is not None and not on_device:
-        path = Path(settings.host_path)
-        file = path.with_name(path.name + ".hidden")
-    device = configurator.device if on_device else "cpu"
+    file = _file(settings, hidden=True) if settings.hidden_in_file else None
+    device = configurator.device if settings.hidden_on == DEVICE else "cpu"
     slots = settings.host_kv_tokens // shape.block_tokens
     pool = HiddenPool(shape, groups, slots, model.hidden_size, model.dtype, device, file)
     logger.info(
@@ -81,6 +81,15 @@ def make_hidden_pool(
         groups, shape.num_groups, pool.nbytes / 1e6, settings.hidden_on,
     )  # fmt: skip
     return pool
+
+
+def _file(settings: EllmConfig, hidden: bool = False) -> Path | None:
+    """Of this process; None where the host tier is in memory."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if settings.host_path is None:
+        return None
+    return file_of(settings.host_path, get_parallel().tp_rank, get_parallel().tp_size, hidden)
 
 
 def device_units(
@@ -137,7 +146,7 @@ def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
         shape, model.get_num_kv_heads(tp_size), model.head_dim, model.dtype
     )
     hidden = model.hidden_size * model.dtype.itemsize
-    groups = _groups_given(settings, shape)
+    groups = groups_given(settings, shape)
     whole_blocks = tokens // shape.block_tokens * shape.block_tokens
     device_units(settings, shape, whole_blocks, groups, hidden, unit)
 
@@ -152,7 +161,7 @@ def make_streamer(
         pool: the device's.
 
     Raises:
-        ConfigError: a setting that CUDA devices lack so far.
+        ConfigError: a setting that CUDA devices lack so far, a file that cannot be had.
     """
     shape, device = pool.shape, pool.buffer.device
     if shape.num_groups <= SLOTS:
@@ -162,7 +171,7 @@ def make_streamer(
             shape.layer_group, shape.num_groups, SLOTS,
         )  # fmt: skip
     heads, head_dim = pool.buffer.shape[-2:]
-    path = None if settings.host_path is None else Path(settings.host_path)
+    path = _file(settings)
     on_cpu = device.type == "cpu"
     host = KVPool(shape, host_units, heads, head_dim, pool.buffer.dtype, "cpu", path, not on_cpu)
     if not on_cpu:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.validate.results import MEASURES
+from ellm_sgl.ranges import Range
 
 COMMANDS = (
     "ellm-sgl compare",
@@ -20,6 +21,8 @@ COMMANDS = (
     "python -m ellm_sgl.eval.fusion",
 )
 """Those whose `--json` is understood."""
+_FIGURES = Range(0, 10**12)
+_OTHER_SHAPES = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 VALIDATED = ("latency_model", *MEASURES)
 """Figures that `eval.validate` has errors of."""
 
@@ -83,7 +86,7 @@ def read_measured(paths: Sequence[Path]) -> Measured:
     for path in paths:
         try:
             found = _with(found, json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        except (OSError, RecursionError, *_OTHER_SHAPES) as error:
             raise ConfigError(
                 f"{path}: not the JSON of {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}: {error!r}"
             ) from None
@@ -99,19 +102,23 @@ def _with(found: Measured, document: Any) -> Measured:
             return replace(found, gains=found.gains + tuple(_gain(model, r) for r in ratios))
         case {"goodput": {"ellm": ours, "stock": theirs}}:
             pairs = zip(ours["by_seed"], theirs["by_seed"], strict=True)
-            return replace(found, goodput_gains=tuple(a / b for a, b in pairs if b))
+            gains = tuple(_figure(a) / _figure(b) for a, b in pairs if b)
+            return replace(found, goodput_gains=gains)
         case {"server": servers, "table": table}:
-            shares = {s["layer_group"]: s["page_table_share"] for s in servers if s["ratio"]}
-            wasted = {t["layer_group"]: t["fragmentation"] for t in table}
+            shares = {
+                s["layer_group"]: _figure(s["page_table_share"]) for s in servers if s["ratio"]
+            }
+            wasted = {t["layer_group"]: _figure(t["fragmentation"]) for t in table}
             return replace(found, table_shares=shares, fragmentation=wasted)
         case [{"separate_ms": _}, *_]:
             loads = {f"{c['requests']} x {c['prompt_tokens']} tokens": c for c in document}
-            return replace(found, fused={load: 1 / c["ratio"] for load, c in loads.items()})
+            fused = {load: 1 / _figure(c["ratio"]) for load, c in loads.items()}
+            return replace(found, fused=fused)
     raise ValueError("its keys are none of theirs")
 
 
 def _validated(model: dict[str, Any]) -> tuple[str, Validated]:
-    errors = {name: float(model["mape"][name]) for name in VALIDATED}
+    errors = {name: _figure(model["mape"][name]) for name in VALIDATED}
     return model["model_path"], Validated(len(model["configurations"]), errors)
 
 
@@ -120,9 +127,15 @@ def _gain(model: str, ratios: dict[str, Any]) -> Gain:
     return Gain(
         load=f"{model}, {cell['factor']:g} x memory, output lengths {cell['outputs']}",
         best=ratios["best"],
-        tokens_per_s=float(ratios["of_best"]),
-        ttft=1 / float(ratios["ttft_mean_of_best"]),
+        tokens_per_s=_figure(ratios["of_best"]),
+        ttft=1 / _figure(ratios["ttft_mean_of_best"]),
     )
+
+
+def _figure(value: Any) -> float:
+    """One that is used; files may hold nan where nothing was measured, which is for no table."""
+    _FIGURES.check("a figure", value)
+    return float(value)
 
 
 def median(values: Sequence[float]) -> float | None:

@@ -104,11 +104,13 @@ class Elastic(Mode):
         if chunk.begin == 0:
             self.elastic.place(blocks)
             table.map(chunk.request, blocks, chunk.end)
+            table.note_computed([chunk.request], [chunk.end])
             return Span()
         self.elastic.place(blocks)
         before = table.blocks_of(chunk.request)
         missing = np.count_nonzero(table.lacks_units(before))
         table.extend(chunk.request, chunk.end, blocks)
+        table.note_computed([chunk.request], [chunk.end - chunk.begin])
         return Span.of(np.array([missing * table.shape.block_tokens]))
 
     def grow(self, ids: IntArray, steps: int) -> Grown:
@@ -120,6 +122,7 @@ class Elastic(Mode):
         self.elastic.make_room_for_step(len(blocks) * self.table.shape.num_groups, requests)
         self.elastic.place(blocks)
         self.extend(ids, steps, blocks, counts)
+        self.table.note_computed(requests, [steps] * len(requests))
         before = missing_tokens(self.table, ids)
         self.elastic.totals.recomputed_tokens += int(before.sum()) * steps
         if not self.elastic.restore(requests, self.table.missing_blocks(requests)):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.latency import HardwareProfile, ModelShape
+from ellm_sgl.ranges import Range, read_json, shown
 
 MEMORY_SHARE = 0.9
 """Share of device memory for weights and KV, as SGLang's --mem-fraction-static."""
@@ -18,6 +19,9 @@ COMPUTE_SHARE, BANDWIDTH_SHARE, ATTENTION_SHARE = 0.7, 0.85, 0.5
 """What presets take as sustained of the data sheet's FLOPs and bandwidths (DESIGN §5)."""
 ALL_REDUCE_S = 2e-5
 """Time of one all-reduce of a decode step's rows over NVLink; two per layer."""
+
+_SIZES, _TIMES = Range(1, 10**24), Range(0, 60)
+_COUNTS = Range(1, 10**8, whole=True)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,13 @@ class Device:
     step_overhead_s: float = 1e-3
     """Time of a step that neither memory nor arithmetic explain: scheduling, launches."""
     row_overhead_s: float = 5e-6
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which names the field, where a number is out of range."""
+        for name in ("memory_bytes", "flops", "bytes_per_s", "link_bytes_per_s"):
+            _SIZES.check(name, getattr(self, name))
+        for name in ("link_latency_s", "step_overhead_s", "row_overhead_s"):
+            _TIMES.check(name, getattr(self, name))
 
     def profile(self, shape: ModelShape, ranks: int) -> HardwareProfile:
         """What one of `ranks` such devices sustains."""
@@ -160,37 +171,47 @@ def read_model(path: Path) -> ModelShape:
     """The model that a Hugging Face `config.json` describes.
 
     Raises:
-        ConfigError: it cannot be read, or lacks something.
+        ConfigError: it cannot be read, lacks something, or has a count that makes no sense.
     """
     config = _read_json(path)
-    config = config.get("text_config", config)
-    try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        experts = config.get("num_local_experts") or config.get("num_experts") or 1
-        width = config.get("moe_intermediate_size") if experts > 1 else None
-        element = 4 if config.get("torch_dtype", config.get("dtype")) == "float32" else 2
-        return ModelShape(
-            layers=int(config["num_hidden_layers"]),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=int(width or config["intermediate_size"]),
-            vocabulary=int(config["vocab_size"]),
-            experts=int(experts),
-            experts_per_token=int(config.get("num_experts_per_tok") or 1),
-            weight_bytes=element,
-            kv_bytes=element,
-        )
-    except KeyError as error:
-        raise ConfigError(f"{path} has no {error}; it is no decoder's config.json") from None
+    inner = config.get("text_config")
+    count = partial(_count, path, inner if isinstance(inner, dict) else config)
+    heads, hidden = count("num_attention_heads"), count("hidden_size")
+    experts = count("num_local_experts", "num_experts", default=1)
+    width = ("moe_intermediate_size",) if experts > 1 else ()
+    element = 4 if config.get("torch_dtype", config.get("dtype")) == "float32" else 2
+    return ModelShape(
+        layers=count("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=count("num_key_value_heads", default=heads),
+        head_dim=count("head_dim", default=max(hidden // heads, 1)),
+        intermediate=count(*width, "intermediate_size"),
+        vocabulary=count("vocab_size"),
+        experts=experts,
+        experts_per_token=count("num_experts_per_tok", default=1),
+        weight_bytes=element,
+        kv_bytes=element,
+    )
+
+
+def _count(path: Path, config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The first of these that a configuration has; some write null or 0 for none."""
+    for name in names:
+        if value := config.get(name):
+            if value not in _COUNTS:
+                raise ConfigError(f"{path}: {name} is {shown(value)}; give {_COUNTS}")
+            return int(value)
+    if default is None:
+        raise ConfigError(f"{path} has no {names[-1]!r}; it is no decoder's config.json")
+    return default
 
 
 def read_device(path: Path) -> Device:
     """A device from a JSON object with the fields of `Device`.
 
     Raises:
-        ConfigError: it cannot be read, or has other fields.
+        ConfigError: it cannot be read, has other fields, or numbers that make no sense.
     """
     values = _read_json(path)
     try:
@@ -198,12 +219,14 @@ def read_device(path: Path) -> Device:
     except TypeError as error:
         names = ", ".join(f.name for f in dataclasses.fields(Device))
         raise ConfigError(f"{path}: {error}; the fields are {names}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        values = read_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: not a JSON object")

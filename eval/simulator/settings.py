@@ -32,10 +32,15 @@ from ellm_sgl.latency import (
     StepWork,
 )
 from ellm_sgl.policies.registry import create
+from ellm_sgl.ranges import TOKENS, Range, shown
 
 MODES = ("ellm", "recompute", "swap", "hcache")
 LEAST_TRANSIENT = 16_384
 """SGLang's --max-prefill-tokens: a step may always recompute so many tokens."""
+FACTOR = Range(0, 10**6, low_open=True)
+MODEL_ERROR = Range(-1, 10**6, low_open=True)
+MOST_UNITS = 2 * 10**8
+"""Of a page table: it takes some 12 bytes of this machine's memory for each."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,12 @@ class Settings:
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r}: give one of {', '.join(known)}")
         for name in ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)}: give a number from 1 up")
+            if getattr(self, name) not in TOKENS:
+                raise ConfigError(f"{name} {shown(getattr(self, name))}: give {TOKENS}")
+        if self.conservativeness not in FACTOR:
+            raise ConfigError(f"conservativeness {self.conservativeness}: give {FACTOR}")
+        if not self.tpot_slo_s > 0:
+            raise ConfigError(f"tpot_slo_s {self.tpot_slo_s}: give seconds above 0, or none")
         if self.chunk_tokens < self.block_tokens:
             raise ConfigError(f"chunk_tokens {self.chunk_tokens}: less than one block")
         if not all(0 < factor < math.inf for factor in self.unevenness):
@@ -101,8 +110,8 @@ class Settings:
             raise ConfigError(f"unevenness: the model {self.latency_model} does not learn")
         if (self.calibrated or self.experience) and not self.unevenness:
             raise ConfigError("calibrated, experience: only a model that meets unevenness learns")
-        if not self.model_error > -1:
-            raise ConfigError(f"model_error {self.model_error}: must be above -1")
+        if self.model_error not in MODEL_ERROR:
+            raise ConfigError(f"model_error {self.model_error}: give {MODEL_ERROR}")
 
 
 def policy_model(machine: Machine, settings: Settings) -> LatencyModel:
@@ -140,7 +149,7 @@ def build_mode(
     """Page table, memory and control loop of a server.
 
     Raises:
-        ConfigError: as `registry.create`.
+        ConfigError: as `registry.create`; the page table would be empty, or too large.
     """
     shape, block = machine.shape, settings.block_tokens
     elastic = settings.mode == "ellm"
@@ -156,6 +165,7 @@ def build_mode(
             "swap": partial(fetch_seconds, shape, machine.profile),
             "hcache": partial(hcache_seconds, shape, machine.profile),
         }[settings.mode]
+        _check_size(machine, pool, device_blocks)
         table = PageTable(pool, device_blocks, units)
         return WholeRequests(table, load, progress, fetch)
     longest = int((load.prompt_tokens + load.output_tokens).max(initial=1))
@@ -164,6 +174,7 @@ def build_mode(
         machine.kv_tokens + transient + settings.max_running * block,
         4 * machine.kv_tokens + 2 * longest,
     )
+    _check_size(machine, pool, -(-logical // block))
     host = 0 if settings.restore == "recompute" else machine.host_tokens
     host_blocks = -(-logical // block) if host is None else host // block
     table = PageTable(pool, -(-logical // block), units, host_blocks * pool.num_groups)
@@ -175,6 +186,15 @@ def build_mode(
         ServerLimits(shape, known, settings.max_running, settings.tpot_slo_s, transient),
     )
     return Elastic(table, load, progress, loop, transient)
+
+
+def _check_size(machine: Machine, pool: PoolShape, blocks: int) -> None:
+    units = blocks * pool.num_groups
+    if units > MOST_UNITS:
+        raise ConfigError(
+            f"{machine.name}: {machine.kv_tokens:,} KV tokens lead to a page table of {units:,} "
+            f"units, more than {MOST_UNITS:,}; give fewer --kv-tokens"
+        )
 
 
 def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from ellm_sgl.click_types import ROUNDS
 from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.validate.configurations import CONFIGURATIONS
 from ellm_sgl.eval.validate.measure import validate
@@ -33,10 +34,14 @@ from ellm_sgl.serve.process import DEMO_MODEL, ServerError
     default=(DEMO_MODEL,),
     help="May be given several times.",
 )
-@click.option("--only", type=click.IntRange(1), help="The first so many configurations of each.")
+@click.option(
+    "--only",
+    type=click.IntRange(1, len(CONFIGURATIONS)),
+    help="The first so many configurations of each.",
+)
 @click.option(
     "--rounds",
-    type=click.IntRange(1),
+    type=ROUNDS,
     default=1,
     show_default=True,
     help="Replays of each; from two on, how far one is from another is told.",

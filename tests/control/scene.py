@@ -52,6 +52,7 @@ class Scene:
         self.table.place(own)
         blocks = [*prefix, *own.tolist()]
         self.table.map(seq_id, blocks, tokens)
+        self.table.note_computed([seq_id], [tokens])
         return blocks
 
     def apply_targets(self, seq_ids: Sequence[int]) -> None:

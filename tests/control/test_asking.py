@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ellm_sgl.control import asking as asking_module
 from ellm_sgl.control.asking import Answer, SafePolicy
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Batch, FixedRatio, Policy, Ratios, Stock, SystemState, Threads
@@ -175,6 +180,129 @@ def test_warming_up_is_not_counted_and_swallows_failures() -> None:
     with asking(Scripted(batch=raising(RuntimeError("no")))) as safe:
         safe.warm_up(STATE)
     assert safe.asked == 0 and not safe.failures
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first answer has so little time that tests need not wait for long."""
+    monkeypatch.setattr(asking_module, "FIRST_ANSWER_S", 0.05)
+
+
+def hanging(release: threading.Event) -> Callable[[], Batch]:
+    def script() -> Batch:
+        release.wait(LONG_S)
+        return Batch(join=())
+
+    return script
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_policy_that_hangs_at_first_is_late_until_it_has_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+    policy = Scripted(batch=hanging(release), ratio=lambda: Ratios(np.zeros(2), np.empty(0)))
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING), asking(policy) as safe:
+        safe.warm_up(STATE)
+        assert time.monotonic() - began < LONG_S / 2
+        assert safe.failures == {"late": 1}
+        (said,) = caplog.messages
+        assert "Scripted has not answered its first question after 0.05 s" in said
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 2}
+        release.set()
+        assert safe._pending is not None
+        safe._pending.result(LONG_S)
+        assert safe.answer(STATE).batch.join == ()
+        assert safe.failures == {"late": 2} and len(caplog.messages) == 1
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_promise_that_is_never_given_is_none_and_nothing_else_is_asked_meanwhile() -> None:
+    release = threading.Event()
+
+    class Silent(Scripted):
+        def keeps_what_fits(self) -> bool:
+            return release.wait(LONG_S)
+
+    policy = Silent()
+    with asking(policy) as safe:
+        assert not safe.keeps_what_fits
+        safe.warm_up(STATE)
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 2} and not policy.plans
+        release.set()
+        assert safe._pending is not None
+        safe._pending.result(LONG_S)
+        assert safe.answer(STATE).ratios.running.tolist() == [0.25, 0.25]
+        assert not safe.keeps_what_fits
+
+
+def test_a_policy_of_this_package_has_all_the_time_it_wants_for_its_first_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asking_module, "FIRST_ANSWER_S", 0.0)
+    threads: list[int] = []
+
+    def slow(*_: object) -> Batch:
+        threads.append(threading.get_ident())
+        time.sleep(0.02)
+        return Batch(join=())
+
+    monkeypatch.setattr(FixedRatio, "batch", slow)
+    with asking(FixedRatio(0.25)) as safe:
+        safe.warm_up(STATE)
+    assert threads == [threading.get_ident()] and not safe.failures
+
+
+def test_a_policy_that_tries_to_end_the_process_raised_an_exception() -> None:
+    with asking(Scripted(batch=lambda: sys.exit("enough"))) as safe:
+        assert is_safe(safe.answer(STATE))
+    assert safe.failures == {"exception": 1}
+
+
+def test_an_error_that_cannot_be_printed_is_counted_all_the_same() -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    with asking(Scripted(batch=raising(UnprintableError()))) as safe:
+        assert is_safe(safe.answer(STATE))
+    assert safe.failures == {"exception": 1}
+
+
+SWITCHES_AWAY = """
+import threading
+from ellm_sgl.control import asking
+from ellm_sgl.control.loop import ControlLoop, ServerLimits
+from ellm_sgl.control.steps import StepLog
+from ellm_sgl.latency import RooflineLatencyModel
+from ellm_sgl.policies import Stock
+from tests.control.test_asking import STATE, Scripted
+from tests.latency.machines import GPU, TINY
+
+asking.FIRST_ANSWER_S = 0.05
+hangs = Scripted(batch=threading.Event().wait)
+limits = ServerLimits(TINY, GPU, 8, 1.0, 4096)
+loop = ControlLoop(hangs, 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+loop.safe.warm_up(STATE)
+late = loop.safe.failures["late"]
+loop.switch(Stock())
+print(late, loop.decide(STATE).join, dict(loop.safe.failures))
+"""
+
+
+def test_nobody_waits_for_a_policy_that_hangs_when_it_is_replaced_or_at_the_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SWITCHES_AWAY],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "1 (0, 1, 2) {}\n"), done.stderr
 
 
 def test_stock_is_the_safe_answer() -> None:

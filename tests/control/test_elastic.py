@@ -288,3 +288,37 @@ def test_what_the_host_lacks_is_not_fetched_ahead() -> None:
     scene.elastic.apply_targets([1], [0.0], sitting_out=True)
     host, _ = scene.elastic.fetch_ahead([1], 0, 100)
     assert len(host) == 2 * GROUPS and scene.missing(1) == [0]
+
+
+def test_a_missing_block_that_two_share_is_fetched_ahead_once() -> None:
+    scene, _ = with_host(room=12)
+    table, elastic = scene.table, scene.elastic
+    prefix = table.allocate(2)  # the prefix tree's
+    table.place(prefix)
+    for seq_id in (1, 2):
+        scene.request(seq_id, 13, prefix.tolist())
+    assert elastic.make_room(12 * GROUPS) is False
+    assert elastic.uncached_tokens([1, 2]).tolist() == [12, 12]
+    host, device = elastic.fetch_ahead([1, 2], growth_blocks=0, most_units=100)
+    assert len(host) == 4 * GROUPS  # two shared blocks and one of each
+    assert len(set(host.tolist())) == len(host) and len(set(device.tolist())) == len(device)
+    assert table.none_units == 0
+    table.check_integrity()
+
+
+def test_a_prompt_that_no_pass_has_computed_keeps_its_blocks() -> None:
+    """A mixed step maps a prompt's blocks, then makes room for decoding, then computes both."""
+    scene, copies = with_host(room=7)
+    table, elastic = scene.table, scene.elastic
+    scene.request(1, 2 * BLOCK)
+    prompt = table.allocate(5)
+    table.place(prompt)
+    table.map(2, prompt, 5 * BLOCK)
+    assert elastic.make_room(GROUPS)
+    assert scene.missing(1) == [0] and scene.missing(2) == []
+    assert elastic.make_room(3 * GROUPS) is False  # more is not there to be had
+    table.note_computed([2], [5 * BLOCK])
+    assert elastic.make_room(3 * GROUPS)
+    assert scene.missing(2) == [0]
+    assert len(copies) == 3
+    table.check_integrity()

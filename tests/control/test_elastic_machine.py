@@ -46,6 +46,7 @@ class ElasticMachine(RuleBasedStateMachine):
         missing = (table.units[blocks] == NONE).any(axis=1)
         assert missing.tolist() == [True] * without + [False] * (len(blocks) - without)
         table.map(self.next_id, [*prefix, *blocks.tolist()], tokens)
+        table.note_computed([self.next_id], [tokens - len(prefix) * BLOCK])
         self.ratios[self.next_id] = ratio
         self.next_id += 1
 
@@ -85,6 +86,7 @@ class ElasticMachine(RuleBasedStateMachine):
         new = dict(zip(begun, blocks.tolist(), strict=True))
         last = [new[s] if s in new else table.blocks_of(s)[-1] for s in seq_ids]
         table.extend_each(seq_ids, np.array(last, np.int32))
+        table.note_computed(seq_ids, [1] * len(seq_ids))
         self._restore(seq_ids, targets)
 
     @rule(units=st.integers(0, 30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, Threads
 _ENTRY_POINTS = """[ellm_sgl.policies]
 faulty = scripted_policies:Faulty
 turns = scripted_policies:Turns
+holds = scripted_policies:Holds
 """
 
 
@@ -27,16 +29,28 @@ def install(folder: Path) -> dict[str, str]:
 
 
 class Faulty(Policy):
-    """Fails in the way that `how` names, at every second question, and keeps half otherwise."""
+    """Fails in the way that `how` names, at every second question, and keeps half otherwise.
+
+    One that hangs does so for ever, and at once: in its constructor, or when first asked.
+    """
 
     def __init__(self, how: str) -> None:
         self.how = how
         self.calls = 0
+        if how == "hang when made":
+            threading.Event().wait()
+
+    def keeps_what_fits(self) -> bool:
+        if self.how == "hang before any question":
+            threading.Event().wait()
+        return False
 
     def batch(self, state: SystemState) -> Batch:
         self.calls += 1
         fails = self.calls % 2 == 0
         everybody = tuple(range(len(state.waiting)))
+        if self.how == "hang":
+            threading.Event().wait()
         if fails and self.how == "raise":
             raise RuntimeError("out of ideas")
         if fails and self.how == "sleep":
@@ -75,6 +89,28 @@ class Turns(Policy):
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         return Ratios(np.full(len(state.running), self.r), np.full(len(batch.join), self.r))
+
+    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+        return Threads(swap_layers=0, recompute_layers=1, delta=512)
+
+
+class Holds(Policy):
+    """Requests that may have exactly `tokens` output tokens sit out every step, from the step on
+    in which `others` other requests run, without `ratio` of their KV."""
+
+    def __init__(self, tokens: int, others: int = 1, ratio: float = 0.0) -> None:
+        self.tokens, self.others, self.r = tokens, others, ratio
+
+    def batch(self, state: SystemState) -> Batch:
+        held = state.running.max_new_tokens == self.tokens
+        pause: tuple[int, ...] = ()
+        if np.count_nonzero(~held) >= self.others:
+            pause = tuple(np.flatnonzero(held).tolist())
+        return Batch(join=tuple(range(len(state.waiting))), pause=pause)
+
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        held = state.running.max_new_tokens == self.tokens
+        return Ratios(np.where(held, self.r, 0.0), np.zeros(len(batch.join)))
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
         return Threads(swap_layers=0, recompute_layers=1, delta=512)

@@ -6,18 +6,24 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from ellm_sgl.serve.process import ServerProcess
+from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 from tests.e2e.load import ask, greedy, prompts
 
 pytestmark = pytest.mark.slow
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 CONTEXT = 8192
+DEEP = '{"a": ' * 500 + "1" + "}" * 500
+
+
+def slos(**fields: Any) -> str:
+    return json.dumps({"text": "x", "tpot_slo_ms": 5} | fields)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +40,23 @@ CONTEXT = 8192
         ("/generate", json.dumps({"text": "x", "sampling_params": {"temperature": -2}})),
         ("/generate", json.dumps({"input_embeds": [[0.0] * 192], "sampling_params": {}})),
         ("/generate", json.dumps({})),
+        ("/generate", slos(sampling_params={"custom_params": "x"})),
+        ("/generate", slos(sampling_params="x")),
+        ("/generate", slos(sampling_params=[])),
+        ("/generate", slos(tpot_slo_ms=10**400)),
+        ("/generate", '{"text": "x", "tpot_slo_ms": 1e999}'),
+        ("/generate", '{"text": "x", "tpot_slo_ms": ' + "[" * 100_000),
+        ("/generate", '{"text": "x", "sampling_params": {"custom_params": ' + DEEP + "}}"),
+        ("/generate", b'{"tpot_slo_ms": 5, "text": "\xff"}'),
+        ("/v1/completions", slos(model="d", prompt="x", custom_params="x")),
+        ("/v1/completions", slos(model="d", prompt="x", custom_params=3)),
+        ("/v1/completions", json.dumps({"model": "d", "prompt": "x", "custom_params": [1]})),
+        ("/v1/chat/completions", slos(**CHAT, custom_params=[1])),
     ],
-    ids=lambda value: value[:40],
+    ids=lambda value: value[:60],
 )
 def test_bad_request_gets_a_4xx_and_disturbs_nobody(
-    server: ServerProcess, path: str, body: str
+    server: ServerProcess, path: str, body: str | bytes
 ) -> None:
     [good] = [greedy(p, 24) for p in prompts(1, 100, 100)]
     expected = ask(server.url, [good])[0]["output_ids"]
@@ -66,6 +84,46 @@ def test_bad_adjustments_are_refused(server: ServerProcess, values: dict[str, An
     assert after["device_units_total"] == before["device_units_total"]
 
 
+@pytest.mark.parametrize("field", ["ellm_device_kv_tokens", "ellm_ratio"])
+@pytest.mark.parametrize(
+    "value",
+    ["1e999", "-1e999", "NaN", "1" + "0" * 400, "1" + "0" * 30, '"inf"', '"nan"', '"-Infinity"',
+     "-5.5", "true", '"much"', "null", "[8]", "[" * 100_000],
+    ids=lambda value: value[:20],
+)  # fmt: skip
+def test_nonsense_for_set_internal_state_is_refused_and_the_server_goes_on(
+    server: ServerProcess, field: str, value: str
+) -> None:
+    """SGLang answers 400 to what is no JSON and no number, and false where eLLM refuses."""
+    before = server.state()
+    said = len(server.log.read_text())
+    body = f'{{"server_args": {{"{field}": {value}}}}}'
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(
+        f"{server.url}/set_internal_state", content=body, headers=headers, timeout=60
+    )
+    assert (answer.status_code, answer.json()) == (200, [False]) or answer.status_code == 400
+    if answer.status_code == 200:
+        assert (
+            f"set_internal_state refused, nothing has changed: {field} "
+            in (server.log.read_text()[said:])
+        )
+    after = server.state()
+    assert after["device_units_total"] == before["device_units_total"]
+    assert after["policy"] == before["policy"]
+
+
+def test_the_state_has_no_integrity_unless_it_is_asked_for(server: ServerProcess) -> None:
+    plain = httpx.get(f"{server.url}/ellm/state", timeout=60).json()
+    info = httpx.get(f"{server.url}/get_server_info", timeout=60).json()
+    assert "integrity" not in plain and "integrity" not in info["internal_states"][0]["ellm"]
+    assert plain.keys() == info["internal_states"][0]["ellm"].keys()
+    assert server.state(integrity=False).keys() == plain.keys()
+    assert server.state()["integrity"] == "ok"
+    odd = httpx.get(f"{server.url}/ellm/state", params={"integrity": "perhaps"}, timeout=60)
+    assert odd.status_code == 400
+
+
 STARTS = {
     "--ellm-ratio 1.5": "--ellm-ratio 1.5",
     "--ellm-ratio much": "much",
@@ -79,6 +137,8 @@ REFUSED = {
     # Beside those of STARTS, without a process for each.
     "--ellm-policy nonsense": "nonsense",
     "--ellm-host-path /no/such/folder/file --ellm-host-kv-tokens 512": "--ellm-host-path",
+    "--ellm-host-path /dev/null --ellm-host-kv-tokens 512": "/dev/null",
+    "--ellm-host-path /tmp/no-room --ellm-host-kv-tokens 99999999999": "bytes are needed",
     "--ellm-host-path file": "--ellm-host-kv-tokens",
     "--ellm-host-kv-tokens -1": "--ellm-host-kv-tokens -1",
     "--ellm-overlap maybe": "--ellm-overlap 'maybe'",
@@ -95,6 +155,13 @@ REFUSED = {
     "--attention-backend triton": "--attention-backend triton",
     "--tokenizer-worker-num 2": "--tokenizer-worker-num",
     "--disaggregation-mode prefill": "--disaggregation-mode",
+    "--smg-grpc-mode": "--smg-grpc-mode",
+    "--quantization fp8": "--quantization fp8: a scale for all activations",
+    "--torchao-config fp8dq-per_tensor": "--torchao-config fp8dq-per_tensor",
+    "--enable-return-routed-experts": "--enable-return-routed-experts",
+    "--enable-priority-scheduling": "add --disable-priority-preemption",
+    "--forward-hooks [{}]": "--forward-hooks",
+    "--cpu-offload-gb 1": "--cpu-offload-gb 1",
 }
 REFUSE_ALL = """
 import contextlib, io, json, sys
@@ -134,14 +201,27 @@ def test_every_combination_that_is_not_supported_is_refused_by_name() -> None:
         assert "ellm-sgl: error" in last and named in last, f"{arguments}: {last}"
 
 
-def test_model_that_is_not_supported_is_refused(tmp_path: Any) -> None:
-    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 128}
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel"),
+        (
+            json.loads((DEMO_MODEL / "config.json").read_text())
+            | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            "quantised with fp8",
+        ),
+    ],
+    ids=["architecture", "quantised"],
+)
+def test_model_that_is_not_supported_is_refused(
+    config: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "ellm_sgl.serve.cli", "serve", "--model-path", str(tmp_path)]
     command += ["--skip-tokenizer-init"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 2
-    assert "GPT2LMHeadModel" in done.stderr.strip().splitlines()[-1]
+    assert named in done.stderr.strip().splitlines()[-1]
 
 
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Any) -> None:

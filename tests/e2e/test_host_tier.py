@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
@@ -24,11 +30,18 @@ def start(host: int, *more: str) -> ServerProcess:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the host tier's file is."""
+    return tmp_path_factory.mktemp("tier")
+
+
+@pytest.fixture(scope="module")
+def small(folder: Path) -> Iterator[ServerProcess]:
     """A small device and a host tier, in a file, for all."""
-    file = tmp_path_factory.mktemp("tier") / "host"
-    with start(HOST, "--chunked-prefill-size", "256", "--ellm-host-path", str(file)) as server:
+    file = str(folder / "host")
+    with start(HOST, "--chunked-prefill-size", "256", "--ellm-host-path", file) as server:
         yield server
+    assert os.listdir(folder) == []
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +71,55 @@ def test_requests_that_outgrow_the_device_end_as_they_should(
     server: ServerProcess, small: ServerProcess, bodies: list[dict[str, object]]
 ) -> None:
     check_that_requests_outgrow(server, small, bodies)
+
+
+def mapped_files(server: ServerProcess, folder: Path) -> list[list[str]]:
+    """For each process of the server that maps any: files of this folder."""
+    found = []
+    for process in psutil.Process(server.pid).children(recursive=True):
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        names = {line.split(maxsplit=5)[5] for line in lines if f"{folder}/" in line}
+        found += [sorted(name.removeprefix(f"{folder}/") for name in names)] if names else []
+    return sorted(found)
+
+
+def test_the_file_has_no_name_while_it_serves(small: ServerProcess, folder: Path) -> None:
+    assert mapped_files(small, folder) == [["host (deleted)"]]
+    assert os.listdir(folder) == []
+
+
+def test_each_rank_has_files_of_its_own(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-layer-group", "1",
+                 "--ellm-device-kv-tokens", str(POOL), "--ellm-host-kv-tokens", "256", "--tp", "2",
+                 "--ellm-host-keeps", "2", "--ellm-host-path", str(tmp_path / "host")]  # fmt: skip
+    with ServerProcess(arguments, {**STRICT, **binding}) as server:
+        assert mapped_files(server, tmp_path) == [
+            [f"host.rank{rank} (deleted)", f"host.rank{rank}.hidden (deleted)"] for rank in range(2)
+        ]
+        assert os.listdir(tmp_path) == []
+        assert ask(server.url, [greedy([65, 66, 67], 4)])[0]["output_ids"]
+
+
+def test_a_file_that_cannot_be_had_ends_the_server_with_one_line(tmp_path: Path) -> None:
+    """What only allocating tells: there is room, but this user may not have it."""
+    file = tmp_path / "host"
+    command = [sys.executable, "-m", "ellm_sgl.serve.cli", "serve", "--ellm-host-kv-tokens",
+               str(HOST), "--ellm-host-path", str(file)]  # fmt: skip
+    limit = 1 << 24
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert done.returncode != 0
+    (line,) = [
+        line for line in done.stderr.splitlines() if "--ellm-host-path" in line and "needed" in line
+    ]
+    assert line.startswith(f"ellm-sgl: error: --ellm-host-path {file}: ")
+    assert "(File too large)" in line
+    assert "Traceback" not in done.stderr + done.stdout
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

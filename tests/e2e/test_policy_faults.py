@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from ellm_sgl.control.asking import FIRST_ANSWER_S
 from ellm_sgl.serve.process import ServerProcess
 from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
 from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
@@ -34,6 +36,10 @@ def switch(server: ServerProcess, name: str, **options: Any) -> httpx.Response:
 def post_policy(server: ServerProcess, body: Any, key: str | None = None) -> httpx.Response:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return httpx.post(f"{server.url}/ellm/policy", json=body, headers=headers, timeout=60)
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +78,45 @@ def test_a_faulty_policy_costs_its_own_steps_only(
     assert state["policy"]["name"] == "faulty"
     assert state["policy"]["fallbacks"][kind] > 0
     assert state["integrity"] == "ok"
+
+
+@pytest.mark.parametrize("how", ["hang", "hang before any question"])
+def test_a_policy_that_hangs_at_first_is_done_without_and_can_be_replaced(
+    scripted: ServerProcess, bodies: list[dict[str, Any]], expected: list[list[int]], how: str
+) -> None:
+    began = time.monotonic()
+    switch(scripted, "faulty", how=how).raise_for_status()
+    assert time.monotonic() - began < 3 * FIRST_ANSWER_S
+    assert "policy Faulty has not answered its first question after" in scripted.log.read_text()
+    assert token_ids(ask(scripted.url, bodies)) == expected
+    policy = scripted.state()["policy"]
+    assert policy["name"] == "faulty" and policy["fallbacks"].keys() == {"late"}
+    assert policy["fallbacks"]["late"] == policy["decisions"] + 1
+    began = time.monotonic()
+    switch(scripted, "stock").raise_for_status()
+    assert time.monotonic() - began < FIRST_ANSWER_S
+    assert token_ids(ask(scripted.url, bodies)) == expected
+    assert scripted.state()["policy"]["fallbacks"] == {}
+
+
+def test_a_policy_that_hangs_while_it_is_made_is_refused(
+    scripted: ServerProcess, bodies: list[dict[str, Any]], expected: list[list[int]]
+) -> None:
+    switch(scripted, "stock").raise_for_status()
+    answer = switch(scripted, "faulty", how="hang when made")
+    assert answer.status_code == 400 and "is not ready after" in answer.json()["error"]
+    assert scripted.state()["policy"]["name"] == "stock"
+    assert token_ids(ask(scripted.url, bodies)) == expected
+
+
+def test_a_server_starts_with_a_policy_that_hangs_at_first(
+    tmp_path: Path, bodies: list[dict[str, Any]], expected: list[list[int]]
+) -> None:
+    options = ["--ellm-policy", "faulty", "--ellm-policy-options", '{"how": "hang"}']
+    environment = STRICT | install(tmp_path)
+    with ServerProcess([*SERVER_ARGUMENTS, *options], environment) as server:
+        assert token_ids(ask(server.url, bodies)) == expected
+        assert server.state()["policy"]["fallbacks"].keys() == {"late"}
 
 
 @pytest.mark.parametrize("name", ["fcfs", "slo-priority"])
@@ -192,6 +237,9 @@ def test_only_an_administrator_may_switch_where_there_is_one() -> None:
         ({"name": 5}, "give"),
         ({}, "give"),
         ({"name": "stock", "option": {}}, "give"),
+        ({"name": "fcfs", "options": {"lookahead": 1e300}}, "lookahead"),
+        ({"name": "fcfs", "options": {"lookahead": True}}, "lookahead"),
+        ({"name": "fcfs", "options": {"lookahead": nested(500)}}, "nested more than 100 deep"),
     ],
 )
 def test_a_bad_switch_changes_nothing(

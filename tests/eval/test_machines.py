@@ -63,6 +63,48 @@ def test_a_device_is_read(tmp_path):
         read_device(path)
 
 
+DEVICE = {"name": "mine", "memory_bytes": 48e9, "flops": 1e14, "bytes_per_s": 1e12,
+          "link_bytes_per_s": 2e10}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [*list(DEVICE)[1:], "link_latency_s", "step_overhead_s"])
+@pytest.mark.parametrize("value", [-1, 1e300, True, "8", None, [1], {}], ids=str)
+def test_a_devices_numbers_are_in_range(tmp_path, field, value):
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(DEVICE | {field: value}))
+    with pytest.raises(ConfigError, match=f"{path}: {field} must be a number from .*, got "):
+        read_device(path)
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "1e999", "1" * 5000])
+def test_numbers_that_are_not_finite_are_refused_as_a_file_is_read(tmp_path, text):
+    path = tmp_path / "numbers.json"
+    for read, field in ((read_device, "flops"), (read_model, "vocab_size")):
+        path.write_text(f'{{"{field}": {text}}}')
+        with pytest.raises(ConfigError, match=f"{path}: cannot be read: "):
+            read(path)
+
+
+CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_key_value_heads", "head_dim",
+                                   "vocab_size", "num_experts"])  # fmt: skip
+@pytest.mark.parametrize("value", [-1, 2.5, "8", [1], {"a": 1}, 10**30, True], ids=str)
+def test_a_models_counts_are_whole_numbers(tmp_path, field, value):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | {field: value}))
+    with pytest.raises(ConfigError, match=f"{path}: {field} is .*; give a whole number from 1 up"):
+        read_model(path)
+
+
+def test_what_is_null_in_a_configuration_is_as_good_as_absent(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | {"head_dim": None, "num_experts": 0, "text_config": None}))
+    shape = read_model(path)
+    assert (shape.head_dim, shape.experts) == (CONFIG["hidden_size"] // shape.heads, 1)
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="leave no room"):
         assemble(MODELS["llama2-70b"], DEVICES["l4"], 1, "70b on l4")

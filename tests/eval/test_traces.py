@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,16 @@ def test_columns_may_stand_in_any_order_among_others(tmp_path):
             HEADER + "2023-11-16 18:15:46,1,1\n2023-11-16 18:15:45,1,1\n",
             "line 3: .* is before the line above",
         ),
+        (HEADER + "2023-11-16 18:15:46,99999999999999999999,1\n", "is '9+'; give a whole number"),
+        (HEADER + "2023-11-16 18:15:46,1," + "9" * 5000 + "\n", "GeneratedTokens is '9+"),
+        (HEADER + "2023-11-16 18:15:46,nan,1\n", "ContextTokens is 'nan'"),
+        (HEADER + "2023-11-16 18:15:46,inf,1\n", "ContextTokens is 'inf'"),
+        (HEADER + "2023-11-16 18:15:46,1e3,1\n", "ContextTokens is '1e3'"),
+        (
+            HEADER + "2023-11-16 18:15:46,1,1\n2023-11-16 18:15:47+00:00,1,1\n",
+            "line 3: .* names a time zone, or another line does",
+        ),
+        (HEADER + "2023-11-16 18:15:46," + "1" * 200_000 + ",1\n", "cannot be read: field larger"),
     ],
 )
 def test_what_is_no_trace_is_named_with_its_line(tmp_path, text, message):
@@ -81,8 +92,25 @@ def test_scaling_changes_rate_and_lengths_and_keeps_a_token():
     assert scaled.at_s.tolist() == [0, 1]
     assert scaled.prompt_tokens.tolist() == [10, 1]
     assert scaled.output_tokens.tolist() == [1, 1]
-    with pytest.raises(ValueError, match="above 0"):
-        trace.scaled(rate=0)
+
+
+@pytest.mark.parametrize("factor", [0, -1, math.nan, math.inf, 1e300, True, "2"])
+def test_factors_that_make_no_sense_are_refused(factor):
+    trace = Trace(np.array([0.0, 2.0]), np.array([100, 1]), np.array([10, 1]))
+    for name in ("rate", "lengths"):
+        with pytest.raises(ValueError, match=f"the factor of the {name} must be .* above 0"):
+            trace.scaled(**{name: factor})
+
+
+def test_arrivals_and_lengths_beyond_those_of_any_server_are_refused():
+    trace = Trace(np.array([0.0, 2.0]), np.array([100, 1]), np.array([10, 1]))
+    for rate in (1e-10, 1e-308):
+        with pytest.raises(ValueError, match=r"the last request would arrive after .* larger"):
+            trace.scaled(rate=rate)
+    with pytest.raises(ValueError, match=r"1e\+08 tokens, more than 10,000,000; .* smaller"):
+        trace.scaled(lengths=1e6)
+    with pytest.raises(ValueError, match="the last request would arrive after inf s"):
+        Trace(np.array([0.0, math.inf]), trace.prompt_tokens, trace.output_tokens).scaled()
 
 
 @pytest.mark.skipif(not AZURE.exists(), reason="the public trace is not at hand")

@@ -117,6 +117,7 @@ class Server:
             return out
 
         capture = plan_capture(self.table, [0], plan)
+        self.table.note_computed([0], [plan.new_rows])
         tokens, positions = torch.tensor(self.tokens[start:]), torch.arange(start, len(self.tokens))
         with self.streamer.running(plan.transfers), self.hidden.capturing(capture), \
              self.rows.running(plan):  # fmt: skip

@@ -20,12 +20,13 @@ def scene(blocks: int = 3, spare_units: int = 40, host_units: int = 100) -> Page
     ids = table.allocate(blocks)
     table.place(ids)
     table.map(0, ids, blocks * 4)
+    table.note_computed([0], [blocks * 4])
     return table
 
 
 def save_and_evict(table: PageTable, block: int, saved: slice = slice(None)) -> None:
     groups = np.arange(GROUPS, dtype=np.int32)[saved]
-    table.host.keep(block, groups, table.units)
+    table.keep_copies(block, groups)
     table.evict(block)
 
 
@@ -98,7 +99,7 @@ def test_every_missing_unit_is_restored_once_and_the_ring_never_collides(
         block = int(blocks[which])
         unsaved = (table.host.units[block] == NONE) & (table.units[block] != NONE)
         unsaved[:first] = False
-        table.host.keep(block, np.flatnonzero(unsaved).astype(np.int32), table.units)
+        table.keep_copies(block, np.flatnonzero(unsaved).astype(np.int32))
         table.evict(block, slice(0, last))
     lacked = table.units == NONE
     missing = Missing.of(table, [0])

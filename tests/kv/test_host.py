@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ellm_sgl.kv import NONE, IntegrityError, PageTable, Placement, PoolShape
+from ellm_sgl.kv import NONE, IntegrityError, PageTable, PoolShape
 
 SHAPE = PoolShape(num_layers=6, layer_group=2, block_tokens=4)
 BOTH = np.array([0, 1], np.int32)
@@ -16,16 +16,24 @@ BOTH = np.array([0, 1], np.int32)
 def table_with(
     host_units: int, blocks: int = 4, hidden_groups: int = 0
 ) -> tuple[PageTable, list[int]]:
-    """A table and `blocks` placed blocks of it."""
+    """A table and `blocks` placed blocks of it, computed in full."""
     table = PageTable(SHAPE, 8, blocks * 3, host_units, hidden_groups)
     ids = table.allocate(blocks)
     table.place(ids)
+    compute(table, ids.tolist())
     return table, ids.tolist()
+
+
+def compute(table: PageTable, blocks: list[int]) -> None:
+    """As the forward pass of a request that has left again."""
+    table.map(99, blocks, 4 * len(blocks))
+    table.note_computed([99], [4 * len(blocks)])
+    table.unmap(99)
 
 
 def test_a_copy_stays_when_the_block_leaves_the_device_and_when_it_returns() -> None:
     table, (block, *_) = table_with(host_units=6)
-    kept = table.host.keep(block, BOTH, table.units)
+    kept = table.keep_copies(block, BOTH)
     assert kept.tolist() == [0, 1]
     copies = table.host.units[block].tolist()
     table.evict(block)
@@ -34,22 +42,9 @@ def test_a_copy_stays_when_the_block_leaves_the_device_and_when_it_returns() -> 
     table.check_integrity()
 
 
-def test_the_map_table_says_which_pool_a_unit_is_in() -> None:
-    table, (block, *_) = table_with(host_units=6)
-    table.map(7, [block], 4)
-    table.host.keep(block, BOTH, table.units)
-    assert table.lookup(7, 0, layer_id=0).placement is Placement.DEVICE
-    table.evict(block)
-    entry = table.lookup(7, 0, layer_id=2)
-    assert entry.placement is Placement.HOST
-    assert entry.physical_block_id == table.host.units[block, 1]
-    entry = table.lookup(7, 0, layer_id=4)
-    assert entry.placement is Placement.NONE and entry.physical_block_id == NONE
-
-
 def test_only_what_is_nowhere_needs_recomputation() -> None:
     table, (block, other, *_) = table_with(host_units=6)
-    table.host.keep(block, BOTH, table.units)
+    table.keep_copies(block, BOTH)
     table.evict(block)
     table.evict(other)
     assert table.depth([block, other]).tolist() == [3, 3]
@@ -61,23 +56,23 @@ def test_only_what_is_nowhere_needs_recomputation() -> None:
 
 def test_a_full_tier_keeps_what_it_can() -> None:
     table, (block, other, *_) = table_with(host_units=3)
-    table.host.keep(block, BOTH, table.units)
+    table.keep_copies(block, BOTH)
     table.evict(block)
-    kept = table.host.keep(other, np.array([0, 1, 2], np.int32), table.units)
+    kept = table.keep_copies(other, np.array([0, 1, 2], np.int32))
     assert kept.tolist() == [0] and table.host.free_units == 0
 
 
 def test_copies_of_what_is_on_the_device_make_way() -> None:
     table, (block, other, *_) = table_with(host_units=2)
-    table.host.keep(block, BOTH, table.units)  # block is on the device as well
-    kept = table.host.keep(other, BOTH, table.units)
+    table.keep_copies(block, BOTH)  # block is on the device as well
+    kept = table.keep_copies(other, BOTH)
     assert kept.tolist() == [0, 1] and (table.host.units[block] == NONE).all()
     table.check_integrity()
 
 
 def test_a_freed_block_gives_its_copies_back() -> None:
     table, (block, *_) = table_with(host_units=6)
-    table.host.keep(block, BOTH, table.units)
+    table.keep_copies(block, BOTH)
     table.evict(block)
     table.release([block])
     assert table.host.free_units == 6
@@ -86,20 +81,20 @@ def test_a_freed_block_gives_its_copies_back() -> None:
 
 def test_clearing_empties_the_host_too() -> None:
     table, (block, *_) = table_with(host_units=6)
-    table.host.keep(block, BOTH, table.units)
+    table.keep_copies(block, BOTH)
     table.clear()
     assert table.host.free_units == 6 and (table.host.units == NONE).all()
 
 
 def test_without_a_host_tier_nothing_is_kept() -> None:
     table, (block, *_) = table_with(host_units=0)
-    assert table.host.keep(block, BOTH, table.units).tolist() == []
+    assert table.keep_copies(block, BOTH).tolist() == []
 
 
 @pytest.mark.parametrize("fault", ["lost", "twice", "freed"])
 def test_contradictions_are_found(fault: str) -> None:
     table, (block, other, *_) = table_with(host_units=6)
-    table.host.keep(block, BOTH, table.units)
+    table.keep_copies(block, BOTH)
     if fault == "lost":
         table.host.units[block, 0] = NONE
     elif fault == "twice":
@@ -120,8 +115,6 @@ def test_hidden_states_of_all_groups_are_kept_or_none() -> None:
     host.finish_hidden(both[:1])
     table.evict(block, slice(0, 2))
     assert table.depth([block]).tolist() == [0]
-    table.map(7, [block], 4)
-    assert table.lookup(7, 0, layer_id=3).placement is Placement.HIDDEN
     assert host.units[block, :2].tolist() == [2, 3]  # slot 1 of two groups
     table.check_integrity()
 
@@ -150,10 +143,11 @@ def test_any_order_of_events_adds_up(
         if block is None:
             blocks[which] = int(table.allocate(1)[0])
             table.place([blocks[which]])  # type: ignore[list-item]
+            compute(table, [blocks[which]])  # type: ignore[list-item]
         elif event == "keep":
             held = (table.units[block] != NONE) & (table.host.units[block] == NONE)
             held[:hidden_groups] = False
-            table.host.keep(block, np.flatnonzero(held).astype(np.int32), table.units)
+            table.keep_copies(block, np.flatnonzero(held).astype(np.int32))
         elif event == "evict":
             table.evict(block)
         elif event == "place":
@@ -167,3 +161,34 @@ def test_any_order_of_events_adds_up(
             table.release([block])
             blocks[which] = None
         table.check_integrity()
+
+
+def test_what_no_forward_pass_has_computed_is_not_copied() -> None:
+    table = PageTable(SHAPE, 8, 24, host_units=6)
+    blocks = table.allocate(2)
+    table.place(blocks)
+    table.map(7, blocks, 8)
+    first, last = blocks.tolist()
+    with pytest.raises(IntegrityError, match="has not been computed in full"):
+        table.keep_copies(first, BOTH)
+    table.extend(7, 8)
+    table.map(7, blocks, 7)
+    table.note_computed([7], [7])
+    with pytest.raises(IntegrityError, match="has not been computed in full"):
+        table.keep_copies(last, BOTH)
+    assert table.keep_copies(first, BOTH).tolist() == [0, 1]
+    table.extend(7, 8)
+    table.note_computed([7], [1])
+    assert table.keep_copies(last, BOTH).tolist() == [0, 1]
+    table.check_integrity()
+
+
+def test_a_copy_needs_a_unit_to_copy_from_and_is_made_once() -> None:
+    table, (block, other, *_) = table_with(host_units=12)
+    table.evict(block)
+    with pytest.raises(IntegrityError, match="has no units"):
+        table.keep_copies(block, BOTH)
+    table.keep_copies(other, BOTH)
+    with pytest.raises(IntegrityError, match="which has one"):
+        table.keep_copies(other, BOTH)
+    table.check_integrity()

@@ -87,7 +87,8 @@ def test_a_block_used_again_remembers_nothing() -> None:
     table = make_table(num_blocks=1)
     for length in (4, 1):
         blocks = add_sequence(table, seq_id=0, length=length)
-        assert table.lookup(0, 0, 0).filled == length
+        table.note_computed([0], [length])
+        assert table.computed_tokens(blocks).tolist() == [length]
         table.unmap(0)
         table.release(blocks)
 
@@ -159,7 +160,8 @@ def test_a_sequence_grows_token_by_token() -> None:
     add_sequence(table, seq_id=0, length=1)
     for length in range(2, 25):
         table.extend(0, length, table.allocate(1) if length % 4 == 1 else ())
-        assert table.lookup(0, length - 1, 0).filled == (length - 1) % 4 + 1
+        table.note_computed([0], [1])
+        assert table.computed_tokens(table.blocks_of(0))[-1] == (length - 1) % 4 + 1
     assert len(set(table.blocks_of(0).tolist())) == 6
 
 
@@ -208,6 +210,9 @@ def test_adopt_moves_only_what_the_destination_lacks() -> None:
     table = make_table()
     destination, source = table.allocate(2)
     table.place([destination, source])
+    for seq_id, block in enumerate((destination, source)):
+        table.map(seq_id, [block], 4)
+        table.note_computed([seq_id], [4])
     table.evict(destination, slice(0, 2))
     table.evict(source, slice(0, 1))
     moved = int(table.units[source, 1])

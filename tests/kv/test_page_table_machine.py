@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,6 @@ class PageTableMachine(RuleBasedStateMachine):
         num_units = data.draw(st.integers(shape.num_groups, enough), "num_units")
         self.table = PageTable(shape, num_blocks, num_units)
         self.model = PageTableModel(shape, num_blocks, num_units, limit=num_units)
-        self.random = Random(0)
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -114,6 +112,19 @@ class PageTableMachine(RuleBasedStateMachine):
             for seq_id, (blocks, length) in zip(growing, held, strict=True):
                 self.model.map(seq_id, blocks, length + 1)
 
+    @mapped
+    @rule(data=st.data())
+    def note_computed(self, data: Any) -> None:
+        """A forward pass over the last tokens of some sequences."""
+        chosen = data.draw(
+            st.lists(st.sampled_from(sorted(self.model.sequences)), min_size=1, unique=True)
+        )
+        lengths = [self.model.sequences[s][1] for s in chosen]
+        counts = [data.draw(st.integers(min(1, n), n), "count") for n in lengths]
+        self.table.note_computed(chosen, counts)
+        for seq_id, count in zip(chosen, counts, strict=True):
+            self.model.note_computed(seq_id, count)
+
     @rule(seq_id=st.sampled_from(SEQUENCE_IDS))
     def unmap(self, seq_id: int) -> None:
         self.table.unmap(seq_id)
@@ -158,7 +169,36 @@ class PageTableMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def adopt(self, data: Any) -> None:
         destination, source = self._draw_block(data), self._draw_block(data)
+        both = {self.model.blocks[b].computed for b in (destination, source)}
+        if both != {self.table.shape.block_tokens}:
+            with pytest.raises(IntegrityError, match="computed in full"):
+                self.table.adopt(destination, source)
+            return
         assert self.table.adopt(destination, source) == self.model.adopt(destination, source)
+
+    @allocated
+    @rule(data=st.data())
+    def list_a_block_twice(self, data: Any) -> None:
+        blocks = [*self._draw_blocks(data), block := self._draw_block(data), block]
+        with pytest.raises(IntegrityError, match="listed more than once"):
+            self.table.place(blocks)
+        with pytest.raises(IntegrityError, match="listed more than once"):
+            self.table.map(0, blocks, len(blocks) * self.table.shape.block_tokens)
+
+    @rule(count=st.integers(0, 4), data=st.data())
+    def borrow(self, count: int, data: Any) -> None:
+        """Units that a step borrows are nobody else's until it gives them back."""
+        if count > max(self.model.free_units, 0):
+            with pytest.raises(IntegrityError, match="to borrow"):
+                self.table.borrow_units(count)
+            return
+        units = self.table.borrow_units(count)
+        assert not set(units.tolist()) & set(self.model.held_units)
+        self.table.check_integrity()
+        self.table.return_units(units)
+        if count:
+            with pytest.raises(IntegrityError, match="not borrowed"):
+                self.table.return_units(units)
 
     @rule(data=st.data())
     def limit_units(self, data: Any) -> None:
@@ -182,7 +222,7 @@ class PageTableMachine(RuleBasedStateMachine):
     @invariant()
     def table_agrees_with_model(self) -> None:
         self.model.assert_same_blocks(self.table)
-        self.model.assert_same_sequences(self.table, self.random)
+        self.model.assert_same_sequences(self.table)
         self.model.assert_same_counts(self.table)
 
     # -- helpers ----------------------------------------------------------------------------

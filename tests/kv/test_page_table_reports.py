@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ellm_sgl.kv import NONE, MapEntry, PageTable, Placement, PoolShape
+from ellm_sgl.kv import PageTable, PoolShape
 
 SHAPE = PoolShape(num_layers=5, layer_group=2, block_tokens=4)
 
@@ -17,42 +17,6 @@ def table() -> PageTable:
     table.place(blocks)
     table.map(7, blocks, 10)
     return table
-
-
-def test_lookup_finds_the_unit_of_a_token_in_a_layer(table: PageTable) -> None:
-    assert table.lookup(seq_id=7, token_id=5, layer_id=4) == MapEntry(
-        seq_id=7,
-        token_id=5,
-        layer_id=4,
-        logical_block_id=2,
-        physical_block_id=int(table.units[2, 2]),
-        placement=Placement.DEVICE,
-        filled=4,
-    )
-
-
-def test_lookup_knows_what_has_no_unit(table: PageTable) -> None:
-    table.evict(3, slice(0, 1))
-    entry = table.lookup(seq_id=7, token_id=9, layer_id=1)
-    assert (entry.physical_block_id, entry.placement) == (NONE, Placement.NONE)
-    assert table.lookup(seq_id=7, token_id=9, layer_id=2).placement is Placement.DEVICE
-
-
-def test_lookup_counts_the_filled_places_of_the_last_block(table: PageTable) -> None:
-    assert [table.lookup(7, token, 0).filled for token in (3, 4, 8)] == [4, 4, 2]
-
-
-@pytest.mark.parametrize(("token", "layer"), [(10, 0), (-1, 0), (0, 5), (0, -1)])
-def test_lookup_refuses_tokens_and_layers_that_are_not(
-    table: PageTable, token: int, layer: int
-) -> None:
-    with pytest.raises(IndexError, match=r"no (10|-1|5)$"):
-        table.lookup(7, token, layer)
-
-
-def test_lookup_refuses_an_unknown_sequence(table: PageTable) -> None:
-    with pytest.raises(KeyError):
-        table.lookup(8, 0, 0)
 
 
 def test_uncached_tokens_count_a_block_once_however_much_it_misses(table: PageTable) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -62,3 +65,42 @@ def test_layers_of_one_group_do_not_share_memory(pool: KVPool) -> None:
 def test_the_last_shorter_group_uses_its_first_columns(pool: KVPool) -> None:
     pool.keys(4)[3, 0] = 1
     assert pool.buffer[3, 0].any() and not pool.buffer[3, 1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_pool_in_a_file_is_like_one_in_memory(tmp_path: Path, dtype: torch.dtype) -> None:
+    for at in (None, tmp_path / "tier"):
+        kv = KVPool(SHAPE, UNITS, KV_HEADS, HEAD_DIM, dtype, "cpu", at).buffer
+        hidden = HiddenPool(SHAPE, 2, 3, hidden=6, dtype=dtype, path=at).buffer
+        if at is None:
+            expected = [(b.shape, b.stride(), b.dtype, b.device) for b in (kv, hidden)]
+    assert [(b.shape, b.stride(), b.dtype, b.device) for b in (kv, hidden)] == expected
+    assert kv.data_ptr() % 64 == 0 and hidden.data_ptr() % 64 == 0
+    values = torch.randn(kv.shape).to(dtype)
+    kv.copy_(values)
+    hidden.zero_()
+    assert torch.equal(kv, values)
+    assert os.listdir(tmp_path) == []
+
+
+def test_pools_of_one_file_name_never_share_memory(tmp_path: Path) -> None:
+    pools = [
+        KVPool(SHAPE, UNITS, KV_HEADS, HEAD_DIM, torch.float32, "cpu", tmp_path / "tier")
+        for _ in range(2)
+    ]
+    for number, pool in enumerate(pools):
+        pool.buffer.fill_(number)
+    assert [pool.buffer.unique().tolist() for pool in pools] == [[0.0], [1.0]]
+
+
+def test_a_file_lasts_as_long_as_a_view_of_the_pool(tmp_path: Path) -> None:
+    def mapped() -> bool:
+        return f"{tmp_path}/tier (deleted)" in Path("/proc/self/maps").read_text()
+
+    pool = KVPool(SHAPE, UNITS, KV_HEADS, HEAD_DIM, torch.float32, "cpu", tmp_path / "tier")
+    keys = pool.keys(1)
+    keys.fill_(3)
+    del pool
+    assert mapped() and (keys == 3).all()
+    del keys
+    assert not mapped()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from ellm_sgl.config import ConfigError
 from ellm_sgl.policies import FixedRatio, Stock
 from ellm_sgl.policies.registry import create, installed, load, provider
+from ellm_sgl.ranges import shown
 
 Register = Callable[..., None]
 SOURCE = """
@@ -88,6 +91,76 @@ def test_a_plugin_that_does_not_import(register: Register) -> None:
     register("theirs", source="import no_such_module", theirs="Half")
     with pytest.raises(ConfigError, match="ModuleNotFoundError: No module named 'no_such_module'"):
         create("theirs", {})
+
+
+HANGS = """
+import time
+from ellm_sgl.policies import Stock
+
+class Hangs(Stock):
+    def __init__(self) -> None:
+        time.sleep(30)
+
+class Leaves(Stock):
+    def __init__(self) -> None:
+        raise SystemExit(5)
+"""
+
+
+def test_a_constructor_that_hangs_is_given_up_after_the_limit(register: Register) -> None:
+    register("theirs", source=HANGS, theirs="Hangs")
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"policy 'theirs' is not ready after 0\.05 s: .*hangs"):
+        create("theirs", {}, 0.05)
+    assert time.monotonic() - began < 10
+
+
+def test_an_import_that_hangs_is_given_up_too(register: Register) -> None:
+    register("theirs", source="import time\ntime.sleep(30)", theirs="Stock")
+    with pytest.raises(ConfigError, match=r"policy 'theirs' is not ready after 0\.05 s"):
+        create("theirs", {}, 0.05)
+
+
+def test_a_constructor_that_tries_to_end_the_process_is_refused(register: Register) -> None:
+    register("theirs", source=HANGS, theirs="Leaves")
+    with pytest.raises(ConfigError, match="policy 'theirs' cannot be made: SystemExit: 5"):
+        create("theirs", {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": math.nan}, {"scale": math.inf}, {"scale": [1, {"deeper": -math.inf}]}],
+    ids=str,
+)
+def test_no_policy_is_given_a_number_that_is_not_finite(
+    register: Register, options: dict[str, object]
+) -> None:
+    register("theirs", source=SOURCE.replace("scale: float", "scale: object"), theirs="Half")
+    with pytest.raises(
+        ConfigError, match=r"'theirs': option \w+: -?(nan|inf) is not a finite number"
+    ):
+        create("theirs", options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fcfs", {"lookahead": value}) for value in (-1, 1.5, "5", True, None, 10**30)
+    ] + [
+        ("slo-priority", {"lookahead": 0.5}), ("slo-priority", {"loss": True}),
+        ("slo-priority", {"loss": 1}), ("fixed-ratio", {"ratio": "0.5"}),
+        ("fixed-ratio", {"ratio": False}), ("fixed-ratio", {"ratio": 10**400}),
+        ("fixed-ratio", {"layers": [0.5, math.pi]}), ("fixed-ratio", {"layers": 3}),
+    ],
+    ids=shown,
+)  # fmt: skip
+def test_the_built_in_ones_refuse_numbers_that_make_no_sense(
+    name: str, options: dict[str, object]
+) -> None:
+    (option,) = options
+    with pytest.raises(ConfigError, match=f"policy '{name}' refuses its options .*{option}") as no:
+        create(name, options)
+    assert len(str(no.value)) < 500
 
 
 def test_a_name_that_two_packages_claim(register: Register) -> None:

@@ -68,6 +68,9 @@ def test_a_trace_and_a_configuration_are_read(tmp_path: Path):
         (["--scale-rate", "-1"], "above 0"),
         (["--kv-tokens", "3"], "less than one block"),
         (["--config", "/none.json"], "cannot be read"),
+        (["--kv-tokens", "2000000000"], "give fewer --kv-tokens"),
+        (["--scale-lengths", "1000000"], "give a smaller factor"),
+        (["--rate", "1e-300"], "give a larger factor"),
     ],
 )
 def test_bad_input_is_one_message(arguments, message):
@@ -152,6 +155,9 @@ def test_errors_of_all_validated_configurations_count_alike(measured: list[Path]
 @pytest.mark.parametrize(
     "text",
     [
+        '{"goodput": {"ellm": {"by_seed": [NaN]}, "stock": {"by_seed": [1]}}}',
+        '[{"separate_ms": 1, "requests": 1, "prompt_tokens": 64, "ratio": Infinity}]',
+        "[" * 200_000,
         "[]",
         "{}",
         "not JSON",

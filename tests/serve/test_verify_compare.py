@@ -38,8 +38,8 @@ def compared(
 ) -> Comparison:
     after = {**BEFORE, "recomputed_tokens_total": 10, **more}
     if expected is None:  # as a caller who expects nothing else
-        return compare(dtype, "r = 0.5", reference, outputs, BEFORE, after)  # type: ignore[arg-type]
-    return compare(dtype, "r = 0.5", reference, outputs, BEFORE, after, expected)  # type: ignore[arg-type]
+        return compare(dtype, "r = 0.5", reference, outputs, BEFORE, after)
+    return compare(dtype, "r = 0.5", reference, outputs, BEFORE, after, expected)
 
 
 def fails(comparison: Comparison, *words: str) -> bool:

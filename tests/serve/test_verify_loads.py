@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -65,7 +66,7 @@ def piece(prompt: int, count: int, reason: str | None = None) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": meta}
 
 
-Handler = Callable[[httpx.Request], Awaitable[httpx.Response]]
+Handler = Callable[[httpx.Request], Coroutine[Any, Any, httpx.Response]]
 
 
 def asked(handler: Handler, work: Callable[[Client], Awaitable[Any]]) -> Any:
@@ -93,7 +94,7 @@ def chats_of(longest: int) -> Iterator[Chats | Aborts]:
 @pytest.mark.parametrize("longest", [64, 65, 100, 333, 516, 1516, 9000])
 def test_no_request_is_longer_than_the_model_was_said_to_take(longest: int) -> None:
     for load in chats_of(longest):
-        answers: Sequence[Answer] = asked(Server(), lambda c, x=load: x.answers(c, whole=True))
+        answers: Sequence[Answer] = asked(Server(), partial(load.answers, whole=True))
         for answer in answers:
             assert len(answer.output.token_ids) == answer.asked >= 1
             assert len(answer.prompt) + answer.asked <= longest

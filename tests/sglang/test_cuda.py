@@ -25,9 +25,10 @@ def test_a_device_cannot_fetch_from_a_file(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_prompts_are_not_captured_and_a_chosen_backend_is_left_to_be_refused() -> None:
-    args: Any = SimpleNamespace(attention_backend=None, disable_prefill_cuda_graph=False)
+    args: Any = SimpleNamespace(attention_backend=None)
     cuda.adapt(args)
     assert (args.attention_backend, args.disable_prefill_cuda_graph) == ("ellm", True)
+    assert args.enforce_disable_flashinfer_allreduce_fusion
     args.attention_backend = "fa3"
     cuda.adapt(args)
     assert args.attention_backend == "fa3"

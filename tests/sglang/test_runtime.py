@@ -41,3 +41,34 @@ def test_a_steps_wait_for_the_host_tier_is_its_own_and_the_servers() -> None:
     stalls = [report.swap_stall_s for report in steps.reports]
     assert len(stalls) == 2 and min(stalls) > 0
     assert sum(stalls) == elastic.totals.swap_stall_s
+
+
+def test_ranks_whose_clocks_differ_fetch_the_same_ahead() -> None:
+    """How much comes with rank 0's decision; what a rank has measured itself has no part in it."""
+    tables = []
+    for measured_s in (0.010, 0.0103):
+        table = PageTable(SHAPE, 100, 80, host_units=160)
+        pool, host = (KVPool(SHAPE, n, 1, 4, torch.float32, "cpu") for n in (80, 160))
+        streamer = Streamer(host.buffer, pool.buffer, slots=2, overlap=False)
+        elastic = ElasticMemory(table, 4096, lambda tokens: 0, streamer.save)
+        runtime = Runtime(EllmConfig(host_kv_tokens=320), table, pool, elastic, streamer)
+        for seq_id, blocks in ((1, 8), (2, 30)):
+            new = table.allocate(blocks)
+            elastic.place(new)
+            table.map(seq_id, new, blocks * SHAPE.block_tokens)
+            table.note_computed([seq_id], [blocks * SHAPE.block_tokens])
+        for ratio in (0.99, 0.01):  # the second one has given its KV up, and is to come back
+            elastic.apply_targets([2], [ratio], sitting_out=True)
+        last = SimpleNamespace(seconds=measured_s)
+        deciding: Any = SimpleNamespace(
+            sitting_out=lambda: [2],
+            fetch_ahead_s=0.005,
+            loop=SimpleNamespace(steps=SimpleNamespace(last=last)),
+        )
+        runtime.deciding = deciding
+        link: Any = SimpleNamespace(link_bytes_per_s=12.5 * pool.unit_bytes / 0.005)
+        runtime.hardware = link
+        runtime.plan_decode([1])
+        assert elastic.totals.fetched_ahead_units == 12
+        tables.append(table.units)
+    assert (tables[0] == tables[1]).all()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ellm_sgl.sglang.platform_entry import activate
-from ellm_sgl.sglang.seams import SEAMS, Seam, When, moved_seams
+from ellm_sgl.sglang.seam import Seam, When
+from ellm_sgl.sglang.seams import SEAMS, moved_seams
 from ellm_sgl.sglang.torchvision_ops import declare
 
 declare()
@@ -21,6 +22,8 @@ PARAMETERS = {
     "get_last_loc": ["req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"],
     "_validate_one_request": ["self", "obj", "input_ids"],
     "from_cli_args": ["args"],
+    "check_server_args": ["self"],
+    "handle_generate_request": ["self", "recv_req"],
     "alloc_for_extend": ["batch"],
     "alloc_for_decode": ["batch", "token_per_req"],
     "check_decode_mem": ["self", "selected_indices"],
@@ -32,6 +35,13 @@ PARAMETERS = {
     "init_new": ["batch", "model_runner"],
     "can_run_graph": ["self", "forward_batch"],
     "enable_fused_set_kv_buffer": ["forward_batch"],
+    "pause_generation": ["self", "recv_req"],
+    "update_weights_from_disk": ["self", "recv_req"],
+    "update_weights_from_tensor": ["self", "recv_req"],
+    "update_weights_from_distributed": ["self", "recv_req"],
+    "update_weights_from_ipc": ["self", "recv_req"],
+    "check_weights": ["self", "recv_req"],
+    "flush_cache_after_weight_update": ["self", "recv_req"],
     "get_internal_state": ["self", "recv_req"],
     "set_internal_state": ["self", "recv_req"],
 }
@@ -107,5 +117,5 @@ def test_off_registers_only_what_stock_sglang_needs(monkeypatch: pytest.MonkeyPa
         HookRegistry, "register", lambda target, *_, **__: registered.append(target)
     )
     plugin.register()
-    off = (When.MAIN, When.PLATFORM) if activate() else (When.MAIN,)
+    off = (When.ALWAYS, When.PLATFORM) if activate() else (When.ALWAYS,)
     assert registered == [seam.target for seam in SEAMS if seam.when in off]

@@ -1,0 +1,75 @@
+"""`python -m ellm_sgl.sglang.arguments_page` writes docs/sglang-arguments.md to standard output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
+
+from ellm_sgl.sglang.arguments import Argument, Kind, table
+
+_HEAD = """\
+# SGLang's arguments with eLLM
+
+What becomes of each of the {count} arguments of SGLang 0.5.17 when `--ellm-policy` enables eLLM
+(with `off`, SGLang is stock). This page is made from the table by which the server refuses them,
+`ellm_sgl/sglang/arguments.py`; a test fails when SGLang has an argument that the table lacks.
+To make it again: `python -m ellm_sgl.sglang.arguments_page > docs/sglang-arguments.md`.
+"""
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    rows = list(table().values())
+    of = {kind: [row for row in rows if row.kind is kind] for kind in Kind}
+    return "\n".join(
+        [
+            _HEAD.format(count=len(rows)),
+            "## Refused",
+            "",
+            "One sentence says so when the server starts, and what to do.",
+            "",
+            *_grouped(of[Kind.REFUSED], ("arguments", "because", "not refused")),
+            "## Set by eLLM",
+            "",
+            *_grouped(of[Kind.ADAPTED], ("argument", "to")),
+            "## Work",
+            "",
+            *_grouped(of[Kind.WORKS], ("arguments", "shown by")),
+            "## Without bearing",
+            "",
+            *_grouped(of[Kind.NO_BEARING], ("arguments", "are about")),
+        ]
+    )
+
+
+def _grouped(rows: Iterable[Argument], head: tuple[str, ...]) -> list[str]:
+    """A Markdown table, one line for all arguments with the same text."""
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    for _, group in groupby(rows, attrgetter("why", "tests", "allowed")):
+        same = list(group)
+        cells = [", ".join(f"`{row.flag}`" for row in same), _text(same[0])]
+        if len(head) == 3:
+            values = [f"`{value}`" for value in same[0].allowed if value]
+            cells.append(", ".join(values) or _partly(same[0]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _text(row: Argument) -> str:
+    if row.kind is not Kind.WORKS:
+        return row.why
+    path, _, test = row.tests.partition("::")
+    shown = f"[{test}](../{path})"
+    return f"{shown}, {row.why}" if row.why else shown
+
+
+def _partly(row: Argument) -> str:
+    return (
+        f"otherwise: {row.remedy}" if row.when is not None and row.remedy != "leave it out" else ""
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

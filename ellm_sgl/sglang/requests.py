@@ -1,0 +1,101 @@
+"""What a request may bring: looked at where it is tokenized, and where the scheduler takes it.
+
+The first look gives the caller a 400 at once. The second is for requests that were tokenized in a
+process without eLLM's hooks: they too get an error of their own, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.sglang.slo import check_slos
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+
+_EMBEDDINGS = ("input_embeds", "embed_overrides", "positional_embed_overrides")
+"""Fields that bring rows which cannot be computed again from token ids."""
+
+
+def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> None:
+    """Whether eLLM can serve a request.
+
+    Args:
+        request: with SGLang's fields of a request, tokenized or not.
+        input_ids: of the prompt.
+        vocabulary: number of token ids. One outside of it would end the scheduler on a CPU.
+
+    Raises:
+        ValueError: it brings embeddings, or a token id outside of the vocabulary.
+    """
+    for name in _EMBEDDINGS:
+        if getattr(request, name, None) is not None:
+            raise ValueError(f"{name}: not supported with eLLM; send text or input_ids")
+    if not input_ids:
+        return
+    for token_id in (min(input_ids), max(input_ids)):
+        if not 0 <= token_id < vocabulary:
+            raise ValueError(f"input_ids: {token_id} is not a token id, 0 <= id < {vocabulary}")
+
+
+def check_request(manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
+    """Hook before `TokenizerManager._validate_one_request`; a ValueError becomes a 400.
+
+    Raises:
+        ValueError: what `check` says, or an SLO that makes no sense.
+    """
+    if EllmConfig.from_env() is None:
+        return
+    check_slos(getattr(request, "sampling_params", None))
+    check(request, input_ids, manager.model_config.vocab_size)
+
+
+def take_request(
+    original: Callable[..., None], scheduler: Scheduler, request: TokenizedGenerateReqInput
+) -> None:
+    """Around `Scheduler.handle_generate_request`: what cannot be served is answered with an
+    error, the way SGLang's scheduler answers requests that it cannot serve."""
+    vocabulary = scheduler.model_config.vocab_size
+    try:
+        check_slos({"custom_params": request.sampling_params.custom_params})
+        check(request, request.input_ids, vocabulary)
+    except ValueError as error:
+        _refuse(scheduler, request, str(error))
+    else:
+        original(scheduler, request)
+
+
+def _refuse(scheduler: Scheduler, request: TokenizedGenerateReqInput, message: str) -> None:
+    from sglang.srt.managers.schedule_batch import Req
+
+    refused = Req(
+        request.rid,
+        request.input_text,
+        request.input_ids,
+        request.sampling_params,
+        vocab_size=scheduler.model_config.vocab_size,
+        http_worker_ipc=request.http_worker_ipc,
+    )
+    refused.sampling_params.custom_params = None
+    refused.tokenizer = scheduler.tokenizer
+    refused.set_finish_with_abort(message)
+    scheduler.init_req_max_new_tokens(refused)
+    scheduler._add_request_to_queue(refused)
+
+
+def refuse_release(*_: Any, **__: Any) -> None:
+    """Hook before `release_memory_occupation` and `resume_memory_occupation`, where clients ask
+    for them: without SGLang's memory saver nothing would be released, and at the wrong time the
+    scheduler ends.
+
+    Raises:
+        ValueError: always, where eLLM is enabled; SGLang answers with a 400.
+    """
+    if EllmConfig.from_env() is not None:
+        raise ValueError(
+            "memory cannot be released: that needs --enable-memory-saver, which eLLM does not "
+            "support"
+        )

@@ -1,0 +1,88 @@
+"""New weights while the server runs: nothing of the old ones stays behind.
+
+KV that is missing is computed again, with the weights of that moment. A request whose other KV is
+from before would get KV of two models. So an update needs every request without KV (none runs, or
+SGLang's pause has sent them back to the queue), and what the prefix cache holds is dropped with its
+copies on the host: what is computed from then on is computed with the new weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.deciding import deciding
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+
+_OVERWRITES = "reset_tensors"
+"""The one action of SGLang's weight checker that changes weights."""
+
+
+def update(
+    original: Callable[..., Any], updater: SchedulerWeightUpdaterManager, request: Any
+) -> Any:
+    """Around the scheduler's `update_weights_from_*`: after what the old weights computed is gone,
+    or not at all."""
+    if problem := _drop_all_kv():
+        from sglang.srt.managers import io_struct
+
+        answer = type(request).__name__.replace("ReqInput", "ReqOutput")
+        return getattr(io_struct, answer)(success=False, message=problem)
+    return original(updater, request)
+
+
+def check(
+    original: Callable[..., Any], updater: SchedulerWeightUpdaterManager, request: Any
+) -> Any:
+    """Around the scheduler's `check_weights`, which can overwrite them."""
+    if request.action == _OVERWRITES:
+        return update(original, updater, request)
+    return original(updater, request)
+
+
+def flush(
+    original: Callable[..., None], updater: SchedulerWeightUpdaterManager, request: Any
+) -> None:
+    """Around `flush_cache_after_weight_update`. The cache is empty by now; SGLang's own flush wants
+    an empty queue too, and ends the scheduler where retracted requests wait in it."""
+    if updater.is_fully_idle():
+        return original(updater, request)
+    if request.flush_cache and request.torch_empty_cache:
+        from sglang.srt.platforms import current_platform
+
+        current_platform.empty_cache()
+    return None
+
+
+def _drop_all_kv() -> str | None:
+    """Drop all KV that is kept for later. Returns, in one sentence, why some has to stay."""
+    ours = runtime.current()
+    if held := len(ours.table.sequence_ids):
+        return (
+            f"KV of the present weights is in use (requests: {held}), and eLLM would complete it "
+            "with KV of the new ones; pause with mode retract or abort, not in_place, then update"
+        )
+    if ours.prefix_cache is not None:
+        ours.reclaim(ours.prefix_cache.evictable_size())
+    if kept := ours.table.num_blocks - ours.table.free_blocks:
+        return f"cached prefixes are in use (blocks: {kept}); abort what uses them, then update"
+    return None
+
+
+def pause(
+    original: Callable[..., None], scheduler: Scheduler, request: PauseGenerationReqInput
+) -> None:
+    """Around the scheduler's `pause_generation`: what the pause is to those who wait and to the
+    clock that times steps."""
+    before = set(scheduler.waiting_queue)
+    original(scheduler, request)
+    ours = deciding()
+    ours.retracted([req for req in scheduler.waiting_queue if req not in before])
+    ours.loop.steps.idle()

@@ -1,0 +1,89 @@
+"""Run other people's code, which may never return, without ever having to wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_Call = Callable[[], None]
+
+
+class OverdueError(Exception):
+    """A call has not returned in its time. It goes on, and nobody waits for it."""
+
+
+class Worker:
+    """One thread that runs calls one after the other; it starts with the first.
+
+    A daemon, unlike an executor's threads, which Python joins when it ends: a call that hangs for
+    ever keeps no process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._started = False
+
+    def submit(
+        self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs
+    ) -> Future[T]:
+        """Run a call as soon as those before it have returned.
+
+        Whatever it raises is the future's exception. One that is no `Exception` (`sys.exit`) is
+        meant to end the caller's process, which is not its own: it becomes a RuntimeError.
+        """
+        future: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function(*arguments, **options))
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+        self._calls.put(call)
+        if not self._started:
+            self._started = True
+            threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """End the thread once the call in progress has returned; this does not wait for it."""
+        self._calls.put(None)
+
+
+def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
+    """What `function(*arguments)` returns, or raises.
+
+    Args:
+        seconds: how long to wait for it.
+
+    Raises:
+        OverdueError: it has not returned by then.
+    """
+    worker = Worker(f"ellm-{getattr(function, '__name__', 'call')}")
+    future = worker.submit(function, *arguments)
+    worker.close()
+    return result_within(seconds, future)
+
+
+def result_within(seconds: float, future: Future[T]) -> T:
+    """As `call_within`, of a call that was submitted before."""
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():  # the call's own TimeoutError
+            raise
+        raise OverdueError from None
+
+
+def _run(calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()

@@ -1,0 +1,116 @@
+"""Servers that a program starts in a child process: the same checks and routes as from a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ellm_sgl.serve.process import SERVER_ENVIRONMENT, START_TIMEOUT_S, free_port
+from tests.e2e.load import ask, greedy, prompts
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parent / "started_from_python.py"
+ENVIRONMENT = {**SERVER_ENVIRONMENT, **os.environ, "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+OUTSIDE = "input_ids: 1000000 is not a token id"
+
+
+@contextmanager
+def started(way: str, log: Path) -> Iterator[str]:
+    """URL of a server that `SCRIPT` has started in this way."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, str(SCRIPT), way, str(port)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=ENVIRONMENT, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not answers(url):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=20).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def refusal(url: str, body: dict[str, Any]) -> str:
+    """What a request that has to be refused is told."""
+    answer = httpx.post(f"{url}/generate", json=body | {"sampling_params": {}}, timeout=60)
+    assert answer.status_code == 400, answer.text
+    return answer.text
+
+
+def serves(url: str) -> bool:
+    """Whether it generates, under eLLM."""
+    [answer] = ask(url, [greedy(prompts(1, 40, 40)[0], 8)])
+    state = httpx.get(f"{url}/ellm/state", timeout=60).json()
+    return len(answer["output_ids"]) == 8 and state["integrity"] == "ok"
+
+
+def test_a_server_in_a_child_process_checks_requests_and_has_the_routes(tmp_path: Path) -> None:
+    with started("server", tmp_path / "log") as url:
+        assert serves(url)
+        assert OUTSIDE in refusal(url, {"input_ids": [65, 1_000_000]})
+        assert "input_embeds" in refusal(url, {"input_embeds": [[0.0] * 192]})
+        assert "tpot_slo_ms" in refusal(url, {"text": "a", "tpot_slo_ms": -1})
+        policy = httpx.post(f"{url}/ellm/policy", json={"name": "fcfs"}, timeout=60)
+        assert policy.json() == {"name": "fcfs", "options": {}}
+        assert serves(url)
+
+
+def test_the_scheduler_refuses_what_went_past_the_process_that_tokenizes(tmp_path: Path) -> None:
+    with started("trusting", tmp_path / "log") as url:
+        for _ in range(2):
+            assert OUTSIDE in refusal(url, {"input_ids": [65, 1_000_000]})
+            assert OUTSIDE.replace("1000000", "-7") in refusal(url, {"input_ids": [-7, 65]})
+            assert "input_embeds" in refusal(url, {"input_embeds": [[0.0] * 192]})
+            custom = {"text": "a", "custom_params": {"tpot_slo_ms": "soon"}}
+            assert "tpot_slo_ms" in refusal(url, custom | {"tpot_slo_ms": "soon"})
+            assert serves(url)
+        state = httpx.get(f"{url}/ellm/state", timeout=60).json()
+        assert state["running"] == state["waiting"] == 0
+
+
+def test_an_engine_in_a_child_process_checks_requests(tmp_path: Path) -> None:
+    done = run("engine")
+    outside, embeddings, good = json.loads(done.stdout.strip().splitlines()[-1])
+    assert OUTSIDE in outside and "positional_embed_overrides" in embeddings
+    assert len(json.loads(good)) == 4
+
+
+def test_arguments_that_eLLM_has_not_seen_are_refused() -> None:  # noqa: N802 (its name)
+    done = run("unprepared")
+    told = [line for line in done.stderr.splitlines() if line.startswith("ellm-sgl: error")]
+    assert len(told) == 1 and "load_plugins()" in told[0]
+
+
+def run(way: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), way, str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        env=ENVIRONMENT,
+        check=False,
+    )

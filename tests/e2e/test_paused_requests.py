@@ -1,0 +1,128 @@
+"""Requests that sit steps out: in mixed steps too, when they are aborted, when memory ends."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from ellm_sgl.serve.process import ServerProcess
+from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
+from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.e2e.scripted_policies import install
+from tests.e2e.test_memory_pressure import wait_for
+
+pytestmark = pytest.mark.slow
+
+HELD = 201
+"""Output tokens of the requests that the policy holds back."""
+LONG = 1000
+"""Output tokens of those that run meanwhile."""
+
+
+class Stream:
+    """A request whose tokens are counted as they come."""
+
+    def __init__(self, server: ServerProcess, body: dict[str, Any], rid: str) -> None:
+        self._url, self._body = server.url, body | {"stream": True, "rid": rid}
+        self.output_ids: list[int] = []
+        self.finish: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with httpx.stream("POST", f"{self._url}/generate", json=self._body, timeout=300) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    self.output_ids = event["output_ids"]
+                    self.finish = event["meta_info"]["finish_reason"]
+
+    def ended(self, timeout_s: float = 60) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def mixing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    environment = STRICT | install(tmp_path_factory.mktemp("policies"))
+    mixed = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
+    with ServerProcess([*SERVER_ARGUMENTS, *mixed], environment) as server:
+        yield server
+        assert server.alive(), server.last_words()
+        assert server.state()["integrity"] == "ok"
+
+
+@pytest.fixture
+def server(mixing: ServerProcess) -> Iterator[ServerProcess]:
+    mixing.switch_policy("stock")
+    mixing.flush_cache()
+    yield mixing
+    mixing.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
+
+
+def hold(server: ServerProcess, bodies: list[dict[str, Any]], **options: Any) -> list[Stream]:
+    """Start these, the last of which is to sit out, and wait until it does."""
+    server.switch_policy("holds", tokens=HELD, **options)
+    before = server.state()["sat_out_total"]
+    streams = [Stream(server, body, f"request {i}") for i, body in enumerate(bodies)]
+    wait_for(server, lambda state: state["sat_out_total"] > before)
+    return streams
+
+
+def test_a_request_aborted_while_it_sits_out_ends_at_once(server: ServerProcess) -> None:
+    """It would sit out until the other has ended."""
+    first, second = prompts(2, 40, 60, seed=1)
+    runs, sits = hold(server, [greedy(first, LONG), greedy(second, HELD)], ratio=0.9)
+    recomputed = server.state()["recomputed_tokens_total"]
+    answer = httpx.post(f"{server.url}/abort_request", json={"rid": "request 1"}, timeout=30)
+    assert answer.status_code == 200
+    assert sits.ended() and len(sits.output_ids) < HELD
+    assert sits.finish is not None and sits.finish["type"] == "abort"
+    wait_for(server, lambda state: state["pool"]["sequences"] <= 1)
+    assert not runs.ended(timeout_s=0)
+    assert server.state()["recomputed_tokens_total"] == recomputed  # nothing restored for it
+    assert runs.ended() and len(runs.output_ids) == LONG
+
+
+def test_who_sits_out_gets_no_token_in_mixed_steps(server: ServerProcess) -> None:
+    """A prompt of 24 chunks is computed beside one that decodes and one that sits out."""
+    [one, other, prompt] = prompts(1, 40, 40) + prompts(1, 50, 50) + prompts(1, 1500, 1500)
+    bodies = [greedy(one, LONG), greedy(other, HELD), greedy(prompt, 8)]
+    expected = [token_ids(ask(server.url, [body]))[0] for body in bodies]
+    server.flush_cache()
+    runs, sits = hold(server, bodies[:2])
+    time.sleep(0.2)  # what it got before it sat out has arrived
+    before, running = len(sits.output_ids), len(runs.output_ids)
+    [answer] = ask(server.url, bodies[2:])
+    assert not runs.ended(timeout_s=0)
+    assert len(sits.output_ids) == before
+    assert len(runs.output_ids) > running + 20  # the steps were mixed
+    assert runs.ended() and sits.ended()
+    assert [runs.output_ids, sits.output_ids, answer["output_ids"]] == expected
+
+
+def test_memory_that_those_who_sit_out_hold_is_had_by_retracting_them(
+    server: ServerProcess,
+) -> None:
+    """Twenty sit out and ten run when the pool shrinks to what the twenty cannot give up."""
+    bodies = [greedy(p, 150) for p in prompts(10, 40, 44, seed=2)]
+    bodies += [greedy(p, HELD) for p in prompts(20, 40, 44, seed=3)]
+    expected = token_ids(ask(server.url, bodies))
+    server.flush_cache()
+    server.switch_policy("holds", tokens=HELD, ratio=0.99)
+    before = server.state()
+    with ThreadPoolExecutor(1) as background:
+        answers = background.submit(ask, server.url, bodies)
+        wait_for(server, lambda state: state["sat_out_total"] >= before["sat_out_total"] + 20)
+        server.adjust(ellm_device_kv_tokens=20 * 16)
+        wait_for(server, lambda state: state["retractions_total"] > before["retractions_total"])
+        time.sleep(2)  # in which those who run begin further blocks
+        server.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
+        assert token_ids(answers.result()) == expected

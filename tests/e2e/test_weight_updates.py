@@ -1,0 +1,208 @@
+"""New weights while requests run: KV of one model at a time, or the update is refused.
+
+The server has less device memory than its requests need, so that KV is missing all the time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ellm_sgl.serve.process import DEMO_ARGUMENTS, DEMO_MODEL, ServerProcess
+from tests.e2e.conftest import STRICT
+from tests.e2e.load import ask, greedy, prompts, token_ids
+
+pytestmark = pytest.mark.slow
+POOL = 2048
+TOKENS = 300
+PAUSED_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def retrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with other weights."""
+    folder = tmp_path_factory.mktemp("retrained")
+    shutil.copytree(DEMO_MODEL, folder, dirs_exist_ok=True)
+    noise = torch.Generator().manual_seed(1)
+    weights = {
+        name: weight * (1 + 0.2 * torch.randn(weight.shape, generator=noise))
+        for name, weight in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh(retrained: Path) -> Iterator[ServerProcess]:
+    """Started with the new weights, with ample memory."""
+    arguments = ["--model-path", str(retrained), "--dtype", "float32"]
+    with ServerProcess([*arguments, "--ellm-policy", "fixed-ratio"], STRICT) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ServerProcess]:
+    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-ratio", "0.5",
+                 "--ellm-layer-group", "2", "--ellm-device-kv-tokens", str(POOL),
+                 "--ellm-host-kv-tokens", "512", "--chunked-prefill-size", "128"]  # fmt: skip
+    with ServerProcess(arguments, STRICT) as server:
+        yield server
+
+
+@pytest.fixture
+def small(shared: ServerProcess) -> Iterator[ServerProcess]:
+    """With the old weights again, whatever the test before did."""
+    assert update(shared, DEMO_MODEL).status_code == 200
+    yield shared
+    assert shared.alive(), shared.last_words()
+    post(shared, "continue_generation").raise_for_status()  # if the test has not come so far
+    assert shared.state()["integrity"] == "ok"
+    shared.flush_cache()
+    state = shared.state()
+    assert state["device_units_free"] == state["device_units_total"]
+    assert state["host_units_free"] == state["host_units_total"]
+
+
+def post(server: ServerProcess, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/{path}", json=body, timeout=120)
+
+
+def update(server: ServerProcess, model: Path, flush_cache: bool = True) -> httpx.Response:
+    return post(server, "update_weights_from_disk", model_path=str(model), flush_cache=flush_cache)
+
+
+class Streams:
+    """Requests under way, and what each has said so far."""
+
+    def __init__(self, server: ServerProcess, bodies: Sequence[dict[str, Any]]) -> None:
+        self.said: list[list[int]] = [[] for _ in bodies]
+        self._server = server
+        self._threads = [Thread(target=self._read, args=(i, body)) for i, body in enumerate(bodies)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, index: int, body: dict[str, Any]) -> None:
+        url = f"{self._server.url}/generate"
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=300) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    self.said[index] = json.loads(line.removeprefix("data: "))["output_ids"]
+
+    def wait_until_all_speak(self) -> None:
+        """And some of their KV is missing."""
+        deadline = time.monotonic() + 120
+        while min(map(len, self.said)) < 8 or self._server.state()["uncached_tokens"] == 0:
+            assert time.monotonic() < deadline, self._server.state()
+            time.sleep(0.05)
+
+    def settled(self) -> list[list[int]]:
+        """What they have said once nothing more comes."""
+        before = None
+        while before != (before := [list(said) for said in self.said]):
+            time.sleep(0.5)
+        return before
+
+    def end(self) -> list[list[int]]:
+        for thread in self._threads:
+            thread.join(300)
+        return self.said
+
+
+BODIES = [greedy(p, TOKENS) for p in prompts(6, 40, 80, seed=11)]
+
+
+def under_way(server: ServerProcess) -> Streams:
+    streams = Streams(server, BODIES)
+    streams.wait_until_all_speak()
+    return streams
+
+
+@pytest.mark.parametrize("flush_cache", [True, False])
+def test_retracted_requests_go_on_with_the_new_weights_alone(
+    small: ServerProcess, fresh: ServerProcess, retrained: Path, flush_cache: bool
+) -> None:
+    streams = under_way(small)
+    post(small, "pause_generation", mode="retract").raise_for_status()
+    before = streams.settled()
+    assert all(len(said) < TOKENS for said in before)
+    assert post(small, "flush_cache").status_code == 400  # SGLang's answer: there is a queue
+    answer = update(small, retrained, flush_cache)
+    assert answer.json()["success"], answer.text
+    state = small.state()
+    assert state["device_units_free"] == state["device_units_total"]
+    assert state["host_units_free"] == state["host_units_total"]
+    post(small, "continue_generation").raise_for_status()
+    said = streams.end()
+    rest = [
+        greedy(body["input_ids"] + first, TOKENS - len(first))
+        for body, first in zip(BODIES, before, strict=True)
+    ]
+    expected = token_ids(ask(fresh.url, rest))
+    for whole, first, then in zip(said, before, expected, strict=True):
+        assert whole[: len(first)] == first
+        assert whole[len(first) :] == then, f"after {len(first)} tokens of the old weights"
+
+
+def test_while_requests_are_paused_in_place_weights_stay_as_they_are(
+    small: ServerProcess, retrained: Path
+) -> None:
+    expected = token_ids(ask(small.url, BODIES))
+    small.flush_cache()
+    streams = under_way(small)
+    post(small, "pause_generation", mode="in_place").raise_for_status()
+    for flush_cache in (True, False):
+        answer = update(small, retrained, flush_cache)
+        assert answer.status_code == 400
+        assert "(requests: 6)" in answer.text and "mode retract or abort" in answer.text
+    overwritten = post(small, "weights_checker", action="reset_tensors")
+    assert not overwritten.json()["success"] and "(requests: 6)" in overwritten.text
+    time.sleep(PAUSED_S)
+    post(small, "continue_generation").raise_for_status()
+    assert streams.end() == expected
+    assert max(step["seconds"] for step in small.steps()) < PAUSED_S, "the pause is no step's time"
+
+
+@pytest.mark.parametrize("flush_cache", [True, False])
+def test_an_idle_server_forgets_prefixes_of_the_old_weights(
+    small: ServerProcess, fresh: ServerProcess, retrained: Path, flush_cache: bool
+) -> None:
+    old = token_ids(ask(small.url, BODIES))
+    assert update(small, retrained, flush_cache).status_code == 200
+    new = token_ids(ask(small.url, BODIES))
+    assert new == token_ids(ask(fresh.url, BODIES)) != old
+
+
+def test_aborted_requests_make_way_for_the_new_weights(
+    small: ServerProcess, fresh: ServerProcess, retrained: Path
+) -> None:
+    streams = under_way(small)
+    post(small, "pause_generation", mode="abort").raise_for_status()
+    assert all(len(said) < TOKENS for said in streams.end())
+    assert update(small, retrained).status_code == 200
+    post(small, "continue_generation").raise_for_status()
+    assert token_ids(ask(small.url, BODIES)) == token_ids(ask(fresh.url, BODIES))
+
+
+def test_a_checkpoint_that_does_not_exist_changes_nothing(small: ServerProcess) -> None:
+    expected = token_ids(ask(small.url, BODIES))
+    assert update(small, Path("/no/such/checkpoint")).status_code == 400
+    assert token_ids(ask(small.url, BODIES)) == expected
+
+
+def test_memory_is_not_released_under_running_requests(small: ServerProcess) -> None:
+    expected = token_ids(ask(small.url, BODIES))
+    streams = under_way(small)
+    for path in ("release_memory_occupation", "resume_memory_occupation"):
+        answer = post(small, path)
+        assert answer.status_code == 400 and "--enable-memory-saver" in answer.text
+    assert streams.end() == expected

@@ -1,0 +1,125 @@
+"""The table of SGLang's arguments: it has every one, and what it says can be checked is."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ellm_sgl.sglang.arguments import Argument, Kind, refusal, table
+from ellm_sgl.sglang.arguments_page import page
+from ellm_sgl.sglang.torchvision_ops import declare
+
+declare()
+ROOT = Path(__file__).parents[2]
+OF_KIND = {kind: [row for row in table().values() if row.kind is kind] for kind in Kind}
+IN_PART: dict[str, dict[str, Any]] = {
+    "schedule_policy": {"schedule_policy": "random"},
+    "enable_priority_scheduling": {"enable_priority_scheduling": True},
+    "device": {"device": "xpu"},
+}
+"""Arguments that are refused with some values only, and those values."""
+
+
+def server_args() -> type:
+    from sglang.srt.server_args import ServerArgs
+
+    kind: type = ServerArgs
+    return kind
+
+
+@cache
+def fields() -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(server_args())
+
+
+def given(**values: Any) -> Any:
+    """All arguments at their defaults, but these."""
+    made: Any = object.__new__(server_args())
+    for field in fields():
+        default = field.default
+        if default is dataclasses.MISSING:
+            factory: Any = field.default_factory
+            default = "model" if factory is dataclasses.MISSING else factory()
+        object.__setattr__(made, field.name, values.get(field.name, default))
+    return made
+
+
+def other(field: str) -> Any:
+    """A value that is neither the default nor one that any row allows."""
+    default = getattr(given(), field)
+    if isinstance(default, bool):
+        return not default
+    return default + 1 if isinstance(default, int) else "something"
+
+
+def test_every_argument_of_sglang_has_a_row_and_every_row_an_argument() -> None:
+    assert set(table()) == {field.name for field in fields()}
+
+
+@pytest.mark.parametrize("row", table().values(), ids=lambda row: row.field)
+def test_a_row_says_why(row: Argument) -> None:
+    assert row.why or row.kind is Kind.WORKS
+    assert "\n" not in row.why and not row.why.endswith((".", ";"))
+
+
+@cache
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("row", OF_KIND[Kind.WORKS], ids=lambda row: row.field)
+def test_what_works_is_shown_by_a_test_that_exists(row: Argument) -> None:
+    path, _, name = row.tests.partition("::")
+    assert name.startswith("test_") and name in functions_of(ROOT / path)
+
+
+def test_defaults_are_not_refused() -> None:
+    assert refusal(given(), resolved=False) is None
+
+
+@pytest.mark.parametrize("row", OF_KIND[Kind.REFUSED], ids=lambda row: row.field)
+def test_what_is_refused_is_named_with_a_remedy(row: Argument) -> None:
+    values: Any = IN_PART.get(row.field, {row.field: other(row.field)})
+    said = refusal(given(**values), resolved=False)
+    assert said is not None
+    assert said.startswith(row.flag) and said.endswith(f"; {row.remedy}")
+    if row.field not in IN_PART:
+        for value in row.allowed:
+            assert refusal(given(**{row.field: value}), resolved=False) is None
+
+
+def test_priority_without_preemption_is_not_refused() -> None:
+    values = {"enable_priority_scheduling": True, "disable_priority_preemption": True}
+    assert refusal(given(**values), resolved=False) is None
+
+
+def test_what_sglang_sets_itself_is_refused_only_as_given() -> None:
+    args = given(cuda_graph_config="resolved", moe_runner_backend="deep_gemm")
+    assert refusal(args, resolved=True) is None
+    assert "--moe-runner-backend deep_gemm" in str(
+        refusal(given(moe_runner_backend="deep_gemm"), resolved=False)
+    )
+
+
+def test_a_server_in_rust_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ellm_sgl.config import EllmConfig
+    from ellm_sgl.sglang.server_args import check_arguments
+
+    monkeypatch.setattr(EllmConfig, "from_env", lambda: EllmConfig(policy="fcfs"))
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(SystemExit):
+        check_arguments(pytest.fail, given())
+    assert "SGLANG_RUST_SERVER=1" in capsys.readouterr().err
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    path = ROOT / "docs" / "sglang-arguments.md"
+    assert path.read_text() == page(), "python -m ellm_sgl.sglang.arguments_page > the page"

@@ -1,0 +1,207 @@
+"""The state of a server: what it says, what it costs, and which changes it refuses."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.control import ControlLoop, ElasticMemory, ServerLimits, StepLog
+from ellm_sgl.kv import KVPool, PageTable, PoolShape
+from ellm_sgl.latency import RooflineLatencyModel
+from ellm_sgl.policies import Fcfs, FixedRatio
+from ellm_sgl.ranges import shown
+from ellm_sgl.sglang import runtime, state
+from ellm_sgl.sglang.deciding import Deciding
+from ellm_sgl.sglang.http import CONTROL
+from ellm_sgl.sglang.torchvision_ops import declare
+from tests.latency.machines import GPU, TINY
+
+declare()
+
+SHAPE = PoolShape(num_layers=4, layer_group=2, block_tokens=16)
+BLOCKS = 32
+
+
+class Server:
+    """A scheduler process without SGLang's scheduler: our parts are the real ones."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.table = PageTable(SHAPE, 2 * BLOCKS, BLOCKS * SHAPE.num_groups)
+        pool = KVPool(SHAPE, 1, 1, 8, torch.float32, "cpu")
+        elastic = ElasticMemory(self.table, 4096, lambda tokens: 0)
+        ours = runtime.Runtime(EllmConfig(), self.table, pool, elastic, None)
+        self.sent: list[Any] = []
+        channel = SimpleNamespace(send_output=lambda answer, _: self.sent.append(answer))
+        self.scheduler: Any = SimpleNamespace(
+            ps=SimpleNamespace(tp_size=1, tp_rank=rank),
+            running_batch=SimpleNamespace(reqs=[]),
+            waiting_queue=[],
+            ipc_channels=SimpleNamespace(send_to_tokenizer=channel),
+        )
+        limits = ServerLimits(TINY, GPU, 8, math.inf, 4096)
+        loop = ControlLoop(Fcfs(), 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+        ours.deciding = self.deciding = Deciding(loop, self.scheduler)
+        self.policy_name = lambda: ours.policy_name
+        runtime.install(ours)
+
+    def adjust(self, **values: Any) -> bool:
+        """SGLang's own part accepts everything."""
+        from sglang.srt.managers.io_struct import SetInternalStateReq, SetInternalStateReqOutput
+
+        request = SetInternalStateReq(server_args=values)
+        theirs = SetInternalStateReqOutput(updated=True)
+        return bool(state.adjust(lambda *_: theirs, self.scheduler, request).updated)
+
+    def control(self, method: str, **body: Any) -> Any:
+        request = SimpleNamespace(method=CONTROL + method, body=body)
+        state.control(lambda *_: None, self.scheduler, request)
+        return self.sent[-1]
+
+    def facts(self) -> tuple[Any, ...]:
+        """What an adjustment changes."""
+        loop = self.deciding.loop
+        return self.table.unit_limit, loop.safe.policy, self.policy_name(), self.deciding.settled
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(runtime, "_runtime", None)
+    return Server()
+
+
+WRONG: list[Any] = [
+    math.inf, -math.inf, math.nan, -5.5, -1, True, False, "8", "nan", None, [8], {}, 10**30,
+    10**400, 1e300, -0.001,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [*WRONG, 15, 15.999, (BLOCKS + 1) * 16], ids=shown)
+def test_a_pool_size_that_makes_no_sense_changes_nothing_and_the_log_says_why(
+    server: Server, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = server.facts()
+    with caplog.at_level(logging.WARNING):
+        assert not server.adjust(ellm_device_kv_tokens=value, ellm_ratio=0.5)
+    assert server.facts() == before
+    (said,) = caplog.messages
+    assert f"ellm_device_kv_tokens {shown(value)}: give " in said and "\n" not in said
+
+
+@pytest.mark.parametrize("value", [v for v in WRONG if v is not False] + [1, 1.0, 8], ids=shown)
+def test_a_ratio_that_makes_no_sense_changes_nothing_and_the_log_says_why(
+    server: Server, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = server.facts()
+    with caplog.at_level(logging.WARNING):
+        assert not server.adjust(ellm_ratio=value, ellm_device_kv_tokens=16 * BLOCKS)
+    assert server.facts() == before
+    (said,) = caplog.messages
+    assert f"ellm_ratio {shown(value)}: give " in said and "\n" not in said
+
+
+@given(st.dictionaries(
+    st.sampled_from([state.RATIO, state.DEVICE_TOKENS]),
+    st.one_of(st.floats(), st.integers(), st.booleans(), st.none(), st.text()),
+))  # fmt: skip
+def test_whatever_is_asked_for_the_server_goes_on(values: dict[str, Any]) -> None:
+    server = Server()
+    before = server.facts()
+    if not server.adjust(**values):
+        assert server.facts() == before
+    assert SHAPE.num_groups <= server.table.unit_limit <= server.table.num_units
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(16, 1), (100, 6), (100.9, 6), (16 * BLOCKS, 32)])
+def test_a_pool_size_is_rounded_down_to_whole_blocks(
+    server: Server, tokens: float, blocks: int
+) -> None:
+    assert server.adjust(ellm_device_kv_tokens=tokens)
+    assert server.table.unit_limit == blocks * SHAPE.num_groups
+
+
+def test_a_ratio_becomes_the_fixed_ratio_policy(server: Server) -> None:
+    assert server.adjust(ellm_ratio=0.25)
+    policy = server.deciding.loop.safe.policy
+    assert isinstance(policy, FixedRatio) and server.policy_name() == "fixed-ratio"
+
+
+def test_what_sglang_refuses_of_its_own_keeps_ours_from_being_applied(server: Server) -> None:
+    from sglang.srt.managers.io_struct import SetInternalStateReq, SetInternalStateReqOutput
+
+    before = server.facts()
+    request = SetInternalStateReq(server_args={"ellm_ratio": 0.5, "no_such_knob": 1})
+    refuse = lambda *_: SetInternalStateReqOutput(updated=False)  # noqa: E731
+    assert not state.adjust(refuse, server.scheduler, request).updated
+    assert server.facts() == before
+
+
+def test_the_page_table_is_checked_only_when_that_is_asked_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = 0
+    check = PageTable.check_integrity
+
+    def counted(table: PageTable) -> None:
+        nonlocal checks
+        checks += 1
+        check(table)
+
+    monkeypatch.setattr(PageTable, "check_integrity", counted)
+    plain = server.control("state", integrity=False).response[0]
+    reported = state.report(SimpleNamespace(internal_state={}), server.scheduler).internal_state
+    assert checks == 0 and "integrity" not in plain and reported["ellm"].keys() == plain.keys()
+    checked = server.control("state", integrity=True).response[0]
+    assert checks == 1 and checked == plain | {"integrity": "ok"}
+
+
+def test_a_broken_page_table_is_told_of(server: Server) -> None:
+    blocks = server.table.allocate(2)
+    server.table.place(blocks)
+    server.table.units[blocks[0]] = server.table.units[blocks[1]]
+    assert (
+        "owned more than once" in server.control("state", integrity=True).response[0]["integrity"]
+    )
+
+
+def test_the_state_says_how_much_of_each_request_is_cached(server: Server) -> None:
+    for seq_id, (count, missing) in enumerate([(4, 0), (4, 1), (2, 2)]):
+        blocks = server.table.allocate(count)
+        server.table.place(blocks)
+        server.table.map(seq_id, blocks, count * 16)
+        for block in blocks[:missing].tolist():
+            server.table.evict(block)
+    told = state.describe(server.scheduler)
+    assert told["cached_ratio_mean"] == pytest.approx((1 + 0.75 + 0) / 3)
+    assert told["uncached_tokens"] == 48
+
+
+@pytest.mark.parametrize("options", [{}, {"lookahead": math.inf}, {"lookahead": -1}], ids=str)
+def test_ranks_other_than_the_first_are_asked_nothing_and_agree_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """What rank 0 finds when it makes a policy is known to it alone."""
+    monkeypatch.setattr(runtime, "_runtime", None)
+    settled = []
+    for rank in range(2):
+        server = Server(rank)
+        server.deciding.settled = True
+        before = server.deciding.loop.safe
+        server.control("policy", name="fcfs", options=options)
+        assert (server.deciding.loop.safe is before) == (rank > 0 or bool(options))
+        settled.append(server.deciding.settled)
+    assert settled == [False, False]
+
+
+def test_a_policy_that_cannot_be_made_leaves_the_one_before_in_force(server: Server) -> None:
+    before = server.deciding.loop.safe
+    answer = server.control("policy", name="fcfs", options={"lookahead": math.nan})
+    assert not answer.success and "lookahead: nan is not a finite number" in answer.error
+    assert server.deciding.loop.safe is before

@@ -1,0 +1,124 @@
+"""Weight updates in the scheduler: refused while KV is in use, in the words of each request."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.control import ElasticMemory, StepLog
+from ellm_sgl.kv import PageTable, PoolShape
+from ellm_sgl.latency import RooflineLatencyModel, StepWork
+from ellm_sgl.sglang import runtime, weights
+from ellm_sgl.sglang.deciding import Deciding
+from ellm_sgl.sglang.torchvision_ops import declare
+from tests.latency.machines import GPU, TINY
+
+declare()
+BLOCKS = "cached prefixes are in use (blocks: 2); abort what uses them, then update"
+SHAPE = PoolShape(num_layers=2, layer_group=1, block_tokens=4)
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> runtime.Runtime:
+    table = PageTable(SHAPE, 8, 16)
+    elastic = ElasticMemory(table, 64, lambda tokens: 0)
+    pool: Any = None
+    made = runtime.Runtime(EllmConfig(), table, pool, elastic, None)
+    monkeypatch.setattr(runtime, "_runtime", made)
+    return made
+
+
+def requests() -> list[Any]:
+    from sglang.srt.managers import io_struct
+
+    return [
+        io_struct.UpdateWeightFromDiskReqInput(model_path="new"),
+        io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[]),
+        io_struct.UpdateWeightsFromDistributedReqInput(names=[], dtypes=[], shapes=[]),
+        io_struct.UpdateWeightsFromIPCReqInput(zmq_handles={}),
+        io_struct.CheckWeightsReqInput(action="reset_tensors"),
+    ]
+
+
+def test_every_kind_of_update_is_refused_in_its_own_words(ours: runtime.Runtime) -> None:
+    from sglang.srt.managers import io_struct
+
+    ours.table.map(3, ours.table.allocate(1), 4)
+    updater: Any = SimpleNamespace()
+    for request, answer in zip(
+        requests(),
+        (
+            io_struct.UpdateWeightFromDiskReqOutput,
+            io_struct.UpdateWeightsFromTensorReqOutput,
+            io_struct.UpdateWeightsFromDistributedReqOutput,
+            io_struct.UpdateWeightsFromIPCReqOutput,
+            io_struct.CheckWeightsReqOutput,
+        ),
+        strict=True,
+    ):
+        hook = weights.check if answer is io_struct.CheckWeightsReqOutput else weights.update
+        said = hook(pytest.fail, updater, request)
+        assert type(said) is answer and not said.success
+        assert "in use (requests: 1)" in said.message
+
+
+def test_blocks_that_cannot_be_dropped_refuse_it_too(ours: runtime.Runtime) -> None:
+    ours.table.allocate(2)
+    updater: Any = SimpleNamespace()
+    for request in requests()[:4]:
+        assert weights.update(pytest.fail, updater, request).message == BLOCKS
+
+
+def test_weights_are_looked_at_whatever_runs(ours: runtime.Runtime) -> None:
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    ours.table.map(3, ours.table.allocate(1), 4)
+    updater: Any = SimpleNamespace()
+    looked = weights.check(lambda *_: "looked", updater, CheckWeightsReqInput(action="checksum"))
+    assert looked == "looked"
+
+
+def test_an_update_goes_on_where_nothing_is_held(ours: runtime.Runtime) -> None:
+    updater: Any = SimpleNamespace()
+    for request in requests():
+        assert weights.update(lambda *_: "updated", updater, request) == "updated"
+
+
+class Request:
+    """As much of SGLang's `Req` as the book asks for."""
+
+    priority = None
+    sampling_params = SimpleNamespace(custom_params=None, max_new_tokens=64)
+
+    def __init__(self, output: int) -> None:
+        self.origin_input_ids = [1] * 10
+        self.output_ids = [1] * output
+
+
+def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: runtime.Runtime) -> None:
+    waiting: Any = Request(0)
+    running: Any = Request(5)
+    scheduler: Any = SimpleNamespace(
+        waiting_queue=[waiting], schedule_low_priority_values_first=False
+    )
+    now = [100.0]
+    steps = StepLog(RooflineLatencyModel(TINY, GPU), lambda: now[0])
+    loop: Any = SimpleNamespace(steps=steps)
+    ours.deciding = deciding = Deciding(loop, scheduler)
+    slots = deciding.slots([waiting, running])
+    column = deciding.book._columns
+    column["waiting_since_s"][slots] = -1e6
+    steps.start(StepWork(1, 4))
+    now[0] += 2
+
+    anything: Any = None
+    weights.pause(lambda *_: scheduler.waiting_queue.append(running), scheduler, anything)
+
+    assert column["tokens"][slots].tolist() == [10, 15]
+    assert column["waiting_since_s"][slots[0]] == -1e6 < column["waiting_since_s"][slots[1]]
+    now[0] += 3600
+    steps.start(StepWork(1, 4))
+    assert [step.seconds for step in steps.reports] == [2.0]

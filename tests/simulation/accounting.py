@@ -1,0 +1,134 @@
+"""Where every unit, block and row is, after every event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ellm_sgl.kv.shape import NONE
+from ellm_sgl.sglang.prefix_cache import EllmRadixCache
+from tests.simulation.plane import Plane
+from tests.simulation.scheduler import SimulatedScheduler
+
+
+class Unaccounted(AssertionError):  # noqa: N818 (what it is, not what it does)
+    """Something is lost, or owned by two."""
+
+
+def check(plane: Plane, scheduler: SimulatedScheduler) -> None:
+    """All that must hold between two events.
+
+    Raises:
+        Unaccounted, IntegrityError: saying what does not.
+    """
+    table = plane.table
+    table.check_integrity()
+    if (owned := int(np.count_nonzero(table.units[1:] != NONE))) != table.used_units:
+        raise Unaccounted(f"{table.used_units} units in use, but blocks own {owned}")
+    if table.used_units > max(table.unit_limit, plane.most_used):
+        raise Unaccounted(f"{table.used_units} units in use, {table.unit_limit} allowed")
+    plane.most_used = table.used_units
+    live = [req for req in scheduler.reqs.values() if req.kv is not None]
+    rows = {req.req_pool_idx: req for req in live}
+    if rows.keys() != set(table.sequence_ids) or len(rows) != len(live):
+        raise Unaccounted(f"rows {sorted(rows)} have KV, the table knows {table.sequence_ids}")
+    block = table.shape.block_tokens
+    uncached = 0
+    for row, req in rows.items():
+        length = req.kv_committed_len
+        if table.length_of(row) != length:
+            raise Unaccounted(
+                f"request {req.rid} has {length} tokens, its sequence {table.length_of(row)}"
+            )
+        slots = plane.req_to_token_pool.req_to_token[row, :length:block].numpy()
+        if not np.array_equal(slots // block, table.blocks_of(row)):
+            raise Unaccounted(f"request {req.rid}: its blocks are not its slots'")
+        uncached += table.shape.blocks_for(req.kv.kv_allocated_len) * block
+        uncached -= req.cache_protected_len
+    # As SGLang's SchedulerInvariantChecker counts when it is busy.
+    sizes = (
+        plane.allocator.available_size(),
+        plane.tree.evictable_size(),
+        plane.tree.protected_size(),
+    )
+    if sum(sizes) + uncached != plane.logical_tokens:
+        raise Unaccounted(
+            f"of {plane.logical_tokens} slots, {sizes[0]} are free, {sizes[1]} evictable, "
+            f"{sizes[2]} protected and {uncached} requests' own"
+        )
+    _check_owners(plane, live)
+
+
+def _check_owners(plane: Plane, live: list[Any]) -> None:
+    """Every allocated block has one owner, the tree or a request, and a reference of each that
+    maps it."""
+    table, block = plane.table, plane.table.shape.block_tokens
+    references = np.zeros(table.num_blocks + 1, np.int64)
+    tree = _blocks_of_tree(plane)
+    if len(np.unique(tree)) != len(tree):
+        raise Unaccounted("the tree holds a block twice")
+    references[tree] += 1
+    for req in live:
+        blocks = table.blocks_of(req.req_pool_idx)
+        references[blocks] += 1
+        references[blocks[req.cache_protected_len // block :]] += 1
+    held = table.references(np.arange(table.num_blocks + 1, dtype=np.int32))
+    if len(wrong := np.flatnonzero(references != held)):
+        b = int(wrong[0])
+        raise Unaccounted(f"block {b} has {held[b]} references, {references[b]} are owed")
+
+
+def _blocks_of_tree(plane: Plane) -> Any:
+    if not isinstance(plane.tree, EllmRadixCache):
+        return np.empty(0, np.int64)
+    values, nodes = [np.empty(0, np.int64)], list(plane.tree.root_node.children.values())
+    for node in nodes:
+        values.append(node.value.numpy()[:: plane.tree.page_size])
+        nodes += node.children.values()
+    return np.concatenate(values) // plane.tree.page_size
+
+
+def watch_matches(plane: Plane) -> None:
+    """From now on, what the tree offers to a request is checked to be all there."""
+    tree, table = plane.tree, plane.table
+    if not isinstance(tree, EllmRadixCache):
+        return
+    match = tree.match_prefix
+
+    def watched(params: Any) -> Any:
+        result = match(params)
+        blocks = result.device_indices.numpy()[:: tree.page_size] // tree.page_size
+        if not tree._match_all and table.depth(blocks).any():
+            raise Unaccounted(f"blocks {blocks.tolist()} match, but not all of them are there")
+        return result
+
+    tree.match_prefix = watched  # type: ignore[method-assign]
+
+
+def check_empty(plane: Plane) -> None:
+    """After a flush, all is free.
+
+    Raises:
+        Unaccounted: what is not.
+    """
+    table, host = plane.table, plane.table.host
+    left = {
+        "units": table.used_units,
+        "blocks": table.num_blocks - table.free_blocks,
+        "missing units": table.none_units,
+        "sequences": len(table.sequence_ids),
+        "host units": host.num_units - host.free_units,
+        "rows": plane.req_to_token_pool.size - plane.req_to_token_pool.available_size(),
+    }
+    if any(left.values()):
+        raise Unaccounted(f"left after the last request: {left}")
+
+
+def digest(plane: Plane) -> bytes:
+    """What the tables of two ranks must agree in."""
+    table = plane.table
+    parts = [table.units, table.host.units, table.host.filling, table.references(range(1))]
+    parts += [table.references(np.arange(table.num_blocks + 1, dtype=np.int32))]
+    sequences = [(s, table.length_of(s), table.blocks_of(s).tolist()) for s in table.sequence_ids]
+    return repr((sequences, [hash(p.tobytes()) for p in parts])).encode()

@@ -1,0 +1,143 @@
+"""What a life comes by, counted: so that lives which no longer come by something are noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+from tests.simulation.plane import Plane
+from tests.simulation.scheduler import SimulatedScheduler
+
+ELASTIC = (
+    "evicted_units",
+    "saved_units",
+    "restored_units",
+    "recomputed_tokens",
+    "fetched_units",
+    "fetched_ahead_units",
+    "borrowed_units",
+    "projected_units",
+    "retractions",
+    "sat_out",
+)
+"""Of `elastic.Totals`."""
+
+EVERYTHING = (
+    *ELASTIC,
+    "turns",
+    "steps: prefill",
+    "steps: decode",
+    "steps: mixed",
+    "steps: a chunk that is not the last",
+    "steps: with a request that has ended",
+    "steps: with the host full",
+    "steps: on a device behind the host",
+    "aborted: waiting",
+    "aborted: between chunks",
+    "aborted: decoding",
+    "aborted: sitting out",
+    "units adopted by the tree",
+    "prefixes cut where units were lost",
+    "prefix tokens found in the tree",
+    "shared blocks",
+    "pauses: in_place",
+    "pauses: retract",
+    "flushes",
+    "flushes refused",
+    "resized",
+    "policy failures",
+    "samples of one prompt",
+    "answers stopped",
+)
+
+
+class Exercised:
+    """Counts what one rank does.
+
+    Args:
+        counts: to add to.
+    """
+
+    def __init__(self, counts: Counter[str], plane: Plane, scheduler: SimulatedScheduler) -> None:
+        self._counts = counts
+        self._plane, self._scheduler = plane, scheduler
+        self._spy(plane.table, "adopt", "units adopted by the tree", int)
+        self._spy(scheduler, "flush_cache", "flushes", int)
+        if hasattr(plane.tree, "_drop_beyond"):
+            self._spy(plane.tree, "_drop_beyond", "prefixes cut where units were lost", lambda _: 1)
+
+    def _spy(self, owner: Any, name: str, count: str, how_many: Callable[[Any], int]) -> None:
+        original = getattr(owner, name)
+
+        def spied(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._counts[count] += how_many(result)
+            return result
+
+        setattr(owner, name, spied)
+
+    def step(self, batch: ScheduleBatch) -> None:
+        """A step is about to run."""
+        counts, mode = self._counts, batch.forward_mode
+        kind = "mixed" if mode.is_mixed() else "decode" if mode.is_decode() else "prefill"
+        counts[f"steps: {kind}"] += 1
+        counts["steps: a chunk that is not the last"] += any(
+            req.inflight_middle_chunks > 0 for req in batch.reqs
+        )
+        counts["steps: on a device behind the host"] += self._plane.device is not None
+        table = self._plane.table
+        full = table.host.num_units > 0 and table.host.free_units == 0
+        counts["steps: with the host full"] += full
+        if not mode.is_decode():
+            counts["prefix tokens found in the tree"] += sum(batch.prefix_lens)
+            blocks = [table.blocks_of(req.req_pool_idx) for req in batch.reqs]
+            counts["shared blocks"] += sum(int((table.references(b) > 2).sum()) for b in blocks)
+
+    def turn(self) -> None:
+        """A turn of the loop is over."""
+        in_flight = self._scheduler.last_batch if self._scheduler.enable_overlap else None
+        if in_flight is not None:
+            ended = any(req.finished() for req in in_flight.reqs)
+            self._counts["steps: with a request that has ended"] += ended
+
+    def request(self, request: Any) -> None:
+        """Somebody asks the server for something."""
+        counts = self._counts
+        match type(request).__name__:
+            case "AbortReq":
+                self._abort(request)
+            case "PauseGenerationReqInput":
+                counts[f"pauses: {request.mode}"] += 1
+            case "SetInternalStateReq":
+                counts["resized"] += 1
+            case "FlushCacheReqInput":
+                counts["flushes refused"] += not self._scheduler.is_fully_idle()
+
+    def _abort(self, request: AbortReq) -> None:
+        scheduler = self._scheduler
+        for req in scheduler.reqs.values():
+            if not req.finished() and (request.abort_all or req.rid.startswith(request.rid)):
+                self._counts[f"aborted: {self._state_of(req)}"] += 1
+
+    def _state_of(self, req: Req) -> str:
+        deciding = self._plane.runtime.deciding
+        assert deciding is not None
+        if req is self._scheduler.chunked_req:
+            return "between chunks"
+        if req.req_pool_idx is None:
+            return "waiting"
+        return "sitting out" if req in deciding.pause else "decoding"
+
+    def end(self) -> None:
+        """The life has ended."""
+        totals = self._plane.elastic.totals
+        for name in ELASTIC:
+            self._counts[name] += getattr(totals, name)
+        deciding = self._plane.runtime.deciding
+        assert deciding is not None
+        self._counts["policy failures"] += sum(deciding.loop.safe.failures.values())
+        self._counts["turns"] += self._scheduler.forward_ct

@@ -1,0 +1,195 @@
+"""The memory plane of one rank, built by the functions that build a server's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.forward import DeviceStreamer, HiddenStates, Streamer, device_streamer
+from ellm_sgl.kv import KVPool
+from ellm_sgl.kv.shape import NONE, IntArray
+from ellm_sgl.sglang import memory, prefix_cache, runtime, tiers
+from tests.simulation.configuration import Configuration
+from tests.simulation.model import StampDecoder
+from tests.simulation.stamps import POISON, Stamps
+from tests.simulation.streams import Device
+from tests.simulation.transfers import LateWorker
+
+DTYPE = torch.float64
+
+
+class Plane:
+    """Page table, pools, elastic memory, allocator and prefix tree of one rank.
+
+    While it lives it is the process's runtime.
+    """
+
+    def __init__(self, configuration: Configuration, host_path: Path | None = None) -> None:
+        self.configuration = configuration
+        self.worker = LateWorker()
+        self.device = Device() if configuration.streams else None
+        """Where it works behind the host's back; else the host computes."""
+        self.streamer: Any = None
+        self.host_pool: KVPool | None = None
+        settings = _settings(configuration, host_path)
+        config, configurator = _configurator(configuration)
+        with (
+            patch.object(memory, "_settings", lambda: settings),
+            patch.object(memory, "make_streamer", self._make_streamer),
+        ):
+            memory.widen_logical_capacity(config, configurator)
+            kv_cache = memory.build_pool(_never, configurator, sizes=config)
+            self.allocator = memory.build_allocator(
+                _never, configurator, sizes=config, token_to_kv_pool=kv_cache
+            )
+        self.logical_tokens: int = config.max_total_num_tokens
+        self.runtime = runtime.current()
+        self.table, self.elastic = self.runtime.table, self.runtime.elastic
+        self.pool = self.runtime.pool
+        self.req_to_token_pool = ReqToTokenPool(
+            size=configuration.max_running,
+            max_context_len=configuration.context + configuration.block_tokens,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=configuration.block_tokens,
+        )
+        context: Any = SimpleNamespace(disable_radix_cache=not configuration.radix, params=params)
+        self.tree = prefix_cache._build(context)
+        self.most_used = 0
+        """Units in use when somebody last looked."""
+        self.runner: Any = SimpleNamespace(
+            model=SimpleNamespace(model=StampDecoder(configuration.layers))
+        )
+        self._buffers = [
+            (self.pool.keys(layer).numpy()[..., 0, 0], self.pool.values(layer).numpy()[..., 0, 0])
+            for layer in range(configuration.layers)
+        ]
+        self.pool.buffer.fill_(POISON)
+
+    def kv_of(self, layer: int) -> tuple[Stamps, Stamps]:
+        """K and V of one layer, each a view [units + 1, block_tokens]."""
+        return self._buffers[layer]
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """Do this on the device, behind what it has been given before."""
+        if self.device is not None:
+            self.device.current_stream().put(work)
+            return
+        self.worker.pass_time()
+        work()
+
+    def poison(self) -> None:
+        """Spoil what nobody owns as the step begins: whoever reads it was promised nothing."""
+        table = self.table
+        self.compute(partial(_spoil, self.pool, table._free_units.ids.copy()))
+        if self.host_pool is not None:
+            spoil = partial(_spoil, self.host_pool, table.host._free.ids.copy())
+            if self.device is None:
+                spoil()
+            else:
+                self.streamer._stream.put(spoil)
+        if (hidden := self.runtime.hidden) is not None:
+            owned = table.host._slots_of(np.arange(table.num_blocks + 1, dtype=np.int32))
+            free = np.setdiff1d(np.arange(table.host.hidden_slots + 1), owned[owned != NONE])
+            for layer in range(hidden.num_layers):
+                hidden._states.slots(layer)[torch.from_numpy(free)] = POISON
+
+    @contextmanager
+    def living(self) -> Iterator[None]:
+        """Copies between pools are the device's to make, where it has streams."""
+        copy, device = device_streamer._copy_units, self.device
+        if device is None:
+            yield
+            return
+
+        def copy_later(*args: Any) -> None:
+            device.current_stream().put(partial(copy, *args))
+
+        with patch.object(device_streamer, "_copy_units", copy_later):
+            yield
+
+    def _make_streamer(
+        self, settings: EllmConfig, host_units: int, pool: KVPool, hidden: HiddenStates | None
+    ) -> Any:
+        """The host tier as a server makes it, but transfers are as late as the life says."""
+        made: Any = tiers.make_streamer(settings, host_units, pool, hidden)
+        self.host_pool = KVPool(pool.shape, host_units, 1, 1, DTYPE, "cpu")
+        self.host_pool.buffer = made._host.fill_(POISON)
+        if (device := self.device) is not None:
+            with patch.object(torch, "get_device_module", lambda _: device):
+                self.streamer = DeviceStreamer(
+                    made._host, pool.buffer, tiers.SLOTS, settings.overlap
+                )
+            return self.streamer
+        self.streamer = Streamer(
+            made._host,
+            pool.buffer,
+            tiers.SLOTS,
+            settings.overlap,
+            project=None if hidden is None else hidden.restore,
+            worker=self.worker,
+        )
+        return self.streamer
+
+
+def _spoil(pool: KVPool, free: IntArray) -> None:
+    pool.buffer[torch.from_numpy(free)] = POISON
+    pool.buffer[0] = POISON
+
+
+def _settings(configuration: Configuration, host_path: Path | None) -> EllmConfig:
+    block = configuration.block_tokens
+    return EllmConfig(
+        layer_group=configuration.layer_group,
+        block_tokens=block,
+        device_kv_tokens=configuration.device_blocks * block,
+        host_kv_tokens=configuration.host_blocks * block,
+        host_path=str(host_path) if host_path and configuration.host_blocks else None,
+        host_keeps=str(configuration.hidden_layers) if configuration.hidden_layers else "kv",
+        hidden_on="device" if configuration.hidden_on_device else "host",
+        overlap=configuration.prefetch,
+    )
+
+
+def _configurator(configuration: Configuration) -> tuple[Any, Any]:
+    """SGLang's `MemoryPoolConfig` and `KVCacheConfigurator`, as far as eLLM looks at them."""
+    config = SimpleNamespace(
+        max_total_num_tokens=configuration.device_blocks * configuration.block_tokens,
+        max_running_requests=configuration.max_running,
+    )
+    model = SimpleNamespace(
+        context_len=configuration.context,
+        hidden_size=1,
+        head_dim=1,
+        dtype=DTYPE,
+        get_num_kv_heads=lambda ranks: 1,
+    )
+    layers = configuration.layers
+    configurator = SimpleNamespace(
+        model_config=model,
+        layer_info=SimpleNamespace(num_effective_layers=layers, start_layer=0, end_layer=layers),
+        kv_cache_dtype=DTYPE,
+        device="cpu",
+        server_args=SimpleNamespace(max_prefill_tokens=configuration.max_prefill),
+    )
+    return config, configurator
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("SGLang's own pool was asked for")

@@ -1,0 +1,266 @@
+"""Faults to plant in the product: the simulation has to find each of them."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function of the product with a mistake in it."""
+
+    name: str
+    """What goes wrong."""
+    function: str
+    """As "module:name" or "module:Class.name"."""
+    old: str
+    """Part of its source,"""
+    new: str
+    """and what stands there instead."""
+
+
+_ELASTIC = "ellm_sgl.control.elastic:ElasticMemory"
+_TABLE = "ellm_sgl.kv.page_table:PageTable"
+_HOST = "ellm_sgl.kv.host:HostTier"
+_RESTORATION = "ellm_sgl.forward.restoration"
+_STREAMER = "ellm_sgl.forward.streamer:Streamer"
+_DEVICE = "ellm_sgl.forward.device_streamer:DeviceStreamer"
+_HIDDEN = "ellm_sgl.forward.hidden"
+_RUNTIME = "ellm_sgl.sglang.runtime:Runtime"
+_TREE = "ellm_sgl.sglang.prefix_cache"
+_DECIDING = "ellm_sgl.sglang.deciding:Deciding"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a block that two resting requests share is fetched ahead for each of them",
+        f"{_ELASTIC}.fetch_ahead",
+        "table.place(placed)",
+        "table.place(placed) if len(owing) < 2 else None",
+    ),
+    Fault(
+        "a prompt's blocks are evicted before any step has computed them",
+        f"{_ELASTIC}._evictable",
+        " & self.table.computed_in_full(blocks)",
+        "",
+    ),
+    Fault(
+        "ranks map one file for their host tiers",
+        "ellm_sgl.kv.pool:_buffer",
+        "torch.frombuffer(map_file(path, count * dtype.itemsize), dtype=dtype)",
+        "torch.from_file(str(path.with_suffix('')), shared=True, size=count, dtype=dtype)",
+    ),
+    Fault(
+        "each rank fetches ahead as much as its own clock allows",
+        f"{_RUNTIME}._fetch_ahead",
+        "seconds = self.deciding.fetch_ahead_s",
+        "seconds = self.deciding.loop.steps.last.seconds / 2",
+    ),
+    Fault(
+        "evicted units are copied to each other's places on the host",
+        f"{_ELASTIC}._evict",
+        "self._save(self.table.units[block, kept],",
+        "self._save(self.table.units[block, kept[::-1]],",
+    ),
+    Fault(
+        "a block evicted in part is counted as evicted as a whole",
+        f"{_TABLE}.evict",
+        "self._none_units += len(held)",
+        "self._none_units += self.shape.num_groups",
+    ),
+    Fault(
+        "adopted units stay with the block that gave them",
+        f"{_TABLE}.adopt",
+        "self.units[source, gaps] = NONE",
+        "pass",
+    ),
+    Fault(
+        "adoption replaces units that the tree has not lost",
+        f"{_TABLE}.adopt",
+        "gaps = (self.units[destination] == NONE) & (self.units[source] != NONE)",
+        "gaps = self.units[source] != NONE",
+    ),
+    Fault(
+        "a request's blocks gain no reference when it is mapped",
+        f"{_TABLE}.map",
+        "self._refs[ids] += 1",
+        "pass",
+    ),
+    Fault(
+        "copies outlive the block that they are of",
+        f"{_HOST}.drop",
+        "self.units[blocks] = NONE",
+        "pass",
+    ),
+    Fault(
+        "rows go only through the lowest of the groups that lack a block",
+        f"{_RESTORATION}:_depth",
+        "highest = recompute.shape[1] - np.argmax(recompute[:, ::-1], axis=1)",
+        "highest = 1 + np.argmax(recompute, axis=1)",
+    ),
+    Fault(
+        "all groups are fetched to one slot of the ring",
+        f"{_RESTORATION}:_ring",
+        "sets[group % slots]",
+        "sets[0]",
+    ),
+    Fault(
+        "a group more is fetched at once than there are slots",
+        f"{_STREAMER}.restart",
+        "range(self._slots)",
+        "range(self._slots + 1)",
+    ),
+    Fault(
+        "layers do not wait for their units",
+        f"{_STREAMER}.wait",
+        "self._arriving.pop(group).result()",
+        "self._arriving.pop(group)",
+    ),
+    Fault(
+        "without a worker, what is to be fetched ahead is never copied",
+        f"{_STREAMER}._wait_ahead",
+        "self._copy(self._ahead)",
+        "pass",
+    ),
+    Fault(
+        "units are given out beyond a lowered limit",
+        f"{_TABLE}.place",
+        "max(self.free_units, 0)",
+        "len(self._free_units)",
+    ),
+    Fault(
+        "on a device, units are copied to the host before the step that fills them has ended",
+        f"{_DEVICE}.save",
+        "self._stream.wait_event(self._stepped)",
+        "pass",
+    ),
+    Fault(
+        "on a device, a step writes to units that are still being copied to the host",
+        f"{_DEVICE}.running",
+        "computing.wait_stream(self._stream)",
+        "pass",
+    ),
+    Fault(
+        "on a device, units are fetched to where the step before still reads",
+        f"{_DEVICE}.running",
+        "self._stream.wait_stream(computing)",
+        "pass",
+    ),
+    Fault(
+        "on a device, a slot of the ring is written to while its group still computes",
+        f"{_DEVICE}.done",
+        "self._stream.wait_event(left)",
+        "pass",
+    ),
+    Fault(
+        "on a device, layers do not wait for their units",
+        f"{_DEVICE}.wait",
+        "self._api.current_stream().wait_event(arrived)",
+        "pass",
+    ),
+    Fault(
+        "fetched units are read from nowhere",
+        "ellm_sgl.forward.plan:_Rows.of",
+        "np.where(units == NONE, restoration.staged_units(blocks.ids), units)",
+        "units",
+    ),
+    Fault(
+        "borrowed units are not returned",
+        f"{_RUNTIME}.running",
+        "self.table.return_units(self._restoration.borrowed)",
+        "pass",
+    ),
+    Fault(
+        "what is placed for good counts as there already",
+        f"{_RUNTIME}._plan",
+        """            if restore:
+                self.elastic.restore(seq_ids, missing.blocks)
+""",
+        """            if restore:
+                self.elastic.restore(seq_ids, missing.blocks)
+                missing = Missing.of(table, seq_ids)
+""",
+    ),
+    Fault(
+        "hidden states are kept of blocks whose first tokens were not captured",
+        f"{_HIDDEN}:plan_capture",
+        "host.begin_hidden(np.unique(blocks[offsets == 0]))",
+        "host.begin_hidden(np.unique(blocks))",
+    ),
+    Fault(
+        "hidden states are projected as if their block began the request",
+        f"{_RESTORATION}:_transfers",
+        "table.starts_of(blocks)[:, None] + places",
+        "0 * table.starts_of(blocks)[:, None] + places",
+    ),
+    Fault(
+        "a match goes on beyond the first incomplete block",
+        f"{_TREE}:EllmRadixCache.match_prefix",
+        "if self._match_all:",
+        "if True:",
+    ),
+    Fault(
+        "what lies beyond an incomplete block is dropped though others use it",
+        f"{_TREE}:EllmRadixCache._drop_beyond",
+        "if below is None or below.lock_ref > 0:",
+        "if below is None:",
+    ),
+    Fault(
+        "without a tree, a request that ends stays mapped",
+        f"{_TREE}:EllmChunkCache.cache_finished_req",
+        "runtime.current().forget_request(req)",
+        "pass",
+    ),
+    Fault(
+        "those who sat out do not come back",
+        f"{_DECIDING}.bring_back",
+        "running.merge_batch(paused)",
+        "pass",
+    ),
+    Fault(
+        "requests aborted while they sat out keep their memory",
+        f"{_DECIDING}.end_aborted",
+        "release_kv_cache(req, self.scheduler.tree_cache)",
+        "pass",
+    ),
+)
+
+
+class Misplanted(LookupError):  # noqa: N818 (what it is, not what it does)
+    """The product has changed, and the fault has to be adapted."""
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """The product has this fault, in this process.
+
+    Raises:
+        Misplanted: there is no such text, or more than one.
+    """
+    function: Any = inspect.unwrap(pkgutil.resolve_name(fault.function))
+    function = getattr(function, "__func__", function)
+    source = inspect.getsource(function)
+    if (count := source.count(fault.old)) != 1:
+        raise Misplanted(f"{fault.function} has {fault.old!r} {count} times: adapt the fault")
+    mended = function.__code__
+    faulty = textwrap.dedent(source.replace(fault.old, fault.new))
+    function.__code__ = _compiled(faulty, mended)
+    try:
+        yield
+    finally:
+        function.__code__ = mended
+
+
+def _compiled(source: str, like: CodeType) -> CodeType:
+    """The code of a function or method, which may call `super()`."""
+    inside_a_class = "class _:\n" + textwrap.indent(source, "    ")
+    flags = annotations.compiler_flag
+    module = compile(inside_a_class, like.co_filename, "exec", flags, dont_inherit=True)
+    (body,) = (c for c in module.co_consts if isinstance(c, CodeType))
+    return next(c for c in body.co_consts if isinstance(c, CodeType) and c.co_name == like.co_name)

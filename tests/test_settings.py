@@ -1,0 +1,45 @@
+"""Settings of one server: what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ellm_sgl.config import ConfigError
+from ellm_sgl.settings import settle
+
+
+def given(path: Path, **more: Any) -> dict[str, Any]:
+    return {"host_path": str(path), "host_kv_tokens": 64, **more}
+
+
+def test_the_host_tiers_file_must_be_ours_to_make(tmp_path: Path) -> None:
+    notes, link = tmp_path / "notes.txt", tmp_path / "link"
+    notes.write_text("precious")
+    link.symlink_to(notes)
+    for path in (notes, link, tmp_path, tmp_path / "no" / "file", notes / "file"):
+        with pytest.raises(ConfigError, match=f"^--ellm-host-path {path}: .*give a") as refusal:
+            settle(given(path))
+        assert "\n" not in str(refusal.value)
+    assert notes.read_text() == "precious"
+    assert settle(given(tmp_path / "tier")).host_path == str(tmp_path / "tier")
+    assert sorted(tmp_path.iterdir()) == [link, notes]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, False),
+        ({"host_keeps": "hidden"}, True),
+        ({"host_keeps": "3"}, True),
+        ({"host_keeps": "0"}, False),
+        ({"host_keeps": "3", "hidden_on": "device"}, False),
+    ],
+)
+def test_hidden_states_have_a_file_where_they_are_on_the_host(
+    tmp_path: Path, more: dict[str, Any], expected: bool
+) -> None:
+    assert settle(given(tmp_path / "tier", **more)).hidden_in_file is expected
+    assert not settle({"host_kv_tokens": 64, **more}).hidden_in_file
