@@ -14,7 +14,8 @@ from ellm_sgl.serve.verify.comparing import compare
 from ellm_sgl.serve.verify.figures import Comparison, Expected
 from ellm_sgl.serve.verify.loads import Load
 from ellm_sgl.serve.verify.rounding import EXACT, Spread
-from ellm_sgl.serve.verify.settings import POOL_TOKENS, Setting, Stage
+from ellm_sgl.serve.verify.setting import Setting, Stage
+from ellm_sgl.serve.verify.stages import POOL_TOKENS
 from ellm_sgl.sglang import cuda
 
 ON_CUDA = ("--attention-backend", "torch_native")
@@ -77,7 +78,7 @@ class OneDtype:
             references = {}
             for name in names:
                 self.say(f"{self.dtype}: stock SGLang, everything cached, {name}")
-                references[name] = self._ask(server, name, whole=True)
+                references[name] = self._reference(server, name)
             # What is scored shares no KV with what was answered.
             server.flush_cache()
             noise = {name: self._forced(server, references[name], name) for name in names}
@@ -102,15 +103,25 @@ class OneDtype:
             server.switch_policy(name, **options)
         server.flush_cache()
         before = server.state()
-        answers = self._ask(server, setting.load, whole=False)
+        answers = self._ask(server, setting)
         after = server.state()
         server.flush_cache()
         return Run(setting, answers, before, after, server.state())
 
-    def _ask(self, server: ServerProcess, load: str, whole: bool) -> list[Answer]:
-        return self._with_client(
-            server, load, lambda client: self.loads[load].answers(client, whole)
-        )
+    def _reference(self, server: ServerProcess, load: str) -> list[Answer]:
+        asked = self.loads[load]
+        return self._with_client(server, load, lambda client: asked.answers(client, whole=True))
+
+    def _ask(self, server: ServerProcess, setting: Setting) -> list[Answer]:
+        load = self.loads[setting.load]
+
+        async def work(client: Client) -> list[Answer]:
+            if setting.swing is None:
+                return await load.answers(client, whole=False)
+            async with client.swinging(*setting.swing):
+                return await load.answers(client, whole=False)
+
+        return self._with_client(server, setting.name, work)
 
     def _forced(self, server: ServerProcess, answers: Sequence[Answer], what: str) -> Spread | None:
         """How far log-probabilities are from those of the same tokens one answer at a time, with
