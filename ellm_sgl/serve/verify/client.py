@@ -112,7 +112,7 @@ class Client:
 
         async def resize(size: int) -> None:
             body = {"server_args": {"ellm_device_kv_tokens": size}}
-            if await self._post("/set_internal_state", body) != [True]:
+            if await self._post("/set_internal_state", body) not in (True, [True]):
                 raise ServerError(f"the server refused a pool of {size} tokens")
 
         async def swing() -> None:

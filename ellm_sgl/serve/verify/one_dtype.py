@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from ellm_sgl.config import ENV
 from ellm_sgl.serve.process import ServerError, ServerProcess
 from ellm_sgl.serve.verify.client import Answer, Client, run_with_client
 from ellm_sgl.serve.verify.comparing import compare
@@ -74,6 +75,7 @@ class OneDtype:
         """
         stock = [*self._model(), "--max-total-tokens", str(2 * POOL_TOKENS)]
         with ServerProcess([*stock, *(ON_CUDA if cuda.available() else ())]) as server:
+            _must_be_stock(server)
             names = list(dict.fromkeys(run.setting.load for run in runs))
             references = {}
             for name in names:
@@ -165,3 +167,10 @@ class OneDtype:
         return compare(
             self.dtype, run.setting.name, wanted, outputs, run.before, run.after, expected
         )
+
+
+def _must_be_stock(server: ServerProcess) -> None:
+    """Raise ServerError if eLLM is on in the reference, as it is where the environment says so."""
+    answer = httpx.get(f"{server.url}/ellm/state", timeout=60, trust_env=False)
+    if answer.status_code != httpx.codes.NOT_FOUND:
+        raise ServerError(f"the reference is not stock SGLang: unset {ENV}")
