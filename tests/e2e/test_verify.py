@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ellm_sgl.eval.tiny_models import TINY_MODELS, write
+from tests.e2e import planted_errors
 
 pytestmark = pytest.mark.slow
 
 COVERED = "llama-gqa"
 """By the demo model, of the same architecture and kind of attention."""
+CROWDED = ("chats", "aborts")
+LIMIT_S = 1200
+"""For one run; the full one starts ten servers."""
 
 
-def verify(*arguments: str) -> dict[str, object]:
+def run(
+    *arguments: str, environment: Mapping[str, str] | None = None
+) -> tuple[int, dict[str, Any], str]:
+    """Exit status, report, and what was said on the way."""
     command = [sys.executable, "-m", "ellm_sgl.serve.cli", "verify", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report: dict[str, object] = json.loads(done.stdout)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S - 50, check=False,
+        env={**os.environ, **(environment or {})},
+    )  # fmt: skip
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def verify(*arguments: str) -> dict[str, Any]:
+    status, report, said = run(*arguments)
+    assert status == 0, (report["failures"], said)
+    assert report["failures"] == [] and all(c["failure"] is None for c in report["comparisons"])
     return report
 
 
+@pytest.mark.timeout(LIMIT_S)
 def test_demo_model() -> None:
-    """fp32, prompts of 1 to 1,500 tokens, every ratio and split, forced eviction."""
+    """fp32, prompts of 1 to 1,500 tokens, every ratio and split, forced eviction; chats, aborted
+    streams, mixed chunks and two ranks."""
     report = verify("--dtype", "float32")
     assert report["passed"] is True
     comparisons = report["comparisons"]
@@ -39,9 +60,18 @@ def test_demo_model() -> None:
         assert (comparison["projected_units"] > 0) == setting.startswith(("hidden", "mixed"))
         assert comparison["retractions"] == 0
         # With a small device units to fetch into may be lacking: then blocks are recomputed.
-        if not setting.endswith(", forced eviction"):
+        if not setting.endswith(", forced eviction") and not setting.startswith(CROWDED):
             recomputes = setting != "r = 0.0" and not setting.endswith(" 1:0")
             assert (comparison["recomputed_tokens"] > 0) == recomputes
+    crowded = {c["setting"]: c for c in comparisons if c["setting"].startswith(CROWDED)}
+    assert list(crowded) == ["chats, paused", "chats, fcfs", "aborts, paused", "chats, mixed chunk",
+                             "chats, mixed chunk, full", "chats, two ranks"]  # fmt: skip
+    for name, comparison in crowded.items():
+        assert comparison["evicted_units"] > 0
+        assert (comparison["aborted"] > 0) == name.startswith("aborts")
+        if name not in ("chats, fcfs", "chats, mixed chunk, full"):  # whether is theirs to decide
+            assert comparison["sat_out"] > 0
+    assert report["left_out"] == []
 
 
 def test_demo_model_in_16_bits() -> None:
@@ -54,6 +84,24 @@ def test_demo_model_in_16_bits() -> None:
     assert [c["setting"] for c in comparisons] == expected
     # Near ties may tip in bf16, but not many of them do.
     assert all(c["dtype"] == "bfloat16" and c["agreement"] > 0.8 for c in comparisons)
+    for comparison in comparisons:
+        assert comparison["forced"]["tokens"] == comparison["noise"]["tokens"] == 18 * 16
+        assert 0 < comparison["noise"]["mean"] < 0.01
+
+
+@pytest.mark.parametrize("error", ["shifted", "stale"])
+def test_errors_in_saved_kv_are_found(error: str, tmp_path: Path) -> None:
+    """In both dtypes, wherever saved KV is fetched, and nowhere else."""
+    status, report, said = run("--quick", environment=planted_errors.install(tmp_path, error))
+    assert status == 1 and report["passed"] is False
+    failures = {(c["dtype"], c["setting"]): c["failure"] for c in report["comparisons"]}
+    for dtype, words in (("float32", "outputs differ"), ("bfloat16", "rounding explains")):
+        for setting in ("mixed 1:1", "mixed 1:0"):
+            assert words in failures[dtype, setting]
+        assert failures[dtype, "mixed 0:1"] is None  # all is recomputed
+    first = f"float32, mixed 1:1: {failures['float32', 'mixed 1:1']}"
+    last = said.rstrip().splitlines()[-1]
+    assert last.startswith(f"Error: verify failed: {first} (and ")
 
 
 @pytest.mark.parametrize("name", [name for name in TINY_MODELS if name != COVERED])

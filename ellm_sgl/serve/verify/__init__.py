@@ -21,7 +21,7 @@ from ellm_sgl.serve.verify.loads import AtOnce, make_prompts
 from ellm_sgl.serve.verify.report import VerifyReport
 from ellm_sgl.serve.verify.rounding import EXACT, Spread
 from ellm_sgl.serve.verify.runner import ALL_DTYPES, DTYPES, LENGTHS, verify
-from ellm_sgl.serve.verify.settings import EAGER, POOL_TOKENS
+from ellm_sgl.serve.verify.stages import EAGER, POOL_TOKENS
 
 __all__ = [
     "ALL_DTYPES",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,6 +18,7 @@ from ellm_sgl.serve.process import IDLE_CONNECTION_S, ServerError
 TIMEOUT_S = 900.0
 STALL_S = 0.05
 """A stream that brings nothing for so long counts as stalled: its request may sit out."""
+SWING_S = 0.25
 
 T = TypeVar("T")
 
@@ -102,6 +104,30 @@ class Client:
         if [entry[1] for entry in last] != list(tokens):
             raise ServerError(f"tokens {[e[1] for e in last]} were scored, not {list(tokens)}")
         return tuple(map(_logprob, last))
+
+    @contextlib.asynccontextmanager
+    async def swinging(self, tokens: int, other: int) -> AsyncIterator[None]:
+        """In this context the device pool has `other` and `tokens` tokens by turns, each for
+        SWING_S; afterwards `tokens`."""
+
+        async def resize(size: int) -> None:
+            body = {"server_args": {"ellm_device_kv_tokens": size}}
+            if await self._post("/set_internal_state", body) not in (True, [True]):
+                raise ServerError(f"the server refused a pool of {size} tokens")
+
+        async def swing() -> None:
+            for size in itertools.cycle((other, tokens)):
+                await resize(size)
+                await asyncio.sleep(SWING_S)
+
+        swings = asyncio.create_task(swing())
+        try:
+            yield
+        finally:
+            swings.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await swings
+        await resize(tokens)
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         answer = await self._http.post(self._url + path, json=body)

@@ -26,6 +26,7 @@ MOST_TURN_TOKENS = 144
 STAGGER_S = 0.04
 """Between one chat's arrival and the next one's."""
 STREAMS = 12
+"""Of `Aborts`."""
 Prompt = tuple[int, ...]
 
 

@@ -8,13 +8,15 @@ from typing import Any, TypeVar
 
 import httpx
 
+from ellm_sgl.config import ENV
 from ellm_sgl.serve.process import ServerError, ServerProcess
 from ellm_sgl.serve.verify.client import Answer, Client, run_with_client
 from ellm_sgl.serve.verify.comparing import compare
 from ellm_sgl.serve.verify.figures import Comparison, Expected
 from ellm_sgl.serve.verify.loads import Load
 from ellm_sgl.serve.verify.rounding import EXACT, Spread
-from ellm_sgl.serve.verify.settings import POOL_TOKENS, Setting, Stage
+from ellm_sgl.serve.verify.setting import Setting, Stage
+from ellm_sgl.serve.verify.stages import POOL_TOKENS
 from ellm_sgl.sglang import cuda
 
 ON_CUDA = ("--attention-backend", "torch_native")
@@ -73,11 +75,12 @@ class OneDtype:
         """
         stock = [*self._model(), "--max-total-tokens", str(2 * POOL_TOKENS)]
         with ServerProcess([*stock, *(ON_CUDA if cuda.available() else ())]) as server:
+            _must_be_stock(server)
             names = list(dict.fromkeys(run.setting.load for run in runs))
             references = {}
             for name in names:
                 self.say(f"{self.dtype}: stock SGLang, everything cached, {name}")
-                references[name] = self._ask(server, name, whole=True)
+                references[name] = self._reference(server, name)
             # What is scored shares no KV with what was answered.
             server.flush_cache()
             noise = {name: self._forced(server, references[name], name) for name in names}
@@ -102,15 +105,25 @@ class OneDtype:
             server.switch_policy(name, **options)
         server.flush_cache()
         before = server.state()
-        answers = self._ask(server, setting.load, whole=False)
+        answers = self._ask(server, setting)
         after = server.state()
         server.flush_cache()
         return Run(setting, answers, before, after, server.state())
 
-    def _ask(self, server: ServerProcess, load: str, whole: bool) -> list[Answer]:
-        return self._with_client(
-            server, load, lambda client: self.loads[load].answers(client, whole)
-        )
+    def _reference(self, server: ServerProcess, load: str) -> list[Answer]:
+        asked = self.loads[load]
+        return self._with_client(server, load, lambda client: asked.answers(client, whole=True))
+
+    def _ask(self, server: ServerProcess, setting: Setting) -> list[Answer]:
+        load = self.loads[setting.load]
+
+        async def work(client: Client) -> list[Answer]:
+            if setting.swing is None:
+                return await load.answers(client, whole=False)
+            async with client.swinging(*setting.swing):
+                return await load.answers(client, whole=False)
+
+        return self._with_client(server, setting.name, work)
 
     def _forced(self, server: ServerProcess, answers: Sequence[Answer], what: str) -> Spread | None:
         """How far log-probabilities are from those of the same tokens one answer at a time, with
@@ -154,3 +167,10 @@ class OneDtype:
         return compare(
             self.dtype, run.setting.name, wanted, outputs, run.before, run.after, expected
         )
+
+
+def _must_be_stock(server: ServerProcess) -> None:
+    """Raise ServerError if eLLM is on in the reference, as it is where the environment says so."""
+    answer = httpx.get(f"{server.url}/ellm/state", timeout=60, trust_env=False)
+    if answer.status_code != httpx.codes.NOT_FOUND:
+        raise ServerError(f"the reference is not stock SGLang: unset {ENV}")

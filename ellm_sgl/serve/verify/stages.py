@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ellm_sgl.config import ELLM, HCACHE, RECOMPUTE
-from ellm_sgl.serve.verify.model import ModelShape, cores_of_two_ranks
+from ellm_sgl.serve.verify.crowded import crowded_stages
 from ellm_sgl.serve.verify.rounding import EXACT
+from ellm_sgl.serve.verify.setting import Setting, Sizes, Stage
 
 RATIOS = (0.0, 0.25, 0.5, 0.9)
 LEAST_RATIO = min(r for r in RATIOS if r)
@@ -23,64 +22,6 @@ QUICK_SPLITS = ((0, 1), (1, 1), (1, 0))
 POOL_TOKENS = 16_384
 EAGER = ("--schedule-conservativeness", "0.05")
 """SGLang admits with hardly a thought of outputs, so that requests get in each other's way."""
-PAUSING = ("fcfs", {"rotate": True})
-"""Requests take turns on the device: their KV leaves it as a whole and is fetched ahead,"""
-NO_HURRY = ("--ellm-tpot-slo-ms", "60000")
-"""with an SLO so far off that time decides nothing."""
-MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
-TWO_RANKS = "chats, two ranks"
-CROWDED = 2 / 7
-"""Share of a load's KV that the device holds where requests are to get in each other's way."""
-
-PROMPTS, CHATS, ABORTS = LOADS = ("prompts", "chats", "aborts")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to serve a load."""
-
-    name: str
-    needs: tuple[str, ...] = ()
-    """Counts of `Comparison` that are 0 only if the setting did not do what it is for."""
-    load: str = PROMPTS
-    policy: tuple[str, Mapping[str, Any]] | None = None
-    """Name and options; None: as the server began."""
-    device_tokens: int | None = None
-    """Use only so much of the pool from now on; None: as much as before."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Settings that one server runs, one after the other."""
-
-    arguments: tuple[str, ...]
-    """Of eLLM and SGLang, beside model and dtype."""
-    settings: tuple[Setting, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What settings depend on."""
-
-    model: ModelShape
-    longest: int
-    """Tokens of the longest prompt,"""
-    output_tokens: int
-    """and of each answer."""
-    load_tokens: Mapping[str, int]
-    """KV that each load needs at once; tokens."""
-    layer_group: int
-    block_tokens: int
-
-    @property
-    def small(self) -> int:
-        """Half of the longest request fits: every long prompt loses blocks while it runs."""
-        return max(self.longest // 2, 4 * self.block_tokens)
-
-    def crowded(self, load: str) -> int:
-        """A device that holds a part of the load; tokens."""
-        return max(int(CROWDED * self.load_tokens[load]), 4 * self.block_tokens)
 
 
 def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
@@ -117,7 +58,7 @@ def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
             needs = ("evicted_units", "fetched_units")
             settings += (_forced(f"{name}, {FORCED}", sizes.small, needs),)
             yield _fixed_ratio(settings, tokens, *host, *more)
-    yield from _chats(dtype, quick, sizes)
+    yield from crowded_stages(dtype, quick, sizes)
 
 
 def _ratio(ratio: float) -> Setting:
@@ -146,38 +87,6 @@ def _forced(name: str, small: int, needs: tuple[str, ...]) -> Setting:
 def _fixed_ratio(settings: tuple[Setting, ...], device_tokens: int, *arguments: str) -> Stage:
     common = ("--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", str(device_tokens))
     return Stage((*common, *arguments), settings)
-
-
-def _chats(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
-    """Requests that share a prefix, on a device that holds a part of them, beside a host tier,
-    and take turns there."""
-    device, host = sizes.crowded(CHATS), sizes.load_tokens[CHATS]
-    memory = ("--ellm-device-kv-tokens", str(device), "--ellm-host-kv-tokens", str(host))
-    arguments = ("--ellm-policy", "fcfs", "--ellm-layer-group", "1", *NO_HURRY, *memory)
-    done = ("evicted_units", "fetched_units", "sat_out")
-
-    def paused(name: str) -> Setting:
-        return Setting(name, done, CHATS, PAUSING)
-
-    if quick:
-        if dtype == EXACT:
-            yield Stage(arguments, (paused("chats, paused"),))
-        return
-    small = min(sizes.crowded(ABORTS), device)
-    aborts = Setting("aborts, paused", (*done, "aborted"), ABORTS, PAUSING, small)
-    yield Stage(arguments, (paused("chats, paused"), aborts))
-    if dtype != EXACT:
-        return
-    yield Stage((*arguments, *MIXED_CHUNK), (paused("chats, mixed chunk"),))
-    if sizes.model.why_not_two_ranks() is None:  # else `left_out` tells
-        ranks = (paused(TWO_RANKS),)
-        yield Stage((*arguments, "--tp", "2"), ranks, cores_of_two_ranks())
-
-
-def left_out(mode: str, quick: bool, dtypes: Sequence[str], model: ModelShape) -> Iterator[str]:
-    """Settings that this model or machine cannot run, each with the reason."""
-    if mode == ELLM and not quick and EXACT in dtypes and (why := model.why_not_two_ranks()):
-        yield f"{TWO_RANKS}: {why}"
 
 
 def _baseline(mode: str, sizes: Sizes) -> Iterator[Stage]:

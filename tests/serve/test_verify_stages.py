@@ -1,0 +1,93 @@
+"""The settings that `ellm-sgl verify` goes through."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from ellm_sgl.config import ELLM, HCACHE, MODES, RECOMPUTE
+from ellm_sgl.serve.verify import Comparison
+from ellm_sgl.serve.verify.crowded import TWO_RANKS, left_out
+from ellm_sgl.serve.verify.loads import CHATS as CHATS_AT_ONCE
+from ellm_sgl.serve.verify.loads import Aborts, Chats
+from ellm_sgl.serve.verify.model import ModelShape
+from ellm_sgl.serve.verify.reasons import NOT_DONE
+from ellm_sgl.serve.verify.runner import ALL_DTYPES
+from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Setting, Sizes
+from ellm_sgl.serve.verify.stages import stages
+
+MODEL = ModelShape(vocabulary=512, layers=5, heads=4, kv_heads=2, head_dim=64, hidden=128)
+ODD = dataclasses.replace(MODEL, kv_heads=1)
+
+
+def sizes(longest: int = 1500, model: ModelShape = MODEL, block_tokens: int = 16) -> Sizes:
+    rng = random.Random(0)
+    needed = {PROMPTS: 4000}
+    needed[CHATS] = Chats.up_to(longest + 16, model.vocabulary, rng).most_tokens
+    needed[ABORTS] = Aborts.up_to(longest + 16, model.vocabulary, rng).most_tokens
+    return Sizes(model, longest, 16, needed, 4, block_tokens)
+
+
+def settings(dtype: str, mode: str = ELLM, quick: bool = False) -> list[Setting]:
+    return [s for stage in stages(dtype, mode, quick, sizes()) for s in stage.settings]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("quick", [False, True])
+def test_each_setting_has_a_name_of_its_own_and_something_to_show(
+    mode: str, dtype: str, quick: bool
+) -> None:
+    found = settings(dtype, mode, quick)
+    assert len({s.name for s in found}) == len(found) > 0
+    counts = {field.name for field in dataclasses.fields(Comparison)}
+    assert counts > NOT_DONE.keys()
+    for setting in found:
+        assert bool(setting.needs) == (setting.name != "r = 0.0")
+        assert NOT_DONE.keys() >= set(setting.needs)
+
+
+def test_everything_new_is_tried_in_fp32_and_chats_also_in_16_bits_and_quickly() -> None:
+    names = [
+        [s.name for s in settings(dtype, ELLM, quick)]
+        for quick in (False, True)
+        for dtype in ("float32", "bfloat16")
+    ]
+    new = {"chats, paused", "chats, fcfs", "aborts, paused", "chats, mixed chunk",
+           "chats, mixed chunk, full", TWO_RANKS}  # fmt: skip
+    assert new <= set(names[0])
+    assert "chats, paused" in names[1] and "aborts, paused" in names[1]
+    assert "chats, paused" in names[2]
+    assert names[3] == ["mixed 0:1", "mixed 1:1", "mixed 1:0", "mixed, forced eviction"]
+
+
+@pytest.mark.parametrize("longest", [48, 100, 500, 1500, 8000])
+@pytest.mark.parametrize("block_tokens", [1, 16, 32])
+def test_a_crowded_device_holds_a_part_of_the_load_and_a_block_of_each_request(
+    longest: int, block_tokens: int
+) -> None:
+    found = sizes(longest, block_tokens=block_tokens)
+    assert found.tight // block_tokens > CHATS_AT_ONCE
+    assert found.crowded(CHATS) > found.tight
+    if longest >= 500 and block_tokens <= 16:
+        for load in (CHATS, ABORTS):
+            assert found.crowded(load) < 0.4 * found.load_tokens[load]
+
+
+def test_two_ranks_that_cannot_share_the_model_are_told_of() -> None:
+    told = list(left_out(ELLM, False, ("float32",), ODD))
+    assert told == [f"{TWO_RANKS}: 4 heads and 1 KV heads do not divide by 2"]
+    names = [s.name for stage in stages("float32", ELLM, False, sizes(model=ODD))
+             for s in stage.settings]  # fmt: skip
+    assert TWO_RANKS not in names
+    for mode, quick, dtypes in (
+        (ELLM, True, ("float32",)), (ELLM, False, ("bfloat16",)), (HCACHE, False, ("float32",)),
+    ):  # fmt: skip
+        assert list(left_out(mode, quick, dtypes, ODD)) == []
+
+
+def test_a_baseline_must_preempt() -> None:
+    assert all("retractions" in s.needs for s in settings("float32", RECOMPUTE))
+    assert all("sat_out" in s.needs for s in settings("float32", HCACHE))
