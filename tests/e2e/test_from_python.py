@@ -64,7 +64,7 @@ def refusal(url: str, body: dict[str, Any]) -> str:
 def serves(url: str) -> bool:
     """Whether it generates, under eLLM."""
     [answer] = ask(url, [greedy(prompts(1, 40, 40)[0], 8)])
-    state = httpx.get(f"{url}/ellm/state", timeout=60).json()
+    state = httpx.get(f"{url}/ellm/state", params={"integrity": True}, timeout=60).json()
     return len(answer["output_ids"]) == 8 and state["integrity"] == "ok"
 
 
