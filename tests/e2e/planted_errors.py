@@ -5,7 +5,8 @@
 
 - zeros: the copy is all zeros;
 - stale: the copy holds what another unit of the same block holds, or nothing yet;
-- shifted: the copy's tokens are one slot further on.
+- shifted: the copy's values are one slot further on than their keys. (Both alike would change
+  nothing: attention has no order, the keys hold their positions.)
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def _plant(cls: Any) -> None:
         elif error == "stale":
             self._host[host_units] = copies.roll(1, 0) if len(copies) > 1 else copies * 0
         elif error == "shifted":  # [units, F, 2, block_tokens, kv_heads, head_dim]
-            self._host[host_units] = copies.roll(1, 3)
+            copies[:, :, 1] = copies[:, :, 1].roll(1, 2)
+            self._host[host_units] = copies
 
     cls.save = save
