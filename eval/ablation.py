@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 import click
 from rich.console import Console
 
-from ellm_sgl.click_types import ROUNDS, SHARE
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.config.click_types import ROUNDS, SHARE
 from ellm_sgl.serve.verify import generate
 
 SPLITS = ((1, 0), (3, 1), (1, 1), (0, 1))

@@ -21,7 +21,7 @@ from typing import Any
 import click
 import torch
 
-from ellm_sgl.click_types import ROUNDS
+from ellm_sgl.config.click_types import ROUNDS
 from ellm_sgl.kernels import bench
 
 CASE = bench.Case("decode", 32, 1024, 1, 16, 4, 64, "float32")

@@ -19,8 +19,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ellm_sgl.click_types import ROUNDS, SHARE, TOKENS
-from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.client.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.config.click_types import ROUNDS, SHARE, TOKENS
 from ellm_sgl.serve.verify import generate
 
 SHAPES = ((1, 64), (1, 256), (4, 64), (4, 256), (16, 64), (16, 256))

@@ -28,10 +28,10 @@ from typing import Any
 
 import click
 
-from ellm_sgl.click_types import FiniteRange
-from ellm_sgl.eval.replay import Request, replay
-from ellm_sgl.eval.summary import Summary, summarize
-from ellm_sgl.serve.process import ServerError, ServerProcess
+from ellm_sgl.client.process import ServerError, ServerProcess
+from ellm_sgl.client.replay import Request, replay
+from ellm_sgl.client.summary import Summary, summarize
+from ellm_sgl.config.click_types import FiniteRange
 from ellm_sgl.sglang.cuda import EXPERIMENTAL
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,12 +23,12 @@ import click
 import numpy as np
 from rich.console import Console
 
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.traces import IntArray
+from ellm_sgl.client.workloads import paper_workload
 from ellm_sgl.eval.paper.claims import TABLE_2
 from ellm_sgl.eval.simulator.machines import MODELS
-from ellm_sgl.eval.traces import IntArray
-from ellm_sgl.eval.workloads import paper_workload
-from ellm_sgl.kv import PageTable, PoolShape
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.memory import PageTable, PoolShape
 from ellm_sgl.serve.verify import generate
 
 GROUPS = (1, 2, 4, 8)

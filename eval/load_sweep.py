@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from ellm_sgl.click_types import MILLISECONDS, PER_SECOND, SECONDS
+from ellm_sgl.client.goodput import ATTAINMENT, goodput
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
+from ellm_sgl.client.replay import replay_to_end
+from ellm_sgl.client.summary import summarize
+from ellm_sgl.client.workloads import drawn, poisson_arrivals, to_requests
+from ellm_sgl.config.click_types import MILLISECONDS, PER_SECOND, SECONDS
 from ellm_sgl.eval.compare.scenario import LENGTHS
-from ellm_sgl.eval.goodput import ATTAINMENT, goodput
-from ellm_sgl.eval.replay import replay_to_end
-from ellm_sgl.eval.summary import summarize
-from ellm_sgl.eval.workloads import drawn, poisson_arrivals, to_requests
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
 
 DEVICE_TOKENS, HOST_TOKENS = 2816, 16_384
 SERVERS = {

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 import click
 from rich.console import Console
 
-from ellm_sgl.click_types import REQUESTS, ROUNDS, TOKENS
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.config.click_types import REQUESTS, ROUNDS, TOKENS
 from ellm_sgl.serve.verify import generate
 
 POOL_TOKENS = "40000"

@@ -18,10 +18,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from ellm_sgl.click_types import FACTOR, MILLISECONDS, TOKENS, TOKENS_OR_NONE
-from ellm_sgl.eval.replay import Request, replay
-from ellm_sgl.eval.summary import Summary, summarize
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.replay import Request, replay
+from ellm_sgl.client.summary import Summary, summarize
+from ellm_sgl.config.click_types import FACTOR, MILLISECONDS, TOKENS, TOKENS_OR_NONE
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 384
 CALM_S, RISE_S = 8.0, 14.0

@@ -19,10 +19,10 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from ellm_sgl.click_types import REQUESTS, ROUNDS, SECONDS, SEED, SHARE, TOKENS
-from ellm_sgl.eval.replay import Outcome, Request, replay
-from ellm_sgl.eval.summary import Summary, summarize
-from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.client.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.client.replay import Outcome, Request, replay
+from ellm_sgl.client.summary import Summary, summarize
+from ellm_sgl.config.click_types import REQUESTS, ROUNDS, SECONDS, SEED, SHARE, TOKENS
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "fcfs": ("fcfs", {}),

@@ -17,10 +17,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from ellm_sgl.click_types import LAYERS, MILLISECONDS, REQUESTS, ROUNDS, SECONDS, TOKENS
-from ellm_sgl.eval.replay import Outcome, Request, replay
-from ellm_sgl.eval.summary import Summary, summarize
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.replay import Outcome, Request, replay
+from ellm_sgl.client.summary import Summary, summarize
+from ellm_sgl.config.click_types import LAYERS, MILLISECONDS, REQUESTS, ROUNDS, SECONDS, TOKENS
 
 SETTINGS = {"plain": {}, "rotating": {"rotate": True}}
 """Options of `fcfs`."""

@@ -23,8 +23,8 @@ import httpx
 import psutil
 from rich.console import Console
 
-from ellm_sgl.click_types import LAYERS, TOKENS_OR_NONE, FiniteRange
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.config.click_types import LAYERS, TOKENS_OR_NONE, FiniteRange
 
 AT_ONCE = 20
 CUT_OFF_SHARE = 0.33

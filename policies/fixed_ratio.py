@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ellm_sgl.config.ranges import SHARE, shown
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.threads import CONFIGURATIONS, plan_threads
-from ellm_sgl.ranges import SHARE, shown
+from ellm_sgl.policies.work_split import CONFIGURATIONS, plan_threads
 
 
 class FixedRatio(Policy):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ellm_sgl.config import ConfigError
-from ellm_sgl.settings import settle
+from ellm_sgl.config.resolve import settle
 
 
 def given(path: Path, **more: Any) -> dict[str, Any]:

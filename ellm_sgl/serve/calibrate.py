@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import httpx
 import numpy as np
 
+from ellm_sgl.client.process import DEMO_MODEL, ServerProcess
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
-from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 
 OUTPUT_TOKENS = 12
 LEARNING_STEPS = 200
@@ -104,7 +104,7 @@ def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> Ca
         ServerError: the server did not start.
     """
     from ellm_sgl.sglang.calibration import shape_of
-    from ellm_sgl.sglang.torchvision_ops import declare
+    from ellm_sgl.sglang.platform.torchvision_ops import declare
 
     declare()
     path = model_path or str(DEMO_MODEL)

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from ellm_sgl import __version__
 from ellm_sgl.config import ELLM, ConfigError
-from ellm_sgl.flags import FLAGS
-from ellm_sgl.ranges import MOST_TOKENS, shown
+from ellm_sgl.config.flags import FLAGS
+from ellm_sgl.config.ranges import MOST_TOKENS, shown
+from ellm_sgl.config.resolve import settle
 from ellm_sgl.serve.cli_calibrate import calibrate
 from ellm_sgl.serve.cli_compare import compare
 from ellm_sgl.serve.cli_kernels import kernels
@@ -22,7 +23,6 @@ from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
 from ellm_sgl.serve.cli_simulate import simulate
 from ellm_sgl.serve.cli_verify import verify
-from ellm_sgl.settings import settle
 
 DEFAULT_POLICY = "fcfs"
 
@@ -55,7 +55,7 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     Takes every argument of `python -m sglang.launch_server` beside those below. Without
     --model-path it serves the demo model that comes with this package.
     """
-    from ellm_sgl.serve.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT
+    from ellm_sgl.client.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT
 
     given = {name: text for name, text in ellm.items() if text is not None}
     mode = given.get("ellm_mode", ELLM)
@@ -109,9 +109,9 @@ def demo(streams: int, output_tokens: int, pool_tokens: int | None, as_json: boo
 
     Exit status 0 only if eLLM completed every chat, with the text that ample memory gives.
     """
+    from ellm_sgl.client.process import ServerError
     from ellm_sgl.serve.demo import DemoOptions, run_demo
     from ellm_sgl.serve.demo_table import render
-    from ellm_sgl.serve.process import ServerError
 
     live = sys.stdout.isatty() and not as_json
     progress = Console() if live else Console(stderr=True, force_terminal=False)

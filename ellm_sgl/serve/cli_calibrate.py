@@ -26,8 +26,8 @@ def calibrate(model_path: str | None, dtype: str, as_json: bool) -> None:
     """Measure this machine as a server does at start-up, and check the latency models against
     steps of many batch sizes, lengths and uncached ratios.
     """
+    from ellm_sgl.client.process import ServerError
     from ellm_sgl.serve import calibrate as calibration
-    from ellm_sgl.serve.process import ServerError
 
     err = Console(stderr=True)
     try:

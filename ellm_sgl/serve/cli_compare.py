@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from ellm_sgl.click_types import FACTOR, LAYERS, MILLISECONDS, ROUNDS, SECONDS, FiniteRange
+from ellm_sgl.config.click_types import FACTOR, LAYERS, MILLISECONDS, ROUNDS, SECONDS, FiniteRange
 
 
 def _read_names(_: click.Context, __: click.Parameter, text: str | None) -> tuple[str, ...]:
@@ -107,10 +107,10 @@ def compare(
     one is under load at a time; each round starts them anew. Ample memory is eLLM's own server
     with all the memory it wants.
     """
+    from ellm_sgl.client.process import ServerError
     from ellm_sgl.eval import compare as comparing
     from ellm_sgl.eval.compare.plot import plot
     from ellm_sgl.eval.compare.table import render
-    from ellm_sgl.serve.process import ServerError
 
     err = Console(stderr=True)
     wanted = comparing.Scenario(

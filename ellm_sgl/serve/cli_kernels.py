@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ellm_sgl.click_types import ROUNDS
+from ellm_sgl.config.click_types import ROUNDS
 
 
 @click.group()
@@ -55,7 +55,7 @@ def bench(
     if device == "cuda":
         _bench_cuda(rounds, as_json)
         return
-    from ellm_sgl.serve.process import SERVER_ENVIRONMENT
+    from ellm_sgl.client.process import SERVER_ENVIRONMENT
 
     for name, value in SERVER_ENVIRONMENT.items():  # before PyTorch reads it: as servers run
         os.environ.setdefault(name, value)
@@ -94,7 +94,7 @@ def bench(
 def _bench_cuda(rounds: int, as_json: bool) -> None:
     import torch
 
-    from ellm_sgl.kernels import bench_gpu as benchmark
+    from ellm_sgl.kernels.experimental import bench_gpu as benchmark
 
     if not torch.cuda.is_available():
         raise click.ClickException("--device cuda: there is no CUDA device; leave it out")

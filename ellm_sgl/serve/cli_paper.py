@@ -11,8 +11,8 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from ellm_sgl.click_types import FiniteRange
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
+from ellm_sgl.config.click_types import FiniteRange
 
 if TYPE_CHECKING:
     from ellm_sgl.eval.paper.jobs import Done

@@ -13,12 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ellm_sgl.click_types import MILLISECONDS
 from ellm_sgl.config import ConfigError
-from ellm_sgl.ranges import read_json, shown
+from ellm_sgl.config.click_types import MILLISECONDS
+from ellm_sgl.config.ranges import read_json, shown
 
 if TYPE_CHECKING:
-    from ellm_sgl.policies.conformance import ConformanceReport
+    from ellm_sgl.policies.testing.conformance import ConformanceReport
     from ellm_sgl.serve.policies_bench import PolicyBench, Timing
 
 _MARKS = {"passed": "[green]passed[/green]", "failed": "[red]FAILED[/red]", "skipped": "skipped"}
@@ -107,8 +107,8 @@ def _described(name: str) -> dict[str, str | None]:
 @_json_flag
 def check(name: str, options: dict[str, Any], states: int, budget_ms: float, as_json: bool) -> None:
     """Run the conformance kit on a policy. Exit status 0 only if no check failed."""
-    from ellm_sgl.policies.conformance import examine
     from ellm_sgl.policies.registry import create
+    from ellm_sgl.policies.testing.conformance import examine
 
     try:
         create(name, options)

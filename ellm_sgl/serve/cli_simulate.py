@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ellm_sgl.click_types import (
+from ellm_sgl.config import LATENCY_MODELS, ConfigError
+from ellm_sgl.config.click_types import (
     FACTOR,
     MILLISECONDS,
     PER_SECOND,
@@ -23,12 +24,11 @@ from ellm_sgl.click_types import (
     TOKENS,
     TOKENS_OR_NONE,
 )
-from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.serve.cli_policies import read_options
 
 if TYPE_CHECKING:
+    from ellm_sgl.client.traces import Trace
     from ellm_sgl.eval.simulator import Machine, SimReport
-    from ellm_sgl.eval.traces import Trace
 
 BASELINES = ("recompute", "swap", "hcache")
 
@@ -163,9 +163,9 @@ def simulate(
     """Run a load through the server's own policies, page table and control loop, with a latency
     model for the device. Deterministic by --seed.
     """
+    from ellm_sgl.client.traces import TraceError
     from ellm_sgl.eval.simulator import Load, Settings
     from ellm_sgl.eval.simulator import simulate as run
-    from ellm_sgl.eval.traces import TraceError
 
     try:
         machine, trace = _machine(given), _trace(given)
@@ -214,8 +214,8 @@ def _machine(given: dict[str, Any]) -> Machine:
 def _trace(given: dict[str, Any]) -> Trace:
     import numpy as np
 
-    from ellm_sgl.eval import workloads
-    from ellm_sgl.eval.traces import read_azure, read_lengths
+    from ellm_sgl.client import workloads
+    from ellm_sgl.client.traces import read_azure, read_lengths
 
     if given["trace"] is not None:
         trace = read_azure(given["trace"]).first(given["requests"])

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ellm_sgl.click_types import LAYERS, TOKENS
 from ellm_sgl.config import ELLM, MODES
+from ellm_sgl.config.click_types import LAYERS, TOKENS
 
 if TYPE_CHECKING:
     from ellm_sgl.serve.verify import Spread, VerifyReport
@@ -94,8 +94,8 @@ def verify(
     every greedy token, with log-probabilities within 1e-4; in 16 bits log-probabilities that
     differ by no more than rounding, which is measured on stock SGLang.
     """
+    from ellm_sgl.client.process import ServerError
     from ellm_sgl.serve import verify as verification
-    from ellm_sgl.serve.process import ServerError
 
     err = Console(stderr=True)
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ellm_sgl.sglang.seams import SGLANG_VERSIONS, moved_seams
+from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_seams
 
 MINIMUM_FREE_MEMORY_GB = 3.0
 
@@ -123,7 +123,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _seams() -> Iterator[Finding]:
-    from ellm_sgl.sglang.torchvision_ops import declare
+    from ellm_sgl.sglang.platform.torchvision_ops import declare
 
     declare()
     with warnings.catch_warnings(action="ignore"):  # of GPU parts that a CPU host lacks
@@ -137,7 +137,7 @@ def _seams() -> Iterator[Finding]:
 
 
 def _demo_model() -> Iterator[Finding]:
-    from ellm_sgl.serve.process import DEMO_MODEL
+    from ellm_sgl.client.process import DEMO_MODEL
 
     ok = (DEMO_MODEL / "model.safetensors").is_file()
     yield Finding("demo model", ok, str(DEMO_MODEL), "" if ok else "reinstall ellm-sgl")

@@ -11,9 +11,9 @@ import numpy as np
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, Threads
 from ellm_sgl.policies.checks import check_batch, check_ratios, check_threads
-from ellm_sgl.policies.generate import make_state, requests
-from ellm_sgl.policies.plan import step_work
+from ellm_sgl.policies.planned import step_work
 from ellm_sgl.policies.registry import create
+from ellm_sgl.policies.testing.generate import make_state, requests
 
 RUNNING = 256
 WAITING = 1024

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from ellm_sgl.forward import StepPlan
-    from ellm_sgl.kernels.triton.graph import GraphSteps
-    from ellm_sgl.kv import KVPool
+    from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
+    from ellm_sgl.memory import KVPool
+    from ellm_sgl.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class EllmAttention(AttentionBackend):
     # -- CUDA graphs, of decode steps with nothing missing ------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        from ellm_sgl.kernels.triton.attention import FusedAttention
-        from ellm_sgl.kernels.triton.graph import GraphSteps
+        from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
+        from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
 
         pool, heads = self._runtime.pool, self._model_config.num_attention_heads
         heads //= get_parallel().attn_tp_size

@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ellm_sgl.forward import (
+from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
+from ellm_sgl.latency.fit import fit_profile
+from ellm_sgl.memory import KVPool, PageTable
+from ellm_sgl.sglang import runtime
+from ellm_sgl.step import (
     MixedRows,
     NewTokens,
     Restoration,
@@ -26,10 +30,6 @@ from ellm_sgl.forward import (
     StepPlan,
     plan_step,
 )
-from ellm_sgl.kv import KVPool, PageTable
-from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
-from ellm_sgl.latency.fit import fit_profile
-from ellm_sgl.sglang import runtime
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ellm_sgl.control import Arrival, ControlLoop, Decision
-from ellm_sgl.control.book import RequestBook, slots_array
+from ellm_sgl.engine import Arrival, ControlLoop, Decision
+from ellm_sgl.engine.request_table import RequestBook, slots_array
 from ellm_sgl.policies import SystemState
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.slo import slo_seconds

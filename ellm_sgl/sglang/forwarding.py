@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.control import planned_work
 from ellm_sgl.sglang import runtime
+from ellm_sgl.step import planned_work
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

@@ -12,18 +12,23 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import RECOMPUTE, EllmConfig
-from ellm_sgl.control import ElasticMemory
-from ellm_sgl.forward import AnyStreamer, HiddenStates
-from ellm_sgl.kv import KVPool, OutOfBlocksError, PageTable, PoolShape
+from ellm_sgl.memory import ElasticMemory, KVPool, OutOfBlocksError, PageTable, PoolShape
 from ellm_sgl.sglang import runtime
-from ellm_sgl.sglang.slots import Integers, begins_page, decode_slots, extend_slots, pages_to_add
-from ellm_sgl.sglang.tiers import (
+from ellm_sgl.sglang.host_offload import (
     SLOTS,
     device_units,
     hidden_groups,
     make_hidden_pool,
     make_streamer,
 )
+from ellm_sgl.sglang.token_slots import (
+    Integers,
+    begins_page,
+    decode_slots,
+    extend_slots,
+    pages_to_add,
+)
+from ellm_sgl.step import AnyStreamer, HiddenStates
 
 logger = logging.getLogger(__name__)
 

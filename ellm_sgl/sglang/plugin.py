@@ -11,9 +11,9 @@ import pkgutil
 from typing import Any
 
 from ellm_sgl.config import EllmConfig
+from ellm_sgl.sglang.hook import When
+from ellm_sgl.sglang.hooks import SEAMS
 from ellm_sgl.sglang.platform_entry import activate
-from ellm_sgl.sglang.seam import When
-from ellm_sgl.sglang.seams import SEAMS
 
 
 def register() -> None:
@@ -31,7 +31,7 @@ def register() -> None:
             hook: Any = pkgutil.resolve_name(seam.hook)
             HookRegistry.register(seam.target, hook, HookType[seam.kind])
     if on_cpu:
-        from ellm_sgl.sglang import cpu_attention
+        from ellm_sgl.sglang.platform import attention as cpu_attention
 
         cpu_attention.register_backend()
     if enabled:

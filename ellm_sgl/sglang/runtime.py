@@ -11,8 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.control import ElasticMemory
-from ellm_sgl.forward import (
+from ellm_sgl.latency import HardwareProfile
+from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
+from ellm_sgl.policies import Threads
+from ellm_sgl.policies.work_split import ALL_THREADS
+from ellm_sgl.sglang.projections import Projections
+from ellm_sgl.step import (
     AnyStreamer,
     Capture,
     GroupTransfer,
@@ -29,11 +33,6 @@ from ellm_sgl.forward import (
     plan_restoration,
     plan_step,
 )
-from ellm_sgl.kv import KVPool, PageTable
-from ellm_sgl.latency import HardwareProfile
-from ellm_sgl.policies import Threads
-from ellm_sgl.policies.threads import ALL_THREADS
-from ellm_sgl.sglang.projections import Projections
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -9,14 +9,14 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ellm_sgl.config import ELLM, ConfigError, EllmConfig
-from ellm_sgl.flags import FLAGS, Flag
-from ellm_sgl.ranges import shown
-from ellm_sgl.settings import settle
+from ellm_sgl.config.flags import FLAGS, Flag
+from ellm_sgl.config.ranges import shown
+from ellm_sgl.config.resolve import settle
 from ellm_sgl.sglang import cuda
 from ellm_sgl.sglang.arguments import refusal
+from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_seams
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
 from ellm_sgl.sglang.refused_rows import WEIGHTS_ALONE
-from ellm_sgl.sglang.seams import SGLANG_VERSIONS, moved_seams
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -119,8 +119,8 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--ellm-host-keeps {config.host_keeps}: the model has {layers} layers; give as many "
             "at most"
         )
-    from ellm_sgl.sglang.tier_files import check_files
-    from ellm_sgl.sglang.tiers import check_room
+    from ellm_sgl.sglang.host_offload import check_room
+    from ellm_sgl.sglang.host_offload_files import check_files
 
     try:
         if args.kv_cache_dtype == "auto":

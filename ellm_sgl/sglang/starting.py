@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ellm_sgl.config import ConfigError
-from ellm_sgl.control import Arrival, ControlLoop, RequestBook, ServerLimits, StepLog
-from ellm_sgl.control.book import slots_array
+from ellm_sgl.config.modes import policy_of
+from ellm_sgl.engine import Arrival, ControlLoop, RequestBook, ServerLimits, StepLog
+from ellm_sgl.engine.request_table import slots_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
-from ellm_sgl.modes import policy_of
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.calibration import calibrate, model_shape

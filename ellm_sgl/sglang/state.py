@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ellm_sgl.config import RECOMPUTE, ConfigError
-from ellm_sgl.control.asking import FIRST_ANSWER_S
-from ellm_sgl.kv import IntegrityError, PageTable
+from ellm_sgl.config.ranges import SHARE, Range, shown
+from ellm_sgl.engine.policy_guard import FIRST_ANSWER_S
 from ellm_sgl.latency import PaperLatencyModel
+from ellm_sgl.memory import IntegrityError, PageTable
 from ellm_sgl.policies.registry import create
-from ellm_sgl.ranges import SHARE, Range, shown
 from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.http import CONTROL
 from ellm_sgl.sglang.starting import switch_policy

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ellm_sgl.client.process import ServerError, ServerProcess, stop_on_signals
+from ellm_sgl.client.replay import Outcome, Request, replay, replay_to_end
+from ellm_sgl.client.summary import summarize
 from ellm_sgl.eval.compare.results import Comparison, Run
 from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, STOCK, Cell, Contender, Scenario
-from ellm_sgl.eval.replay import Outcome, Request, replay, replay_to_end
-from ellm_sgl.eval.summary import summarize
-from ellm_sgl.serve.process import ServerError, ServerProcess, stop_on_signals
 
 Progress = Callable[[str], None]
 """Told of each step, in one line."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ellm_sgl.client.summary import Summary
 from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, Cell, Scenario
-from ellm_sgl.eval.summary import Summary
 
 Figure = Callable[["Run"], float]
 

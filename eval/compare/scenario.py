@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ellm_sgl.eval.replay import Request
-from ellm_sgl.eval.traces import Trace, TraceError, read_azure
-from ellm_sgl.eval.workloads import Lengths, LogNormal, drawn, poisson_arrivals, to_requests
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, has_tokenizer
+from ellm_sgl.client.process import DEMO_ARGUMENTS, has_tokenizer
+from ellm_sgl.client.replay import Request
+from ellm_sgl.client.traces import Trace, TraceError, read_azure
+from ellm_sgl.client.workloads import Lengths, LogNormal, drawn, poisson_arrivals, to_requests
 
 BLOCK_TOKENS = 16
 AMPLE, ELLM, STOCK = "ample", "ellm", "stock"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ellm_sgl.eval.simulator import Machine
-from ellm_sgl.kv import PageTable, PoolShape
+from ellm_sgl.memory import PageTable, PoolShape
 from ellm_sgl.serve.policies_bench import PolicyBench, bench
 
 TOKENS, REQUESTS, STEPS = 895, 56, 64

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import Range
 from ellm_sgl.eval.validate.results import MEASURES
-from ellm_sgl.ranges import Range
 
 COMMANDS = (
     "ellm-sgl compare",

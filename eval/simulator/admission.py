@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ellm_sgl.eval.traces import IntArray
+from ellm_sgl.client.traces import IntArray
 
 CLIP_NEW_TOKENS = 4096
 INIT_RATIO, LEAST_RATIO_FACTOR, DECAY_STEPS = 0.7, 0.14, 600

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ellm_sgl.control import Arrival, ControlLoop, ElasticMemory, RequestBook
+from ellm_sgl.client.traces import IntArray
+from ellm_sgl.engine import Arrival, ControlLoop, RequestBook
 from ellm_sgl.eval.simulator.admission import Budget, Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
 from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn, missing_tokens
-from ellm_sgl.eval.traces import IntArray
-from ellm_sgl.kv import PageTable
-from ellm_sgl.kv.shape import IntArray as Units
-from ellm_sgl.policies.rotation_limits import LINK_SHARE
+from ellm_sgl.memory import ElasticMemory, PageTable
+from ellm_sgl.memory.shape import IntArray as Units
+from ellm_sgl.policies.pausing.limits import LINK_SHARE
 
 
 class Elastic(Mode):

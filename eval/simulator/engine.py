@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ellm_sgl.control.steps import StepLog, Turns
+from ellm_sgl.client.traces import FloatArray, IntArray
+from ellm_sgl.engine.step_log import StepLog, Turns
 from ellm_sgl.eval.simulator.admission import (
     Candidate,
     Chunk,
@@ -36,7 +37,6 @@ from ellm_sgl.eval.simulator.machines import Machine
 from ellm_sgl.eval.simulator.modes import Grown, Mode
 from ellm_sgl.eval.simulator.record import Record
 from ellm_sgl.eval.simulator.settings import Settings, build_mode, device_model
-from ellm_sgl.eval.traces import FloatArray, IntArray
 from ellm_sgl.latency import StepWork
 
 Tick = Callable[[int], None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ellm_sgl.eval.traces import FloatArray, IntArray, Trace
+from ellm_sgl.client.traces import FloatArray, IntArray, Trace
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import Range, read_json, shown
 from ellm_sgl.latency import HardwareProfile, ModelShape
-from ellm_sgl.ranges import Range, read_json, shown
 
 MEMORY_SHARE = 0.9
 """Share of device memory for weights and KV, as SGLang's --mem-fraction-static."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ellm_sgl.client.traces import IntArray
 from ellm_sgl.eval.simulator.admission import Budget, Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.eval.traces import IntArray
-from ellm_sgl.kv import PageTable
-from ellm_sgl.kv.page_table import Blocks
+from ellm_sgl.memory import PageTable
+from ellm_sgl.memory.page_table import Blocks
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ellm_sgl.eval.traces import FloatArray, IntArray
+from ellm_sgl.client.traces import FloatArray, IntArray
 from ellm_sgl.latency import StepWork
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
 from ellm_sgl.latency.base import FloatArray, Quantity
-from ellm_sgl.policies.threads import CONFIGURATIONS
+from ellm_sgl.policies.work_split import CONFIGURATIONS
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
-from ellm_sgl.control import ControlLoop, ServerLimits, StepLog
+from ellm_sgl.config.ranges import TOKENS, Range, shown
+from ellm_sgl.engine import ControlLoop, ServerLimits, StepLog
 from ellm_sgl.eval.simulator.clock import VirtualClock
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.load import Load, Progress
@@ -23,7 +24,6 @@ from ellm_sgl.eval.simulator.restoring import (
     hcache_seconds,
 )
 from ellm_sgl.eval.simulator.whole import WholeRequests
-from ellm_sgl.kv import PageTable, PoolShape
 from ellm_sgl.latency import (
     HardwareProfile,
     LatencyModel,
@@ -31,8 +31,8 @@ from ellm_sgl.latency import (
     RooflineLatencyModel,
     StepWork,
 )
+from ellm_sgl.memory import PageTable, PoolShape
 from ellm_sgl.policies.registry import create
-from ellm_sgl.ranges import TOKENS, Range, shown
 
 MODES = ("ellm", "recompute", "swap", "hcache")
 LEAST_TRANSIENT = 16_384

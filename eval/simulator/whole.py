@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ellm_sgl.client.traces import IntArray
 from ellm_sgl.eval.simulator.admission import Budget, Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
 from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn
-from ellm_sgl.eval.traces import IntArray
-from ellm_sgl.kv import PageTable
+from ellm_sgl.memory import PageTable
 
 
 class WholeRequests(Mode):

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ellm_sgl.eval.replay import replay_to_end
+from ellm_sgl.client.process import ServerError, ServerProcess, stop_on_signals
+from ellm_sgl.client.replay import replay_to_end
+from ellm_sgl.client.summary import Summary, summarize
+from ellm_sgl.client.traces import FloatArray, Trace
+from ellm_sgl.client.workloads import to_requests
 from ellm_sgl.eval.simulator import Load, Machine, Settings, simulate
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.eval.simulator.settings import slower
-from ellm_sgl.eval.summary import Summary, summarize
-from ellm_sgl.eval.traces import FloatArray, Trace
 from ellm_sgl.eval.validate.configurations import (
     BURST,
     CHUNK_TOKENS,
@@ -35,10 +37,8 @@ from ellm_sgl.eval.validate.configurations import (
     Server,
 )
 from ellm_sgl.eval.validate.results import MEASURES, Comparison, Validation, mean_of
-from ellm_sgl.eval.workloads import to_requests
 from ellm_sgl.latency import HardwareProfile, RooflineLatencyModel, StepWork
 from ellm_sgl.latency.fit import fit_profile
-from ellm_sgl.serve.process import ServerError, ServerProcess, stop_on_signals
 
 Say = Callable[[str], None]
 Steps = Sequence[tuple[StepWork, float]]

@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ellm_sgl.eval.summary import Summary
+from ellm_sgl.client.summary import Summary
 from ellm_sgl.eval.validate.configurations import BY_MODE, Cell, Configuration
 from ellm_sgl.latency import HardwareProfile
 

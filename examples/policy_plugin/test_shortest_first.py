@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from shortest_first import ShortestFirst
 
-from ellm_sgl.policies.conformance import check_policy
-from ellm_sgl.policies.generate import make_state, requests
+from ellm_sgl.policies.testing.conformance import check_policy
+from ellm_sgl.policies.testing.generate import make_state, requests
 
 
 def test_it_keeps_the_rules() -> None:

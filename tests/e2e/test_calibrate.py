@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.serve.calibrate import LEARNING_STEPS
-from ellm_sgl.serve.process import ServerProcess
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.control.asking import FIRST_ANSWER_S
-from ellm_sgl.serve.process import ServerProcess
+from ellm_sgl.client.process import ServerProcess
+from ellm_sgl.engine.policy_guard import FIRST_ANSWER_S
 from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
 from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install

@@ -10,13 +10,13 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from ellm_sgl.client.replay import Outcome, Request
+from ellm_sgl.client.traces import TraceError
 from ellm_sgl.eval.compare.measure import _run
 from ellm_sgl.eval.compare.plot import plot
 from ellm_sgl.eval.compare.results import Comparison, Run, in_order
 from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, KNOWN, LENGTHS, UNKNOWN, Cell, Scenario
 from ellm_sgl.eval.compare.table import render
-from ellm_sgl.eval.replay import Outcome, Request
-from ellm_sgl.eval.traces import TraceError
 from ellm_sgl.serve.cli import main
 
 CELL = Cell(3.0, KNOWN)

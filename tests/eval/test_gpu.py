@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from ellm_sgl.eval import gpu
 from ellm_sgl.serve.cli_kernels import bench
 from ellm_sgl.sglang.calibration import shape_of
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 
 def test_both_servers_have_as_much_memory() -> None:

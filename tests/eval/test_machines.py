@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.simulator.machines import (
     DEVICES,
@@ -17,7 +18,6 @@ from ellm_sgl.eval.simulator.machines import (
     read_model,
     weight_bytes,
 )
-from ellm_sgl.serve.process import DEMO_MODEL
 
 PARAMETERS = {"llama2-13b": 13.0e9, "llama2-70b": 69.0e9, "llama3-8b": 8.03e9}
 

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from ellm_sgl.client.traces import Trace
+from ellm_sgl.client.workloads import paper_workload
 from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.simulator import MODES, Load, Settings, Simulation, preset, simulate
 from ellm_sgl.eval.simulator import settings as settings_module
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.report import sum_up
 from ellm_sgl.eval.simulator.settings import slower
-from ellm_sgl.eval.traces import Trace
-from ellm_sgl.eval.workloads import paper_workload
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
-from ellm_sgl.policies.whole_requests import WholeRequests
+from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 
 L4 = preset("llama3-8b").limited(3000, None)
 """Little memory, and a link that restores a third of it per step."""

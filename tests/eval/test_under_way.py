@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ellm_sgl.eval.replay import Outcome, Request
+from ellm_sgl.client.replay import Outcome, Request
 from ellm_sgl.eval.rotation import load, under_way
 
 

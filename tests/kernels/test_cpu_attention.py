@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ellm_sgl.kernels import reference
 from ellm_sgl.kernels.cpu.attention import mixed_attention, supports
 from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, ISA_VARIABLE, instruction_set, load
-from ellm_sgl.kv import NONE
+from ellm_sgl.memory import NONE
 from tests.kernels.attention_inputs import AttentionInputs, attention_inputs, make_inputs
 from tests.kernels.cpu_steps import BF16, F32, TYPES, Inputs, Sizes, make, sizes
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ellm_sgl.kernels import reference
+from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
+from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
 from ellm_sgl.kernels.layout import GroupLayout
-from ellm_sgl.kernels.triton.attention import FusedAttention
-from ellm_sgl.kernels.triton.graph import GraphSteps
 from tests.kernels.cpu_steps import F16, F32, Inputs, Sizes, make
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ellm_sgl.latency import FetchingLatencyModel, RooflineLatencyModel, StepWork
-from ellm_sgl.policies.generate import PROFILES, SHAPES
+from ellm_sgl.policies.testing.generate import PROFILES, SHAPES
 
 
 def test_restoring_costs_a_transfer_instead_of_computation() -> None:

@@ -20,11 +20,11 @@ from ellm_sgl.policies import (
     Stock,
     SystemState,
     Threads,
-    generate,
 )
-from ellm_sgl.policies.conformance import ConformanceReport, check_policy, examine
-from ellm_sgl.policies.conformance_checks import CHECKS
-from ellm_sgl.policies.plan import evictable_tokens
+from ellm_sgl.policies.planned import evictable_tokens
+from ellm_sgl.policies.testing import generate
+from ellm_sgl.policies.testing.checks import CHECKS
+from ellm_sgl.policies.testing.conformance import ConformanceReport, check_policy, examine
 
 STATES = 25
 

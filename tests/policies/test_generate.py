@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from ellm_sgl.policies import SystemState
-from ellm_sgl.policies.generate import Size, make_state, random_state, requests, resident_tokens
+from ellm_sgl.policies.testing.generate import (
+    Size,
+    make_state,
+    random_state,
+    requests,
+    resident_tokens,
+)
 
 STATES = 150
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import shown
 from ellm_sgl.policies import FixedRatio, Stock
 from ellm_sgl.policies.registry import create, installed, load, provider
-from ellm_sgl.ranges import shown
 
 Register = Callable[..., None]
 SOURCE = """

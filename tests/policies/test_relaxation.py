@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from ellm_sgl.policies import Fcfs, SystemState, relaxation
-from ellm_sgl.policies.batch_size import BatchProblem
-from ellm_sgl.policies.generate import PROFILES, SHAPES, Size, make_state, random_state, requests
-from ellm_sgl.policies.relaxation import Relaxation
+from ellm_sgl.policies import Fcfs, SystemState
+from ellm_sgl.policies.fcfs import relaxation
+from ellm_sgl.policies.fcfs.batch_size import BatchProblem
+from ellm_sgl.policies.fcfs.relaxation import Relaxation
+from ellm_sgl.policies.testing.generate import (
+    PROFILES,
+    SHAPES,
+    Size,
+    make_state,
+    random_state,
+    requests,
+)
 
 
 def problem_of(state: SystemState) -> BatchProblem | None:

@@ -12,12 +12,12 @@ from ellm_sgl.latency import HardwareProfile, LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
-from ellm_sgl.policies.conformance import check_policy
 from ellm_sgl.policies.fcfs import Fcfs
-from ellm_sgl.policies.generate import PROFILES, SHAPES, make_state, requests
-from ellm_sgl.policies.plan import planned_tokens
-from ellm_sgl.policies.rotation import _say_once, can_rotate
-from ellm_sgl.policies.rotation_limits import LINK_SHARE, Deadlines
+from ellm_sgl.policies.pausing.limits import LINK_SHARE, Deadlines
+from ellm_sgl.policies.pausing.rotation import _say_once, can_rotate
+from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.testing.conformance import check_policy
+from ellm_sgl.policies.testing.generate import PROFILES, SHAPES, make_state, requests
 
 BLOCK = 16
 SLO_S = 0.060

@@ -9,12 +9,18 @@ import pytest
 
 from ellm_sgl.policies import Fcfs
 from ellm_sgl.policies.base import Batch
-from ellm_sgl.policies.conformance import check_policy
-from ellm_sgl.policies.generate import Size, make_state, random_state, requests
-from ellm_sgl.policies.plan import planned_tokens
-from ellm_sgl.policies.slo_levels import AGE_S, LEVELS, keep_weights, queue_order, rank_levels
+from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.slo_priority import SloPriority
-from ellm_sgl.policies.slo_turns import MOST_STEPS_PER_TURN
+from ellm_sgl.policies.slo_priority.levels import (
+    AGE_S,
+    LEVELS,
+    keep_weights,
+    queue_order,
+    rank_levels,
+)
+from ellm_sgl.policies.slo_priority.turns import MOST_STEPS_PER_TURN
+from ellm_sgl.policies.testing.conformance import check_policy
+from ellm_sgl.policies.testing.generate import Size, make_state, random_state, requests
 from tests.policies.slo_server import CpuServer, Request, Simulation, two_classes
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq, minimize
 
-from ellm_sgl.policies.feasible import line_up
-from ellm_sgl.policies.generate import Size, random_state
-from ellm_sgl.policies.slo_levels import keep_weights, rank_levels
-from ellm_sgl.policies.slo_program import SIZES, SpanCosts, SpanProgram, whole_blocks
+from ellm_sgl.policies.fcfs.feasible import line_up
+from ellm_sgl.policies.slo_priority.levels import keep_weights, rank_levels
+from ellm_sgl.policies.slo_priority.program import SIZES, SpanCosts, SpanProgram, whole_blocks
+from ellm_sgl.policies.testing.generate import Size, random_state
 
 STATES = 300
 

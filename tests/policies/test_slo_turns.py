@@ -9,15 +9,15 @@ import pytest
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import SystemState
-from ellm_sgl.policies.generate import Size, make_state, random_state, requests
-from ellm_sgl.policies.slo_levels import rank_levels
-from ellm_sgl.policies.slo_turns import (
+from ellm_sgl.policies.slo_priority.levels import rank_levels
+from ellm_sgl.policies.slo_priority.turns import (
     MOST_STEPS_PER_TURN,
     SLO_SHARE,
     Losses,
     Rota,
     draw_up,
 )
+from ellm_sgl.policies.testing.generate import Size, make_state, random_state, requests
 from tests.policies.slo_server import CpuServer
 
 LOSS = 0.05

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from ellm_sgl.policies import SystemState
+from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.checks import check_batch, check_ratios
-from ellm_sgl.policies.conformance import examine
-from ellm_sgl.policies.generate import Size, make_state, random_state, requests
-from ellm_sgl.policies.plan import evictable_tokens, planned_tokens
-from ellm_sgl.policies.whole_requests import WholeRequests
+from ellm_sgl.policies.planned import evictable_tokens, planned_tokens
+from ellm_sgl.policies.testing.conformance import examine
+from ellm_sgl.policies.testing.generate import Size, make_state, random_state, requests
 
 BLOCK = 16
 

@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from click.types import FloatParamType, IntParamType
 
 import ellm_sgl
-from ellm_sgl.click_types import FiniteRange
-from ellm_sgl.config import _NUMBERS
-from ellm_sgl.flags import FLAGS
+from ellm_sgl.config.click_types import FiniteRange
+from ellm_sgl.config.ellm_config import _NUMBERS
+from ellm_sgl.config.flags import FLAGS
 from ellm_sgl.serve.cli import main
 
 SOURCES = Path(ellm_sgl.__file__).parent

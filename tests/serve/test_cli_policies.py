@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ellm_sgl.policies.conformance_checks import CHECKS
+from ellm_sgl.policies.testing.checks import CHECKS
 from ellm_sgl.serve.cli import main
 
 PLUGIN = """

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.eval.tiny_models import TINY_MODELS, write
 from ellm_sgl.latency import ModelShape
-from ellm_sgl.serve.process import DEMO_MODEL
 from ellm_sgl.sglang.calibration import MIXES, Mix, shape_of
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.control import ElasticMemory, StepLog
-from ellm_sgl.forward import StepPlan, Streamer
-from ellm_sgl.forward.restoration import GroupTransfer
-from ellm_sgl.kv import KVPool, PageTable, PoolShape
+from ellm_sgl.engine import StepLog
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
+from ellm_sgl.memory import ElasticMemory, KVPool, PageTable, PoolShape
 from ellm_sgl.sglang.runtime import Runtime
-from tests.forward.tiny import HEAD_DIM, KV_HEADS, TinyDecoder
+from ellm_sgl.step import StepPlan, Streamer
+from ellm_sgl.step.restoration import GroupTransfer
 from tests.latency.machines import GPU, TINY
+from tests.step.tiny import HEAD_DIM, KV_HEADS, TinyDecoder
 
 SHAPE = PoolShape(num_layers=2, layer_group=1, block_tokens=4)
 

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.control import ControlLoop, ElasticMemory, ServerLimits, StepLog
-from ellm_sgl.kv import KVPool, PageTable, PoolShape
+from ellm_sgl.config.ranges import shown
+from ellm_sgl.engine import ControlLoop, ServerLimits, StepLog
 from ellm_sgl.latency import RooflineLatencyModel
+from ellm_sgl.memory import ElasticMemory, KVPool, PageTable, PoolShape
 from ellm_sgl.policies import Fcfs, FixedRatio
-from ellm_sgl.ranges import shown
 from ellm_sgl.sglang import runtime, state
 from ellm_sgl.sglang.deciding import Deciding
 from ellm_sgl.sglang.http import CONTROL
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 from tests.latency.machines import GPU, TINY
 
 declare()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.control import ElasticMemory, StepLog
-from ellm_sgl.kv import PageTable, PoolShape
+from ellm_sgl.engine import StepLog
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
+from ellm_sgl.memory import ElasticMemory, PageTable, PoolShape
 from ellm_sgl.sglang import runtime, weights
 from ellm_sgl.sglang.deciding import Deciding
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 from tests.latency.machines import GPU, TINY
 
 declare()

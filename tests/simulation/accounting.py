@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ellm_sgl.kv.shape import NONE
+from ellm_sgl.memory.shape import NONE
 from ellm_sgl.sglang.prefix_cache import EllmRadixCache
 from tests.simulation.plane import Plane
 from tests.simulation.scheduler import SimulatedScheduler

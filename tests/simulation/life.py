@@ -20,12 +20,12 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.runtime_context import get_parallel
 
-from ellm_sgl.control import ControlLoop, ServerLimits, StepLog
+from ellm_sgl.engine import ControlLoop, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
 from ellm_sgl.policies import Policy
+from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.fixed_ratio import FixedRatio
-from ellm_sgl.policies.whole_requests import WholeRequests
 from ellm_sgl.sglang.deciding import Deciding
 from ellm_sgl.sglang.state import DEVICE_TOKENS
 from tests.simulation import accounting, events

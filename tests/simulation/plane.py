@@ -16,10 +16,11 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.forward import DeviceStreamer, HiddenStates, Streamer, device_streamer
-from ellm_sgl.kv import KVPool
-from ellm_sgl.kv.shape import NONE, IntArray
-from ellm_sgl.sglang import memory, prefix_cache, runtime, tiers
+from ellm_sgl.memory import KVPool
+from ellm_sgl.memory.shape import NONE, IntArray
+from ellm_sgl.sglang import host_offload, memory, prefix_cache, runtime
+from ellm_sgl.step import DeviceStreamer, HiddenStates, Streamer
+from ellm_sgl.step.transfer import cuda as cuda_streamer
 from tests.simulation.configuration import Configuration
 from tests.simulation.model import StampDecoder
 from tests.simulation.stamps import POISON, Stamps
@@ -113,7 +114,7 @@ class Plane:
     @contextmanager
     def living(self) -> Iterator[None]:
         """Copies between pools are the device's to make, where it has streams."""
-        copy, device = device_streamer._copy_units, self.device
+        copy, device = cuda_streamer._copy_units, self.device
         if device is None:
             yield
             return
@@ -121,26 +122,26 @@ class Plane:
         def copy_later(*args: Any) -> None:
             device.current_stream().put(partial(copy, *args))
 
-        with patch.object(device_streamer, "_copy_units", copy_later):
+        with patch.object(cuda_streamer, "_copy_units", copy_later):
             yield
 
     def _make_streamer(
         self, settings: EllmConfig, host_units: int, pool: KVPool, hidden: HiddenStates | None
     ) -> Any:
         """The host tier as a server makes it, but transfers are as late as the life says."""
-        made: Any = tiers.make_streamer(settings, host_units, pool, hidden)
+        made: Any = host_offload.make_streamer(settings, host_units, pool, hidden)
         self.host_pool = KVPool(pool.shape, host_units, 1, 1, DTYPE, "cpu")
         self.host_pool.buffer = made._host.fill_(POISON)
         if (device := self.device) is not None:
             with patch.object(torch, "get_device_module", lambda _: device):
                 self.streamer = DeviceStreamer(
-                    made._host, pool.buffer, tiers.SLOTS, settings.overlap
+                    made._host, pool.buffer, host_offload.SLOTS, settings.overlap
                 )
             return self.streamer
         self.streamer = Streamer(
             made._host,
             pool.buffer,
-            tiers.SLOTS,
+            host_offload.SLOTS,
             settings.overlap,
             project=None if hidden is None else hidden.restore,
             worker=self.worker,

@@ -26,13 +26,13 @@ class Fault:
     """and what stands there instead."""
 
 
-_ELASTIC = "ellm_sgl.control.elastic:ElasticMemory"
-_TABLE = "ellm_sgl.kv.page_table:PageTable"
-_HOST = "ellm_sgl.kv.host:HostTier"
-_RESTORATION = "ellm_sgl.forward.restoration"
-_STREAMER = "ellm_sgl.forward.streamer:Streamer"
-_DEVICE = "ellm_sgl.forward.device_streamer:DeviceStreamer"
-_HIDDEN = "ellm_sgl.forward.hidden"
+_ELASTIC = "ellm_sgl.memory.elastic:ElasticMemory"
+_TABLE = "ellm_sgl.memory.page_table:PageTable"
+_HOST = "ellm_sgl.memory.host_tier:HostTier"
+_RESTORATION = "ellm_sgl.step.restoration"
+_STREAMER = "ellm_sgl.step.transfer.python:Streamer"
+_DEVICE = "ellm_sgl.step.transfer.cuda:DeviceStreamer"
+_HIDDEN = "ellm_sgl.step.hidden"
 _RUNTIME = "ellm_sgl.sglang.runtime:Runtime"
 _TREE = "ellm_sgl.sglang.prefix_cache"
 _DECIDING = "ellm_sgl.sglang.deciding:Deciding"
@@ -52,7 +52,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "ranks map one file for their host tiers",
-        "ellm_sgl.kv.pool:_buffer",
+        "ellm_sgl.memory.pool:_buffer",
         "torch.frombuffer(map_file(path, count * dtype.itemsize), dtype=dtype)",
         "torch.from_file(str(path.with_suffix('')), shared=True, size=count, dtype=dtype)",
     ),
@@ -166,7 +166,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "fetched units are read from nowhere",
-        "ellm_sgl.forward.plan:_Rows.of",
+        "ellm_sgl.step.plan:_Rows.of",
         "np.where(units == NONE, restoration.staged_units(blocks.ids), units)",
         "units",
     ),

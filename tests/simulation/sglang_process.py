@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 
@@ -19,8 +19,8 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-from ellm_sgl.sglang.seam import Seam, When  # noqa: E402
-from ellm_sgl.sglang.seams import SEAMS  # noqa: E402
+from ellm_sgl.sglang.hook import Seam, When  # noqa: E402
+from ellm_sgl.sglang.hooks import SEAMS  # noqa: E402
 
 _ELSEWHERE = (
     "KVCacheConfigurator",  # `plane.py` calls these hooks itself,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from ellm_sgl.serve.process import IDLE_CONNECTION_S, ServerError
+from ellm_sgl.client.process import IDLE_CONNECTION_S, ServerError
 
 TIMEOUT_S = 900.0
 STALL_S = 0.05

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.config import ELLM
-from ellm_sgl.serve.process import DEMO_MODEL
 from ellm_sgl.serve.verify.crowded import left_out
 from ellm_sgl.serve.verify.figures import Comparison
 from ellm_sgl.serve.verify.loads import Aborts, AtOnce, Chats, Load, make_prompts
