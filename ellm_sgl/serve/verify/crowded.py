@@ -15,7 +15,7 @@ TURNS = ("fcfs", {"rotate": True})
 NO_HURRY = ("--ellm-tpot-slo-ms", "60000")
 """with an SLO so far off that time decides nothing."""
 FULL = ("fixed-ratio", {"ratio": 0.0})
-"""All that fits is cached: the device is always full, and every new block evicts another."""
+"""All that fits is cached, and nobody sits out by choice."""
 MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
 TWO_RANKS = "chats, two ranks"
 RESTORED = ("evicted_units", "fetched_units")
@@ -44,7 +44,8 @@ def crowded_stages(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     yield Stage(arguments, (paused("chats, paused"), by_default, aborts))
     if dtype != EXACT:
         return
-    full = Setting("chats, mixed chunk, full", RESTORED, CHATS, FULL)
+    # Where all that run fit, a fixed ratio of 0 evicts only what a smaller pool leaves no room for.
+    full = Setting("chats, mixed chunk, full", RESTORED, CHATS, FULL, swing=swing)
     yield Stage((*arguments, *MIXED_CHUNK), (paused("chats, mixed chunk"), full))
     if sizes.model.why_not_two_ranks() is None:  # else `left_out` tells
         ranks = (paused(TWO_RANKS),)
