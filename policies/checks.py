@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ellm_sgl.policies.base import Batch, Ratios, SystemState, Threads
-from ellm_sgl.policies.work_split import ALL_THREADS, WARP
+from ellm_sgl.policies.base import ALL_THREADS, Batch, Ratios, SystemState, Threads
+from ellm_sgl.policies.work_split import WARP
 
 MAX_SWAP_LAYERS = 3
 MAX_RECOMPUTE_LAYERS = 2
