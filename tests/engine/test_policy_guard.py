@@ -279,7 +279,7 @@ from ellm_sgl.engine.controller import ControlLoop, ServerLimits
 from ellm_sgl.engine.step_log import StepLog
 from ellm_sgl.latency import RooflineLatencyModel
 from ellm_sgl.policies import Stock
-from tests.engine.test_asking import STATE, Scripted
+from tests.engine.test_policy_guard import STATE, Scripted
 from tests.latency.machines import GPU, TINY
 
 asking.FIRST_ANSWER_S = 0.05
