@@ -166,7 +166,7 @@ def test_the_page_table_is_checked_only_when_that_is_asked_for(
 def test_a_broken_page_table_is_told_of(server: Server) -> None:
     blocks = server.table.allocate(2)
     server.table.place(blocks)
-    server.table.units[blocks[0]] = server.table.units[blocks[1]]
+    server.table._units[blocks[0]] = server.table.units[blocks[1]]
     assert (
         "owned more than once" in server.control("state", integrity=True).response[0]["integrity"]
     )

@@ -77,7 +77,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "adopted units stay with the block that gave them",
         f"{_TABLE}.adopt",
-        "self.units[source, gaps] = NONE",
+        "self._units[source, gaps] = NONE",
         "pass",
     ),
     Fault(
@@ -95,7 +95,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "copies outlive the block that they are of",
         f"{_HOST}.drop",
-        "self.units[blocks] = NONE",
+        "self._units[blocks] = NONE",
         "pass",
     ),
     Fault(
