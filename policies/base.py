@@ -164,11 +164,11 @@ class Policy(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A promise is of those answers alone that it was made for."""
         super().__init_subclass__(**kwargs)
-        if "keeps_what_fits" not in vars(cls) and vars(cls).keys() & {"batch", "ratio"}:
+        if "idle_without_pressure" not in vars(cls) and vars(cls).keys() & {"batch", "ratio"}:
             # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
-            cls.keeps_what_fits = Policy.keeps_what_fits  # type: ignore[method-assign]
+            cls.idle_without_pressure = Policy.idle_without_pressure  # type: ignore[method-assign]
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         """Promise that once all run and all is cached it stays so, while nobody waits and there is
         room for a block more of every request. The server then does not ask before such a time
         ends: on a CPU, 5 % of a short step. A subclass that answers `batch` or `ratio` itself

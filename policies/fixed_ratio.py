@@ -29,7 +29,7 @@ class FixedRatio(Policy):
         self._ratio = ratio
         self._layers = layers
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         return self._ratio == 0.0
 
     def batch(self, state: SystemState) -> Batch:

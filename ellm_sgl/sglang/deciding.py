@@ -247,7 +247,7 @@ class Deciding:
         self._open_or_close(batch)
 
     def _settled(self, batch: ScheduleBatch) -> bool:
-        """Whether the last decision stands without asking (`Policy.keeps_what_fits`)."""
+        """Whether the last decision stands without asking (`Policy.idle_without_pressure`)."""
         table = runtime.current().table
         return (
             self.settled

@@ -31,7 +31,7 @@ class WholeRequests(Policy):
         self._out: frozenset[int] = frozenset()
         """Ids of the requests that sit out."""
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         return True
 
     def batch(self, state: SystemState) -> Batch:

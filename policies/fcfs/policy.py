@@ -92,7 +92,7 @@ class Fcfs(Policy):
         self._turn: Turn | None = None
         """What rotation wants of this iteration; None where it does not apply."""
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         return self._rotation is None
 
     def batch(self, state: SystemState) -> Batch:

@@ -199,10 +199,10 @@ def _targets_fit_the_device(subject: Subject) -> None:
                 )
 
 
-def _keeps_what_fits(subject: Subject) -> None:
-    """What `Policy.keeps_what_fits` promises, where memory has room for just that."""
-    if not subject.make().keeps_what_fits():
-        raise DoesNotApplyError("it does not say so (Policy.keeps_what_fits)")
+def _idle_without_pressure(subject: Subject) -> None:
+    """What `Policy.idle_without_pressure` promises, where memory has room for just that."""
+    if not subject.make().idle_without_pressure():
+        raise DoesNotApplyError("it does not say so (Policy.idle_without_pressure)")
     policy = subject.make()
     for told, state in subject.states():
         if len(state.running) == 0:
@@ -213,8 +213,9 @@ def _keeps_what_fits(subject: Subject) -> None:
             batch, ratios, _ = _checked(policy, with_room(state))
             if batch.pause or ratios.running.any():
                 raise BrokenRuleError(
-                    f"it says that it keeps what fits, but pauses {len(batch.pause)} and leaves "
-                    f"{np.count_nonzero(ratios.running)} of {len(state.running)} not fully cached"
+                    f"it says that it is idle without pressure, but pauses {len(batch.pause)} and "
+                    f"leaves {np.count_nonzero(ratios.running)} of {len(state.running)} not fully "
+                    "cached"
                 )
 
 
@@ -243,7 +244,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "same-history-same-answers": _same_history_same_answers,
     "more-memory-never-less-cached": _more_memory_never_less_cached,
     "targets-fit-the-device": _targets_fit_the_device,
-    "keeps-what-fits": _keeps_what_fits,
+    "idle-without-pressure": _idle_without_pressure,
     "nobody-starves": _nobody_starves,
 }
 """Every check by name, in the order in which they run."""
