@@ -22,9 +22,13 @@ from ellm_sgl.policies import (
     Threads,
 )
 from ellm_sgl.policies.planned import evictable_tokens
-from ellm_sgl.policies.testing import generate
-from ellm_sgl.policies.testing.checks import CHECKS
-from ellm_sgl.policies.testing.conformance import ConformanceReport, check_policy, examine
+from ellm_sgl.policies.testing import (
+    CHECKS,
+    ConformanceReport,
+    check_policy,
+    examine,
+    generate,
+)
 
 STATES = 25
 

@@ -13,7 +13,7 @@ from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import Batch, Fcfs, Requests, SystemState
 from ellm_sgl.policies.base import IntArray
 from ellm_sgl.policies.planned import planned_tokens
-from ellm_sgl.policies.testing.generate import Size, make_state, random_state, requests
+from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 
 BLOCK = 10
 

@@ -13,7 +13,7 @@ import pytest
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Fcfs, SystemState
 from ellm_sgl.policies.planned import planned_tokens
-from ellm_sgl.policies.testing.generate import Size, random_state
+from ellm_sgl.policies.testing import Size, random_state
 
 SIZE = Size(running=6, waiting=10, longest=1024)
 GRID = 200

@@ -13,7 +13,7 @@ from ellm_sgl.policies import Fcfs, SystemState
 from ellm_sgl.policies.fcfs import relaxation
 from ellm_sgl.policies.fcfs.batch_size import BatchProblem
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
-from ellm_sgl.policies.testing.generate import (
+from ellm_sgl.policies.testing import (
     PROFILES,
     SHAPES,
     Size,

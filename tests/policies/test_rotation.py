@@ -16,8 +16,7 @@ from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.pausing.limits import LINK_SHARE, Deadlines
 from ellm_sgl.policies.pausing.rotation import _say_once, can_rotate
 from ellm_sgl.policies.planned import planned_tokens
-from ellm_sgl.policies.testing.conformance import check_policy
-from ellm_sgl.policies.testing.generate import PROFILES, SHAPES, make_state, requests
+from ellm_sgl.policies.testing import PROFILES, SHAPES, make_state, requests
 
 BLOCK = 16
 SLO_S = 0.060
@@ -219,7 +218,3 @@ def test_slack_is_what_a_reader_at_the_slos_pace_has_in_store() -> None:
     state = make_state(running, device_tokens=999, host_tokens=99, tpot_slo_s=0.1)
     found = Deadlines.of(state, np.ones(2, bool)).slack_s
     assert found == pytest.approx([0.9 * 10 * 0.1 - 9 * 0.02 - 0.05, 0.9 * 0.1 - 0.03])
-
-
-def test_conforms() -> None:
-    check_policy(lambda: Fcfs(rotate=True), budget_ms=None)

@@ -14,7 +14,7 @@ from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.pausing.choice import RETURN_STEPS, given_up, participants
 from ellm_sgl.policies.planned import planned_tokens
-from ellm_sgl.policies.testing.generate import Size, make_state, random_state, requests
+from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 
 BLOCK = 16
 

@@ -9,7 +9,7 @@ import numpy as np
 from ellm_sgl.policies import Fcfs, Policy, SystemState
 from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.slo_priority.pace import MEMORY_S, SHARE, Pace
-from ellm_sgl.policies.testing.generate import make_state, requests
+from ellm_sgl.policies.testing import make_state, requests
 from tests.policies.slo_server import CpuServer, Request, Simulation
 
 LONG = 1000

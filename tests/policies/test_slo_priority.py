@@ -19,14 +19,8 @@ from ellm_sgl.policies.slo_priority.levels import (
     rank_levels,
 )
 from ellm_sgl.policies.slo_priority.turns import MOST_STEPS_PER_TURN
-from ellm_sgl.policies.testing.conformance import check_policy
-from ellm_sgl.policies.testing.generate import Size, make_state, random_state, requests
+from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 from tests.policies.slo_server import CpuServer, Request, Simulation, two_classes
-
-
-@pytest.mark.slow
-def test_conforms() -> None:
-    check_policy(SloPriority, budget_ms=None)
 
 
 def test_options_out_of_range_are_refused() -> None:

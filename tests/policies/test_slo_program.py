@@ -11,7 +11,7 @@ from scipy.optimize import brentq, minimize
 from ellm_sgl.policies.fcfs.feasible import line_up
 from ellm_sgl.policies.slo_priority.levels import keep_weights, rank_levels
 from ellm_sgl.policies.slo_priority.program import SIZES, SpanCosts, SpanProgram, whole_blocks
-from ellm_sgl.policies.testing.generate import Size, random_state
+from ellm_sgl.policies.testing import Size, random_state
 
 STATES = 300
 

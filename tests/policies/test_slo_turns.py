@@ -17,7 +17,7 @@ from ellm_sgl.policies.slo_priority.turns import (
     Rota,
     draw_up,
 )
-from ellm_sgl.policies.testing.generate import Size, make_state, random_state, requests
+from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 from tests.policies.slo_server import CpuServer
 
 LOSS = 0.05
