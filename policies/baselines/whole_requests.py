@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.fcfs.feasible import line_up, unowned_tokens
+from ellm_sgl.policies.fcfs.feasible import Candidates, unowned_tokens
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -49,7 +49,7 @@ class WholeRequests(Policy):
         ratios = np.zeros(len(state.running))
         paused = list(batch.pause)
         if paused:
-            given = line_up(state, []).evictable[paused]
+            given = Candidates.of(state, []).evictable[paused]
             # In the middle of a token, so that rounding down to whole blocks gives all of them.
             ratios[paused] = np.where(given > 0, given + 0.5, 0.0) / state.running.tokens[paused]
         return Ratios(running=ratios, joining=np.zeros(len(batch.join)))
@@ -60,13 +60,13 @@ class WholeRequests(Policy):
 
 def _next_out(state: SystemState, out: BoolArray) -> BoolArray:
     """Who sits out this step, given who did before (not all)."""
-    lineup = line_up(state, [])
-    given_up = np.where(out, lineup.evictable, 0)
-    used = int((lineup.charged - given_up).sum()) + unowned_tokens(state)
+    candidates = Candidates.of(state, [])
+    given_up = np.where(out, candidates.evictable, 0)
+    used = int((candidates.charged - given_up).sum()) + unowned_tokens(state)
     room = state.memory.device_tokens - used
     if room < 0:
-        return _send_out(out, lineup.evictable, -room)
-    return _bring_back(state, out, lineup.evictable, room)
+        return _send_out(out, candidates.evictable, -room)
+    return _bring_back(state, out, candidates.evictable, room)
 
 
 def _send_out(out: BoolArray, evictable: IntArray, short: int) -> BoolArray:

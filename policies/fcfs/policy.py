@@ -11,10 +11,9 @@ from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState,
 from ellm_sgl.policies.fcfs.batch_size import BatchProblem
 from ellm_sgl.policies.fcfs.feasible import (
     LOOKAHEAD,
-    Lineup,
+    Candidates,
     eventual_ratio,
     least_span_tokens,
-    line_up,
     share_for,
     spans,
     step_limit_s,
@@ -127,29 +126,33 @@ class Fcfs(Policy):
             given = self._out_span
             ratios = np.where(given > 0, (given + 0.5) / state.running.tokens, 0.0)
             return Ratios(running=ratios, joining=NOBODY)
-        lineup = line_up(state, batch.join)
+        candidates = Candidates.of(state, batch.join)
         count = len(state.running)
-        span = self._spans(state, lineup, batch, 0)
+        span = self._spans(state, candidates, batch, 0)
         joining = np.zeros(len(batch.join))
         if batch.join and self._lookahead:
             joining += eventual_ratio(state, batch.join, self._lookahead)
         if span is None:
             return Ratios(running=np.zeros(count), joining=joining)
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
-        ratios = np.where(span > 0, (span + 0.5) / lineup.tokens, 0.0)
+        ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
         return Ratios(running=ratios[:count], joining=np.maximum(ratios[count:], joining))
 
     def _ratios_of(self, state: SystemState, batch: Batch, turn: Turn) -> Ratios:
         """Who is out gives up all; those inside the same share, the least that fits; the one that
         comes nothing, so that its KV is fetched."""
-        lineup = line_up(state, [])
+        candidates = Candidates.of(state, [])
         gone, inside = turn.gone(), ~turn.out
-        held = int(np.where(gone, lineup.charged - lineup.evictable, lineup.charged)[~inside].sum())
-        span = np.where(gone, lineup.evictable, 0)
-        given = self._spans(state, lineup.only(inside), batch, held)
+        held = int(
+            np.where(gone, candidates.charged - candidates.evictable, candidates.charged)[
+                ~inside
+            ].sum()
+        )
+        span = np.where(gone, candidates.evictable, 0)
+        given = self._spans(state, candidates.only(inside), batch, held)
         if given is not None:
             span[inside] = given
-        ratios = np.where(span > 0, (span + 0.5) / lineup.tokens, 0.0)
+        ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
         return Ratios(running=ratios, joining=np.full(len(batch.join), JOINING_RATIO))
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
@@ -178,47 +181,51 @@ class Fcfs(Policy):
         return max(1, int(np.searchsorted(state.running.request_id, self._first_out)))
 
     def _spans(
-        self, state: SystemState, lineup: Lineup, batch: Batch, held: int
+        self, state: SystemState, candidates: Candidates, batch: Batch, held: int
     ) -> IntArray | None:
         """n_i of each request; None if all is cached. Keeps or renews the share.
 
         Args:
-            held: device tokens of running requests that are not in the line-up.
+            held: device tokens of running requests that are not among the candidates.
         """
         memory, block = state.memory, state.memory.block_tokens
-        short = int(lineup.charged.sum()) + held + unowned_tokens(state) - memory.device_tokens
+        short = int(candidates.charged.sum()) + held + unowned_tokens(state) - memory.device_tokens
         if short <= 0:
             self._share = 0.0
             return None
-        most = min(int(lineup.evictable.sum()), memory.transient_tokens) // block * block
+        most = min(int(candidates.evictable.sum()), memory.transient_tokens) // block * block
         least = min(float(least_span_tokens(memory, np.float64(short))), most)
         enough = min(least * HOLD, most - least)
-        span = spans(lineup, self._share, block)
+        span = spans(candidates, self._share, block)
         spare = span.sum() - least
-        if 0 <= spare <= block or (0 <= spare <= enough and _in_time(state, batch, lineup, span)):
+        if 0 <= spare <= block or (
+            0 <= spare <= enough and _in_time(state, batch, candidates, span)
+        ):
             return span
-        self._share = share_for(lineup, least, block)
-        return spans(lineup, self._share, block)
+        self._share = share_for(candidates, least, block)
+        return spans(candidates, self._share, block)
 
 
 def _spans_while_some_sit_out(state: SystemState, active: int) -> IntArray:
     """n_i: the last ones give up what the others need; if that is not enough, all of those that
     run give up the same share."""
-    lineup = line_up(state, [])
+    candidates = Candidates.of(state, [])
     block = state.memory.block_tokens
     span = given_up(state, active)
-    short = lineup.charged.sum() + unowned_tokens(state) - state.memory.device_tokens
+    short = candidates.charged.sum() + unowned_tokens(state) - state.memory.device_tokens
     missing = float(least_span_tokens(state.memory, np.float64(short - span.sum())))
     if missing > 0.0:
-        first = lineup.first(active)
+        first = candidates.first(active)
         span[:active] = spans(first, share_for(first, missing, block), block)
     return span
 
 
-def _in_time(state: SystemState, batch: Batch, lineup: Lineup, span: IntArray) -> bool:
+def _in_time(state: SystemState, batch: Batch, candidates: Candidates, span: IntArray) -> bool:
     """Whether the step keeps the SLO by the latency model's estimate."""
     limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.join)])[-1]
-    return limit_s == np.inf or bool(state.latency.step_seconds(work_of(lineup, span)) <= limit_s)
+    return limit_s == np.inf or bool(
+        state.latency.step_seconds(work_of(candidates, span)) <= limit_s
+    )
 
 
 @dataclass(eq=False)

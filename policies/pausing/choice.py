@@ -13,7 +13,7 @@ import numpy as np
 
 from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
 from ellm_sgl.policies.fcfs.batch_size import BatchProblem
-from ellm_sgl.policies.fcfs.feasible import line_up, unowned_tokens
+from ellm_sgl.policies.fcfs.feasible import Candidates, unowned_tokens
 
 GAIN = 0.05
 """Requests begin to sit out when that decodes so much more per second."""
@@ -44,12 +44,12 @@ def given_up(state: SystemState, active: int) -> IntArray:
     """Tokens of KV that each running request gives up, so that the first `active` are cached as
     far as they can be: the last requests give up most. All zero for those that take part."""
     count = len(state.running)
-    lineup = line_up(state, [])
-    short = _short_tokens(state, RETURN_STEPS)[active] + int(lineup.evictable[active:].sum())
+    candidates = Candidates.of(state, [])
+    short = _short_tokens(state, RETURN_STEPS)[active] + int(candidates.evictable[active:].sum())
     wanted = max(short, 0)
-    after = np.cumsum(lineup.evictable[::-1])[::-1] - lineup.evictable  # by later requests
+    after = np.cumsum(candidates.evictable[::-1])[::-1] - candidates.evictable  # by later requests
     block = state.memory.block_tokens
-    tokens = np.clip(-(-(wanted - after) // block) * block, 0, lineup.evictable)
+    tokens = np.clip(-(-(wanted - after) // block) * block, 0, candidates.evictable)
     tokens[: min(active, count)] = 0
     return np.asarray(tokens, np.int64)
 
@@ -67,9 +67,9 @@ def _problem(state: SystemState) -> BatchProblem:
 def _short_tokens(state: SystemState, ahead: int) -> FloatArray:
     """Device tokens missing if the first k requests are cached, `ahead` steps on, while the
     others hold only what cannot be evicted."""
-    lineup = line_up(state, [], ahead)
-    held = float((lineup.charged - lineup.evictable).sum())
-    cached = np.concatenate(([0.0], np.cumsum(lineup.evictable, dtype=np.float64)))
+    candidates = Candidates.of(state, [], ahead)
+    held = float((candidates.charged - candidates.evictable).sum())
+    cached = np.concatenate(([0.0], np.cumsum(candidates.evictable, dtype=np.float64)))
     return cached + (held + unowned_tokens(state) - state.memory.device_tokens)
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
-from ellm_sgl.policies.fcfs.feasible import least_span_tokens, line_up, unowned_tokens
+from ellm_sgl.policies.fcfs.feasible import Candidates, least_span_tokens, unowned_tokens
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -94,14 +94,14 @@ class Memory:
     @classmethod
     def of(cls, state: SystemState, paying_share: float) -> Memory:
         """`paying_share`: see the function of that name."""
-        lineup = line_up(state, [], AHEAD)
+        candidates = Candidates.of(state, [], AHEAD)
         room = state.memory.device_tokens - unowned_tokens(state)
         return cls(
             room=room,
             beyond=int(paying_share * room),
             state=state.memory,
-            cached=lineup.charged,
-            left=lineup.charged - lineup.evictable,
+            cached=candidates.charged,
+            left=candidates.charged - candidates.evictable,
         )
 
     def free(self, present: BoolArray) -> int:
@@ -122,9 +122,9 @@ class Memory:
 def paying_share(state: SystemState) -> float:
     """By what share those inside should exceed their room, each step restoring what they lack, so
     that most tokens per second are decoded: Eq. (1) for so many requests of mean length."""
-    lineup = line_up(state, [])
-    charged, room = lineup.charged.astype(np.float64), float(state.memory.device_tokens)
-    most = MOST_GIVEN * lineup.evictable.sum() / charged.sum()
+    candidates = Candidates.of(state, [])
+    charged, room = candidates.charged.astype(np.float64), float(state.memory.device_tokens)
+    most = MOST_GIVEN * candidates.evictable.sum() / charged.sum()
     excess = room * BEYOND
     rows = (room + excess) / charged.mean()
     span = least_span_tokens(state.memory, excess)
@@ -132,7 +132,7 @@ def paying_share(state: SystemState) -> float:
     span = np.where(possible, span, 0.0)
     work = StepWork(
         decode_rows=rows,
-        decode_tokens=rows * lineup.tokens.mean(),
+        decode_tokens=rows * candidates.tokens.mean(),
         span_rows=span,
         span_squares=span * span / rows,
     )

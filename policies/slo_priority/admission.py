@@ -102,18 +102,18 @@ def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> i
     running, most = len(state.running), len(state.waiting)
     problem = BatchProblem.of(state, most, lookahead)
     size = np.arange(running, running + most + 1)
-    given = problem.lineup.evictable[lower].astype(np.float64)
+    given = problem.candidates.evictable[lower].astype(np.float64)
     span = least_span_tokens(problem.memory, problem.short[size])
     fits = (span <= given.sum()) & (span <= problem.memory.transient_tokens)
     share = span / max(float(given.sum()), 1.0) / MOST_STEPS_PER_TURN
     spans = {
         "span_rows": span / MOST_STEPS_PER_TURN,
         "span_squares": share * float(given @ given),
-        "span_prefix": share * float(given @ problem.lineup.shared[lower]),
+        "span_prefix": share * float(given @ problem.candidates.shared[lower]),
     }
     tokens = problem.tokens[size]
     turns = len(lower) / MOST_STEPS_PER_TURN
-    others = float(problem.lineup.tokens[lower].sum())
+    others = float(problem.candidates.tokens[lower].sum())
     seconds = problem.latency.step_seconds
     cached = seconds(StepWork(running, tokens[0]))
     in_turns = seconds(

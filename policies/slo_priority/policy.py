@@ -20,10 +20,9 @@ from ellm_sgl.policies.base import (
 )
 from ellm_sgl.policies.fcfs.feasible import (
     LOOKAHEAD,
-    Lineup,
+    Candidates,
     eventual_ratio,
     least_span_tokens,
-    line_up,
     unowned_tokens,
 )
 from ellm_sgl.policies.planned import evictable_tokens
@@ -130,27 +129,29 @@ class SloPriority(Policy):
         plan = self._plan
         if not batch.join and _still_good(state, plan):
             return None if plan is None else plan.span
-        lineup = line_up(state, batch.join)
+        candidates = Candidates.of(state, batch.join)
         block = state.memory.block_tokens
-        need = _need(state, lineup.tokens, lineup.shared, GROWTH_STEPS)
-        most = min(state.memory.transient_tokens, int(lineup.evictable.sum()))
+        need = _need(state, candidates.tokens, candidates.shared, GROWTH_STEPS)
+        most = min(state.memory.transient_tokens, int(candidates.evictable.sum()))
         need = int(min(need, most)) // block * block
-        self._plan = self._planned(state, batch, lineup, need) if need > 0 else None
+        self._plan = self._planned(state, batch, candidates, need) if need > 0 else None
         return None if self._plan is None else self._plan.span
 
-    def _planned(self, state: SystemState, batch: Batch, lineup: Lineup, need: int) -> _Plan:
+    def _planned(
+        self, state: SystemState, batch: Batch, candidates: Candidates, need: int
+    ) -> _Plan:
         block = state.memory.block_tokens
         plan = self._plan
-        if plan is not None and plan.is_near(lineup, need):
-            costs = replace(plan.costs, limit=lineup.evictable)
+        if plan is not None and plan.is_near(candidates, need):
+            costs = replace(plan.costs, limit=candidates.evictable)
             optimum, solved = plan.optimum, plan.solved_need
         else:
             weights = self._weights(state, batch)
-            costs = SpanCosts.of(state, lineup, weights, need)
+            costs = SpanCosts.of(state, candidates, weights, need)
             optimum, solved = self._program.solve(costs, need), need
         span = whole_blocks(costs, optimum, need, block)
         return _Plan(
-            lineup.request_id, costs, optimum, solved, span, lineup.shared, int(span.sum())
+            candidates.request_id, costs, optimum, solved, span, candidates.shared, int(span.sum())
         )
 
     def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
@@ -190,10 +191,10 @@ class _Plan:
             self.shared, running.shared_tokens
         )
 
-    def is_near(self, lineup: Lineup, need: int) -> bool:
+    def is_near(self, candidates: Candidates, need: int) -> bool:
         """Whether the optimum is of the same requests and of a need near this one."""
         drift = abs(need - self.solved_need)
-        return drift <= DRIFT * self.solved_need and np.array_equal(self.ids, lineup.request_id)
+        return drift <= DRIFT * self.solved_need and np.array_equal(self.ids, candidates.request_id)
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
-from ellm_sgl.policies.fcfs.feasible import Lineup
+from ellm_sgl.policies.fcfs.feasible import Candidates
 
 SIZES = (32, 128, 320)
 """Sizes for which the program is compiled ahead; larger ones double, and are compiled on use."""
@@ -57,17 +57,19 @@ class SpanCosts:
         )
 
     @classmethod
-    def of(cls, state: SystemState, lineup: Lineup, weight: FloatArray, need: float) -> SpanCosts:
+    def of(
+        cls, state: SystemState, candidates: Candidates, weight: FloatArray, need: float
+    ) -> SpanCosts:
         """Costs by the latency model, for giving up about `need` tokens of these requests: the
         mean time per token, and per pair of tokens, that this adds to the step."""
-        limit = lineup.evictable.astype(np.float64)
+        limit = candidates.evictable.astype(np.float64)
         total = max(float(limit.sum()), 1.0)
         squares = need * float(limit @ limit) / total
-        prefix = need * float(limit @ lineup.shared) / total
+        prefix = need * float(limit @ candidates.shared) / total
         steps = state.latency.step_seconds(
             StepWork(
                 decode_rows=len(limit),
-                decode_tokens=float(lineup.tokens.sum()),
+                decode_tokens=float(candidates.tokens.sum()),
                 span_rows=need * np.array([0.0, 1.0, 1.0, 1.0]),
                 span_squares=squares * np.array([0.0, 0.0, 1.0, 1.0]),
                 span_prefix=prefix * np.array([0.0, 0.0, 0.0, 1.0]),
@@ -77,7 +79,8 @@ class SpanCosts:
         within = max(steps[2] - steps[1], 0.0) / max(squares, 1.0)
         before = max(steps[3] - steps[2], 0.0) / max(prefix, 1.0)
         least = LEAST_CURVATURE * rows / max(float(limit.max(initial=0.0)), 1.0)
-        return cls(weight, rows + before * lineup.shared, max(within, least), lineup.evictable)
+        linear = rows + before * candidates.shared
+        return cls(weight, linear, max(within, least), candidates.evictable)
 
     def total(self, tokens: FloatArray | IntArray) -> float:
         """The objective at n_i = `tokens`, in weighted seconds."""

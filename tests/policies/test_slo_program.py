@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq, minimize
 
-from ellm_sgl.policies.fcfs.feasible import line_up
+from ellm_sgl.policies.fcfs.feasible import Candidates
 from ellm_sgl.policies.slo_priority.levels import keep_weights, rank_levels
 from ellm_sgl.policies.slo_priority.program import SIZES, SpanCosts, SpanProgram, whole_blocks
 from ellm_sgl.policies.testing import Size, random_state
@@ -26,14 +26,14 @@ def problem(seed: int, size: Size) -> tuple[SpanCosts, int, int]:
     rng = np.random.default_rng(seed)
     while True:
         state = random_state(rng, size)
-        lineup = line_up(state, slice(0))
-        block, most = state.memory.block_tokens, int(lineup.evictable.sum())
+        candidates = Candidates.of(state, slice(0))
+        block, most = state.memory.block_tokens, int(candidates.evictable.sum())
         if most > block:
             break
     need = max(1, int(rng.uniform(0, 1) * most) // block) * block
     level = rank_levels(state.running, state.waiting).running
     weights = keep_weights(level, state.running.tpot_slo_s, state.running.arrival_s)
-    return SpanCosts.of(state, lineup, weights, need), need, block
+    return SpanCosts.of(state, candidates, weights, need), need, block
 
 
 def by_price(costs: SpanCosts, need: float) -> np.ndarray:
