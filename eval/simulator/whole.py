@@ -27,7 +27,7 @@ from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn
 from ellm_sgl.memory import PageTable
 
 
-class WholeRequests(Mode):
+class WholeRequestMode(Mode):
     """Recomputation of whole requests, or fetching them.
 
     Args:
