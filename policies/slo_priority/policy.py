@@ -1,4 +1,4 @@
-"""Urgent requests first: in the queue, in memory and, by letting others take turns, in time."""
+"""Urgent requests first: in the queue, in memory and, by pausing others in turn, in time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ellm_sgl.policies.fcfs.feasible import (
 from ellm_sgl.policies.planned import evictable_tokens
 from ellm_sgl.policies.slo_priority.admission import joining
 from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
-from ellm_sgl.policies.slo_priority.pace import Pace
+from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
 from ellm_sgl.policies.slo_priority.program import SpanCosts, SpanProgram, whole_blocks
-from ellm_sgl.policies.slo_priority.turns import Losses, Rota, draw_up
+from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
 from ellm_sgl.policies.work_split import plan_threads
 
 GROWTH_STEPS = 4
@@ -41,21 +41,21 @@ DRIFT = 0.1
 """The program is solved anew when what memory lacks has changed by this share; till then its last
 optimum is rounded to the new need."""
 ASK_AGAIN = 32
-"""Iterations after which a queue that nobody could join from, and a rota, are looked at again
+"""Iterations after which a queue that nobody could join from, and a schedule, are looked at again
 though no request has come, joined or left."""
 
 
 class SloPriority(Policy):
     """Tells requests apart by `priority` and, where it is equal, by whether they have an SLO.
 
-    - Queue: by level, then arrival; see `slo_levels.queue_order` for how ageing bounds the wait.
+    - Queue: by level, then arrival; see `levels.queue_order` for how ageing bounds the wait.
     - Batch size: Eq. (1) of the eLLM paper, as `fcfs`; urgent requests join at the others' expense.
-    - Ratios: a convex program that makes less urgent requests give up their KV first.
-    - Time: less urgent requests sit out steps where the urgent ones' SLO or pressure asks for it.
+    - Ratios: a convex program that evicts less urgent requests first.
+    - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
 
     Args:
         lookahead: steps that a batch has to be good for, as in `fcfs`.
-        loss: share of tokens per second that turns may cost in the mean while they are needed, by
+        loss: share of tokens per second that pauses may cost in the mean while they are needed, by
             the latency model; more makes urgent requests faster. 0 turns them off.
     """
 
@@ -66,15 +66,15 @@ class SloPriority(Policy):
         self._program = SpanProgram()
         self._ranked: _Ranked | None = None
         self._losses = Losses(loss)
-        self._pace = Pace()
-        self._drawn: _Drawn | None = None
+        self._budget = PrefillBudget()
+        self._standing: _Standing | None = None
         self._plan: _Plan | None = None
 
     def batch(self, state: SystemState) -> Batch:
         ranked = self._rank(state)
         join = self._join(state, ranked)
-        rota = self._draw_up(state, ranked, queue=len(join) < len(state.waiting))
-        return Batch(join=join, pause=rota.sit_out(state))
+        schedule = self._schedule(state, ranked, queue=len(join) < len(state.waiting))
+        return Batch(join=join, pause=schedule.paused(state))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         span = self._spans(state, batch)
@@ -100,29 +100,29 @@ class SloPriority(Policy):
         return self._ranked
 
     def _join(self, state: SystemState, ranked: _Ranked) -> tuple[int, ...]:
-        self._pace.note(state, ranked.levels.several)
+        self._budget.note(state, ranked.levels.several)
         if len(state.waiting) == 0 or len(state.running) >= state.max_running:
             return ()
         if ranked.still_refuses(state):
             return ()
-        join = joining(state, ranked.levels, self._lookahead, self._pace)
+        join = joining(state, ranked.levels, self._lookahead, self._budget)
         ranked.note(state, refused=join == ())
         return join or ()
 
-    def _draw_up(self, state: SystemState, ranked: _Ranked, queue: bool) -> Rota:
+    def _schedule(self, state: SystemState, ranked: _Ranked, queue: bool) -> Schedule:
         spans = state.running.uncached_tokens
-        drawn = self._drawn
-        self._losses.note(state.now_s, 0.0 if drawn is None else drawn.rota.loss)
-        if drawn is None or not drawn.still_holds(ranked, spans, queue):
+        standing = self._standing
+        self._losses.note(state.now_s, 0.0 if standing is None else standing.schedule.loss)
+        if standing is None or not standing.still_holds(ranked, spans, queue):
             memory = state.memory
             pressure = (
                 queue
                 or memory.device_free_tokens < SCARCE * memory.device_tokens
                 or bool(spans.any())
             )
-            rota = draw_up(state, ranked.levels.running, pressure, self._losses.allowed)
-            drawn = self._drawn = _Drawn(ranked, spans, queue, rota)
-        return drawn.rota
+            schedule = build(state, ranked.levels.running, pressure, self._losses.allowed)
+            standing = self._standing = _Standing(ranked, spans, queue, schedule)
+        return standing.schedule
 
     def _spans(self, state: SystemState, batch: Batch) -> IntArray | None:
         """n_i of each running and each joining request; None if all is cached."""
@@ -231,14 +231,14 @@ class _Ranked:
 
 
 @dataclass(eq=False)
-class _Drawn:
-    """A rota, and what it was drawn up for."""
+class _Standing:
+    """A schedule, and what it was built for."""
 
     ranked: _Ranked
     spans: IntArray
     queue: bool
     """Whether requests wait that cannot join."""
-    rota: Rota
+    schedule: Schedule
     iterations: int = 0
 
     def still_holds(self, ranked: _Ranked, spans: IntArray, queue: bool) -> bool:
