@@ -43,9 +43,9 @@ class Requests:
     priority: IntArray
     """Larger is more urgent, whatever SGLang's own order of priorities is; 0 if none was given."""
     tpot_slo_s: FloatArray
-    """Wanted average time per output token, in seconds; inf if none was given."""
+    """SLO on the average time per output token, in seconds; inf if none was given."""
     ttft_slo_s: FloatArray
-    """Wanted time to first token, in seconds; inf if none was given."""
+    """SLO on the time to first token, in seconds; inf if none was given."""
     tpot_s: FloatArray
     """Measured average time per output token so far, in seconds; nan before the second token."""
 
@@ -119,8 +119,8 @@ class Batch:
     """Positions in `state.waiting` of the requests to admit, in the order to admit them. The
     server admits a prefix of these: fewer, if one iteration has no room for all."""
     pause: tuple[int, ...] = ()
-    """Positions in `state.running` of the requests that sit out this step. Their KV stays, but
-    for what their ratio gives up: a step restores nothing of theirs."""
+    """Positions in `state.running` of the requests that pause for this step. Their KV stays,
+    but for what their ratio evicts: a step restores nothing of theirs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +177,7 @@ class Policy(ABC):
 
     @abstractmethod
     def batch(self, state: SystemState) -> Batch:
-        """Which waiting requests join, and which running requests sit out this step."""
+        """Which waiting requests join, and which running requests pause for this step."""
 
     @abstractmethod
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:

@@ -222,7 +222,7 @@ def idle_without_pressure(subject: Subject) -> None:
             continue
         _checked(policy, state)  # whatever came before must not matter,
         with _on(f"{told}, nobody waiting, room for a block more of each"):
-            _checked(policy, with_memory(state, 2.0))  # but who sat out may come back first
+            _checked(policy, with_memory(state, 2.0))  # but who paused may resume first
             batch, ratios, _ = _checked(policy, with_room(state))
             if batch.pause or ratios.running.any():
                 raise BrokenRuleError(

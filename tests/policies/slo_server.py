@@ -1,5 +1,5 @@
 """A server in numbers, for policies that tell requests apart: prefill stalls decoding, memory runs
-short, requests sit out. After `policies.testing.starvation`, with the times of the CPU server."""
+short, requests pause. After `policies.testing.starvation`, with the times of the CPU server."""
 
 from __future__ import annotations
 

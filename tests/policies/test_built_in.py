@@ -20,7 +20,7 @@ STATES = 25
         Stock,
         partial(FixedRatio, ratio=0.5),
         Fcfs,
-        partial(Fcfs, sit_out=False),
+        partial(Fcfs, pause=False),
         partial(Fcfs, solver="slsqp"),
     ],
     states=STATES,
@@ -43,8 +43,8 @@ def test_slo_priority_keeps_the_rules(policy: Factory, check: Check) -> None:
 @parametrize_with_checks(
     [WholeRequests],
     expected_failures={
-        "targets-fit-the-device": "the kit charges M_o for what those that sit out lack; but no "
-        "step restores that, and who comes back is given units of its own",
+        "targets-fit-the-device": "the kit charges M_o for what paused requests lack; but no "
+        "step restores that, and who resumes is given units of its own",
     },
 )
 def test_whole_requests_keeps_the_rules(policy: Factory, check: Check) -> None:

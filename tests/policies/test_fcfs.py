@@ -45,7 +45,7 @@ def scene(
 
 def answers(state: SystemState, policy: Fcfs | None = None) -> tuple[int, IntArray, IntArray]:
     """Requests that join, and the tokens that running and joining requests give up."""
-    policy = policy or Fcfs(lookahead=0, sit_out=False)
+    policy = policy or Fcfs(lookahead=0, pause=False)
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
     assert batch.join == tuple(range(len(batch.join))) and batch.pause == ()
@@ -79,11 +79,11 @@ def test_those_that_join_to_be_restored_tell_what_they_will_come_to() -> None:
     # Cached, four of the six fit. At 95 + 40 tokens each is charged 14 blocks: 440 of 840 tokens
     # go, of 6 x 135.
     state = scene(requests([95], max_new_tokens=40), requests([95] * 5, max_new_tokens=40), 400)
-    policy = Fcfs(lookahead=1, sit_out=False)
+    policy = Fcfs(lookahead=1, pause=False)
     ratios = policy.ratio(state, policy.batch(state))
     assert ratios.joining == pytest.approx(np.full(5, 440 / 810))
     ample = replace(state, memory=replace(state.memory, device_tokens=600, device_free_tokens=500))
-    policy = Fcfs(lookahead=1, sit_out=False)
+    policy = Fcfs(lookahead=1, pause=False)
     assert not policy.ratio(ample, policy.batch(ample)).joining.any()
 
 
@@ -164,7 +164,7 @@ def test_who_joins_must_fit_when_all_have_grown() -> None:
     assert answers(state, Fcfs(lookahead=128))[0] == 1
     state = scene(requests([102], prompt_tokens=95), requests([102]), 470, token_ms=1.0)
     assert answers(state, Fcfs(lookahead=128))[0] == 0
-    assert answers(state, Fcfs(lookahead=0, sit_out=False))[0] == 1
+    assert answers(state, Fcfs(lookahead=0, pause=False))[0] == 1
     # One that is nearly done grows no further.
     state = scene(requests([102], max_new_tokens=8, prompt_tokens=95), state.waiting, 470, 1.0)
     assert answers(state, Fcfs(lookahead=128))[0] == 1
@@ -199,7 +199,7 @@ def test_the_ratio_follows_a_load_that_changes() -> None:
 
 
 def test_nobody_joins_until_something_has_changed() -> None:
-    policy = Fcfs(lookahead=0, sit_out=False)
+    policy = Fcfs(lookahead=0, pause=False)
     full = scene(requests([95] * 4), requests([95]), 400, 1.0)
     assert answers(full, policy)[0] == 0
     left = scene(requests([95] * 3, request_id=[0, 1, 3]), requests([95]), 400, 1.0)
@@ -219,7 +219,7 @@ def test_nobody_joins_until_something_has_changed() -> None:
 def test_an_answer_is_thought_over_now_and_then(
     tokens: int, lookahead: int, free: tuple[int, int], joining: tuple[int, int]
 ) -> None:
-    policy = Fcfs(lookahead=lookahead, sit_out=False)
+    policy = Fcfs(lookahead=lookahead, pause=False)
     before = scene(requests([tokens] * 3), requests([tokens]), 400, 1.0, device_free_tokens=free[0])
     after = replace(before, memory=replace(before.memory, device_free_tokens=free[1]))
     assert answers(before, policy)[0] == joining[0]
@@ -229,7 +229,7 @@ def test_an_answer_is_thought_over_now_and_then(
 
 def test_a_refusal_ends_when_the_slo_allows_more() -> None:
     # T = 1 + b ms: with 2 requests 3 ms of 5, less the time since the last token.
-    policy = Fcfs(lookahead=0, sit_out=False)
+    policy = Fcfs(lookahead=0, pause=False)
     late = scene(requests([95], waited_s=0.003), requests([95]), 400, 1.0, tpot_slo_s=0.005)
     assert answers(late, policy)[0] == 0
     assert answers(late, policy)[0] == 0
@@ -249,7 +249,7 @@ def test_a_refusal_ends_when_the_slo_allows_more() -> None:
     ],
 )
 def test_what_ends_an_answer_early(lookahead: int, changes: dict[str, Any], joining: int) -> None:
-    policy = Fcfs(lookahead=lookahead, sit_out=False)
+    policy = Fcfs(lookahead=lookahead, pause=False)
     before = scene(requests([79] * 3), requests([79]), 400, 1.0, device_free_tokens=160)
     before = replace(before, tpot_slo_s=1.0)
     assert answers(before, policy)[0] == 1

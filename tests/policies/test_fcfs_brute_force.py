@@ -114,7 +114,7 @@ class Reference:
 
 def given_up(state: SystemState) -> list[int]:
     """What the policy has each request of its batch give up."""
-    policy = Fcfs(lookahead=0, sit_out=False)
+    policy = Fcfs(lookahead=0, pause=False)
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
     tokens = np.append(state.running.tokens, state.waiting.tokens[: len(batch.join)])
