@@ -111,7 +111,7 @@ class BatchProblem:
 
     def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
         """For each of these batch sizes: the least Σ n_i that fits into memory, T with the same
-        share of each request's e_i given up, and whether that keeps all bounds."""
+        share of each request's e_i evicted, and whether that keeps all bounds."""
         span = least_span_tokens(self.memory, self.short[sizes])
         evictable = self.evictable[sizes]
         share = span / np.maximum(evictable, 1.0)
@@ -128,7 +128,7 @@ class BatchProblem:
         return span, seconds, fits & (seconds <= self.limit_s[sizes])
 
     def _fits_rounded(self, size: int, span_tokens: float) -> bool:
-        """Whether the first `size` requests keep the SLO with whole blocks given up of each."""
+        """Whether the first `size` requests keep the SLO with whole blocks evicted of each."""
         first, block = self.candidates.first(size), self.memory.block_tokens
         span = spans(first, share_for(first, span_tokens, block), block)
         if span.sum() > self.memory.transient_tokens:

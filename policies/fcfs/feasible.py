@@ -2,7 +2,7 @@
 
 Device memory is counted in tokens, in whole blocks. A request is charged for its blocks that no
 other request uses, with room for one more token; shared blocks are counted once, as the memory
-that is in use now beyond all such blocks. What may be given up of a request is its blocks but the
+that is in use now beyond all such blocks. What can be evicted of a request is its blocks but the
 shared ones and the last.
 """
 
@@ -30,7 +30,7 @@ class Candidates:
     shared: IntArray
     """Tokens of blocks that other requests use too."""
     evictable: IntArray
-    """e_i: tokens that may be given up; a multiple of the block size."""
+    """e_i: tokens that can be evicted; a multiple of the block size."""
     charged: IntArray
     """Device tokens of the request if all of it is cached, shared blocks excluded."""
 
@@ -118,7 +118,7 @@ def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> Fl
         short: device tokens that are missing if all is cached; may be negative.
 
     Returns:
-        Tokens; inf if giving up KV gains nothing, because M_o takes all of it.
+        Tokens; inf if eviction gains nothing, because M_o takes all of it.
     """
     gain = 1.0 - memory.overhead_tokens
     if gain <= 0.0:
@@ -128,7 +128,7 @@ def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> Fl
 
 
 def spans(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
-    """n_i of each request if all give up one share of what they may.
+    """n_i of each request if one share of what can be evicted of it is.
 
     Rounded to whole blocks, up or down by a number that belongs to the request and spreads
     evenly over requests: so the sum follows the share closely even if all are of one length,

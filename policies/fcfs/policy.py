@@ -154,9 +154,9 @@ class Fcfs(Policy):
             ].sum()
         )
         span = np.where(evicted, candidates.evictable, 0)
-        given = self._spans(state, candidates.only(active), batch, held)
-        if given is not None:
-            span[active] = given
+        partial = self._spans(state, candidates.only(active), batch, held)
+        if partial is not None:
+            span[active] = partial
         ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
         return Ratios(running=ratios, joining=np.full(len(batch.join), JOINING_RATIO))
 

@@ -102,14 +102,14 @@ def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> i
     running, most = len(state.running), len(state.waiting)
     problem = BatchProblem.of(state, most, lookahead)
     size = np.arange(running, running + most + 1)
-    given = problem.candidates.evictable[lower].astype(np.float64)
+    evictable = problem.candidates.evictable[lower].astype(np.float64)
     span = least_span_tokens(problem.memory, problem.short[size])
-    fits = (span <= given.sum()) & (span <= problem.memory.transient_tokens)
-    share = span / max(float(given.sum()), 1.0) / MAX_STEPS_PER_TOKEN
+    fits = (span <= evictable.sum()) & (span <= problem.memory.transient_tokens)
+    share = span / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
     spans = {
         "span_rows": span / MAX_STEPS_PER_TOKEN,
-        "span_squares": share * float(given @ given),
-        "span_prefix": share * float(given @ problem.candidates.shared[lower]),
+        "span_squares": share * float(evictable @ evictable),
+        "span_prefix": share * float(evictable @ problem.candidates.shared[lower]),
     }
     tokens = problem.tokens[size]
     per_step = len(lower) / MAX_STEPS_PER_TOKEN

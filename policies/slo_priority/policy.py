@@ -182,7 +182,7 @@ class _Plan:
     """n_i in whole blocks, for the latest need."""
     shared: IntArray
     """Shared tokens of the requests."""
-    given: int
+    evicted: int
     """Σ n_i."""
 
     def is_for(self, running: Requests) -> bool:
@@ -273,9 +273,9 @@ def _still_good(state: SystemState, plan: _Plan | None) -> bool:
         return least <= 0
     if not plan.is_for(running):
         return False
-    given = plan.given
-    if least <= given:
+    evicted = plan.evicted
+    if least <= evicted:
         room = (len(plan.span) + 1) * memory.block_tokens
-        return (given - least) * (1.0 - memory.overhead_tokens) <= room
+        return (evicted - least) * (1.0 - memory.overhead_tokens) <= room
     most = int(evictable_tokens(running, memory.block_tokens).sum())
-    return given > min(most, memory.transient_tokens) - memory.block_tokens
+    return evicted > min(most, memory.transient_tokens) - memory.block_tokens

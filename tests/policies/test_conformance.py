@@ -34,7 +34,7 @@ STATES = 25
 
 
 class Uniform(Stock):
-    """All running requests give up the same share of their blocks, just enough for what lacks."""
+    """The same share of all running requests' blocks is evicted, just enough for what lacks."""
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         running, memory = state.running, state.memory
@@ -63,7 +63,7 @@ def test_a_policy_that_adapts_is_asked_to_fit() -> None:
 
 
 class PromisesToo(Stock):
-    """Gives something up however much room there is."""
+    """Evicts something however much room there is."""
 
     def idle_without_pressure(self) -> bool:
         return True
@@ -126,7 +126,7 @@ class Random(Stock):
         return Threads(1, 1, 32 * random.randint(1, 31))
 
 
-class MoreGiveUpMore(Stock):
+class MoreMemoryEvictsMore(Stock):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         ample = state.memory.device_tokens > state.running.tokens.sum()
         share = 0.9 if ample else 0.8
@@ -134,7 +134,7 @@ class MoreGiveUpMore(Stock):
         return Ratios(most, np.zeros(len(batch.join)))
 
 
-class GivesUpTooLittle(Uniform):
+class EvictsTooLittle(Uniform):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         ratios = super().ratio(state, batch)
         return Ratios(ratios.running * 0.8, ratios.joining)
@@ -175,8 +175,8 @@ class AdmitsNobody(Stock):
         (Learns, "state-is-left-alone", "calls latency.observe"),
         (Writes, "state-is-left-alone", "changed state.running.tokens"),
         (Random, "same-history-same-answers", "two instances with one history disagree"),
-        (MoreGiveUpMore, "more-memory-never-less-cached", "of the memory needed it leaves"),
-        (GivesUpTooLittle, "targets-fit-the-device", "device tokens too few"),
+        (MoreMemoryEvictsMore, "more-memory-never-less-cached", "of the memory needed it leaves"),
+        (EvictsTooLittle, "targets-fit-the-device", "device tokens too few"),
         (ShortestFirst, "nobody-starves", "900 tokens, .* its first token, .*long requests in"),
         (NewestFirst, "nobody-starves", "has waited 60. s for its first token"),
         (UrgentOnly, "nobody-starves", "for its next token"),
@@ -189,7 +189,7 @@ def test_a_bad_policy_fails(policy: type[Policy], check: str, told: str) -> None
         check_policy(policy, states=STATES, budget_ms=None)
 
 
-@pytest.mark.parametrize("policy", [Random, GivesUpTooLittle, ShortestFirst])
+@pytest.mark.parametrize("policy", [Random, EvictsTooLittle, ShortestFirst])
 def test_only_the_broken_rule_is_named(policy: type[Policy]) -> None:
     assert len(examine(policy, states=STATES, budget_ms=None).failures) == 1
 

@@ -44,7 +44,7 @@ def scene(
 
 
 def answers(state: SystemState, policy: Fcfs | None = None) -> tuple[int, IntArray, IntArray]:
-    """Requests that join, and the tokens that running and joining requests give up."""
+    """Requests that join, and the tokens that are evicted of running and joining requests."""
     policy = policy or Fcfs(lookahead=0, pause=False)
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
@@ -58,7 +58,7 @@ def answers(state: SystemState, policy: Fcfs | None = None) -> tuple[int, IntArr
     )
 
 
-# Each request of 95 tokens is charged for 10 blocks, 100 tokens, and may give up 9 of them.
+# Each request of 95 tokens is charged for 10 blocks (100 tokens), 9 of which can be evicted.
 
 
 def test_all_that_fit_join_and_stay_cached() -> None:
@@ -184,18 +184,18 @@ def crowd(device_tokens: int, tokens: int = 1000) -> SystemState:
 
 def test_a_steady_load_gives_a_steady_ratio() -> None:
     policy = Fcfs()
-    given = [answers(crowd(15_000 + wobble), policy)[1] for wobble in (0, 100, 50, 120, 0, 80)]
-    assert given[0].any()
-    assert all(np.array_equal(given[0], g) for g in given)
+    evicted = [answers(crowd(15_000 + wobble), policy)[1] for wobble in (0, 100, 50, 120, 0, 80)]
+    assert evicted[0].any()
+    assert all(np.array_equal(evicted[0], g) for g in evicted)
 
 
 def test_the_ratio_follows_a_load_that_changes() -> None:
     policy = Fcfs()
-    given = [
+    evicted = [
         int(answers(crowd(device), policy)[1].sum())
         for device in (21_000, 18_000, 12_000, 18_000, 20_190, 20_200)
     ]
-    assert given == [0, 2200, 8200, 2200, 10, 0]
+    assert evicted == [0, 2200, 8200, 2200, 10, 0]
 
 
 def test_nobody_joins_until_something_has_changed() -> None:
@@ -264,15 +264,15 @@ def test_what_ends_an_answer_early(lookahead: int, changes: dict[str, Any], join
 def test_more_memory_gives_up_no_more(seed: int) -> None:
     state = random_state(np.random.default_rng(seed), Size(64, 0))
     free = state.memory.device_free_tokens
-    given = []
+    evicted = []
     for more in (0, 64, 512, 4096, 32_768):
         memory = replace(
             state.memory,
             device_tokens=state.memory.device_tokens + more,
             device_free_tokens=free + more,
         )
-        given.append(answers(replace(state, memory=memory))[1].sum())
-    assert given == sorted(given, reverse=True)
+        evicted.append(answers(replace(state, memory=memory))[1].sum())
+    assert evicted == sorted(evicted, reverse=True)
 
 
 def test_equal_states_get_equal_answers() -> None:

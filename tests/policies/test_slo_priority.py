@@ -88,7 +88,7 @@ def test_everything_is_cached_when_pressure_has_gone() -> None:
 
 
 def test_a_steady_load_has_steady_ratios() -> None:
-    """Blocks are given up one by one as requests grow, and not taken back."""
+    """Blocks are evicted one by one as requests grow, and not restored."""
     policy, before, plans = SloPriority(), None, 0
     for step in range(64):
         running = requests(np.full(8, 320 + step))

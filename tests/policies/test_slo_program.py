@@ -37,18 +37,18 @@ def problem(seed: int, size: Size) -> tuple[SpanCosts, int, int]:
 
 
 def by_price(costs: SpanCosts, need: float) -> np.ndarray:
-    """The optimum by its dual: at price λ each request gives up what costs less than λ."""
+    """The optimum by its dual: at price λ what costs less than λ is evicted of each request."""
 
-    def given(log_price: float) -> np.ndarray:
+    def evicted(log_price: float) -> np.ndarray:
         spare = np.exp(log_price) / costs.weight - costs.linear
         return np.clip(spare / (2 * costs.quadratic), 0, costs.limit)
 
     lowest = np.log((costs.weight * costs.linear).min())
     dearest = costs.weight * (costs.linear + 2 * costs.quadratic * costs.limit)
     price = brentq(
-        lambda p: given(p).sum() - need, lowest - 1, np.log(dearest.max()) + 1, xtol=1e-14
+        lambda p: evicted(p).sum() - need, lowest - 1, np.log(dearest.max()) + 1, xtol=1e-14
     )
-    return given(price)
+    return evicted(price)
 
 
 def test_within_one_percent_of_the_optimum(program: SpanProgram) -> None:
@@ -79,7 +79,7 @@ def test_within_one_percent_of_a_general_solver(program: SpanProgram) -> None:
 
 
 def test_rounded_to_the_cheapest_whole_blocks(program: SpanProgram) -> None:
-    """Against all ways to give up so many blocks."""
+    """Against all ways to evict so many blocks."""
     rng = np.random.default_rng(5)
     for _ in range(100):
         count, block = int(rng.integers(1, 5)), 16
@@ -132,8 +132,8 @@ def test_larger_than_what_was_compiled_ahead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("need", "given"), [(0, [0, 0]), (64, [0, 64]), (128, [64, 64]), (999, [64, 64])]
+    ("need", "evicted"), [(0, [0, 0]), (64, [0, 64]), (128, [64, 64]), (999, [64, 64])]
 )
-def test_all_or_nothing(program: SpanProgram, need: int, given: list[int]) -> None:
+def test_all_or_nothing(program: SpanProgram, need: int, evicted: list[int]) -> None:
     costs = SpanCosts(np.array([8.0, 1.0]), np.ones(2), 1e-6, np.array([64, 64]))
-    assert program.solve(costs, need) == pytest.approx(given)
+    assert program.solve(costs, need) == pytest.approx(evicted)
