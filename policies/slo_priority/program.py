@@ -82,11 +82,6 @@ class SpanCosts:
         linear = rows + before * candidates.shared
         return cls(weight, linear, max(within, least), candidates.evictable)
 
-    def total(self, tokens: FloatArray | IntArray) -> float:
-        """The objective at n_i = `tokens`, in weighted seconds."""
-        cost = self.weight * tokens * (self.linear + self.quadratic * tokens)
-        return float(cost.sum())
-
 
 class SpanProgram:
     """The program, canonicalised once per size and re-solved with new parameters.
