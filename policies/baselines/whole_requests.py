@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.fcfs.feasible import Candidates, unowned_tokens
+from ellm_sgl.policies.problem.candidates import Candidates, unowned_tokens
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -8,8 +8,16 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.fcfs.batch_size import BatchProblem
-from ellm_sgl.policies.fcfs.feasible import (
+from ellm_sgl.policies.fcfs.relaxation import Relaxation
+from ellm_sgl.policies.pausing.choice import evicted_tokens, participants
+from ellm_sgl.policies.pausing.rotation import (
+    JOINING_RATIO,
+    Rotation,
+    RotationDecision,
+    can_rotate,
+)
+from ellm_sgl.policies.problem.batch_size import BatchProblem
+from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
     Candidates,
     eventual_ratio,
@@ -19,14 +27,6 @@ from ellm_sgl.policies.fcfs.feasible import (
     step_limit_s,
     unowned_tokens,
     work_of,
-)
-from ellm_sgl.policies.fcfs.relaxation import Relaxation
-from ellm_sgl.policies.pausing.choice import evicted_tokens, participants
-from ellm_sgl.policies.pausing.rotation import (
-    JOINING_RATIO,
-    Rotation,
-    RotationDecision,
-    can_rotate,
 )
 from ellm_sgl.policies.work_split import plan_threads
 

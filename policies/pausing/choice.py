@@ -12,8 +12,8 @@ import dataclasses
 import numpy as np
 
 from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
-from ellm_sgl.policies.fcfs.batch_size import BatchProblem
-from ellm_sgl.policies.fcfs.feasible import Candidates, unowned_tokens
+from ellm_sgl.policies.problem.batch_size import BatchProblem
+from ellm_sgl.policies.problem.candidates import Candidates, unowned_tokens
 
 GAIN = 0.05
 """Requests begin to pause when that decodes so much more per second."""

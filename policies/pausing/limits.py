@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
-from ellm_sgl.policies.fcfs.feasible import Candidates, least_span_tokens, unowned_tokens
+from ellm_sgl.policies.problem.candidates import Candidates, least_span_tokens, unowned_tokens
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, Requests, SystemState
-from ellm_sgl.policies.fcfs.batch_size import BatchProblem
-from ellm_sgl.policies.fcfs.feasible import least_span_tokens
+from ellm_sgl.policies.problem.batch_size import BatchProblem
+from ellm_sgl.policies.problem.candidates import least_span_tokens
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
 from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN

@@ -18,14 +18,14 @@ from ellm_sgl.policies.base import (
     SystemState,
     Threads,
 )
-from ellm_sgl.policies.fcfs.feasible import (
+from ellm_sgl.policies.planned import evictable_tokens
+from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
     Candidates,
     eventual_ratio,
     least_span_tokens,
     unowned_tokens,
 )
-from ellm_sgl.policies.planned import evictable_tokens
 from ellm_sgl.policies.slo_priority.admission import joining
 from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
 from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget

@@ -19,7 +19,7 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
-from ellm_sgl.policies.fcfs.feasible import Candidates
+from ellm_sgl.policies.problem.candidates import Candidates
 
 SIZES = (32, 128, 320)
 """Sizes for which the program is compiled ahead; larger ones double, and are compiled on use."""

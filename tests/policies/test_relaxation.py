@@ -11,8 +11,8 @@ from scipy.optimize import minimize
 
 from ellm_sgl.policies import Fcfs, SystemState
 from ellm_sgl.policies.fcfs import relaxation
-from ellm_sgl.policies.fcfs.batch_size import BatchProblem
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
+from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.testing import (
     PROFILES,
     SHAPES,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq, minimize
 
-from ellm_sgl.policies.fcfs.feasible import Candidates
+from ellm_sgl.policies.problem.candidates import Candidates
 from ellm_sgl.policies.slo_priority.levels import keep_weights, rank_levels
 from ellm_sgl.policies.slo_priority.program import SIZES, SpanCosts, SpanProgram, whole_blocks
 from ellm_sgl.policies.testing import Size, random_state

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
-from ellm_sgl.policies.fcfs.feasible import (
+from ellm_sgl.policies.problem.candidates import (
     Candidates,
     least_span_tokens,
     share_for,
