@@ -128,8 +128,8 @@ class Fcfs(Policy):
             if self._paused_span is None:
                 active = len(state.running) - len(batch.pause)
                 self._paused_span = _spans_while_some_pause(state, active)
-            span = self._paused_span
-            ratios = np.where(span > 0, (span + 0.5) / state.running.tokens, 0.0)
+            evicted = self._paused_span
+            ratios = np.where(evicted > 0, (evicted + 0.5) / state.running.tokens, 0.0)
             return Ratios(running=ratios, joining=NOBODY)
         candidates = Candidates.of(state, batch.join)
         count = len(state.running)
