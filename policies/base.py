@@ -16,6 +16,9 @@ import numpy.typing as npt
 
 from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
 
+ALL_THREADS = 1024
+"""T, of which δ recompute."""
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -149,6 +152,16 @@ class Threads:
     delta: int
     """δ: of T = 1,024 threads (or the same share of cores), those given to recomputation;
     a multiple of 32, at least 32 and at most 992."""
+
+    @property
+    def recompute_share(self) -> float:
+        """φ = l2 / (l1 + l2): the share of the layers that are recomputed, 0..1."""
+        return self.recompute_layers / (self.swap_layers + self.recompute_layers)
+
+    @property
+    def delta_share(self) -> float:
+        """δ as a share of the processor, 0..1."""
+        return self.delta / ALL_THREADS
 
 
 class Policy(ABC):

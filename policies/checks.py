@@ -1,7 +1,7 @@
 """Checks of a policy's answers, made before any of them is applied.
 
 Tens of microseconds at 256 running and 1,024 waiting requests. What they let through, the server
-can apply; whether it is wise is the policy's affair (see `ellm_sgl.policies.testing.conformance`).
+can apply; whether it is wise is the policy's affair (see `ellm_sgl.policies.testing`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ellm_sgl.policies.base import Batch, Ratios, SystemState, Threads
-from ellm_sgl.policies.work_split import ALL_THREADS, WARP
+from ellm_sgl.policies.base import ALL_THREADS, Batch, Ratios, SystemState, Threads
+from ellm_sgl.policies.work_split import WARP
 
 MAX_SWAP_LAYERS = 3
 MAX_RECOMPUTE_LAYERS = 2

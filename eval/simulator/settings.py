@@ -185,7 +185,7 @@ def build_mode(
         StepLog(policy_model(machine, settings), clock),
         ServerLimits(shape, known, settings.max_running, settings.tpot_slo_s, transient),
     )
-    return Elastic(table, load, progress, loop, transient)
+    return Elastic(table, load, progress, loop, transient, clock)
 
 
 def _check_size(machine: Machine, pool: PoolShape, blocks: int) -> None:

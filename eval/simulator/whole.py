@@ -46,7 +46,7 @@ class WholeRequestMode(Mode):
         self._fetch = fetch
         self.swaps = fetch is not None
 
-    def turn(self, now_s: float, running: Sequence[int], waiting: IntArray) -> Turn:
+    def turn(self, running: Sequence[int], waiting: IntArray) -> Turn:
         out = int(self.progress.on_host[waiting].sum())
         back = self._coming_back(len(running), waiting[:out].tolist())
         join = waiting[out:].tolist() if len(back) == out else ()

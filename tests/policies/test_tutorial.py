@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from ellm_sgl.policies import Policy
+from ellm_sgl.policies.base import ALL_THREADS
 from ellm_sgl.policies.registry import GROUP
 from ellm_sgl.policies.testing import CHECKS
-from ellm_sgl.policies.work_split import ALL_THREADS, WARP
+from ellm_sgl.policies.work_split import WARP
 
 PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
 
