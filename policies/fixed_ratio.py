@@ -18,7 +18,7 @@ class FixedRatio(Policy):
 
     Args:
         ratio: r, at least 0 and below 1. 0 caches all that fits.
-        layers: (l1, l2), the split between fetched and recomputed layers; planned anew for each
+        layers: (l1, l2), the split between fetched and recomputed layers; planned for each
             step unless given.
     """
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from shortest_first import ShortestFirst
 
@@ -16,7 +14,7 @@ from ellm_sgl.policies.testing import (
 )
 
 
-@parametrize_with_checks([ShortestFirst, partial(ShortestFirst, tokens_per_second=50.0)])
+@parametrize_with_checks([ShortestFirst])
 def test_it_keeps_the_rules(policy: Factory, check: Check) -> None:
     check(policy)
 

@@ -34,7 +34,7 @@ HOLD = 1 / 32
 """A share stays while what it evicts is enough, and at most this part more than enough."""
 
 SOLVE_EVERY = 16
-"""Iterations after which the batch question is solved anew though nothing else has changed."""
+"""Iterations after which the batch question is solved again though nothing else has changed."""
 
 NOBODY = np.zeros(0)
 

@@ -46,10 +46,10 @@ def evicted_tokens(state: SystemState, active: int) -> IntArray:
     count = len(state.running)
     candidates = Candidates.of(state, [])
     short = _short_tokens(state, RESUME_STEPS)[active] + int(candidates.evictable[active:].sum())
-    wanted = max(short, 0)
+    needed = max(short, 0)
     after = np.cumsum(candidates.evictable[::-1])[::-1] - candidates.evictable  # by later requests
     block = state.memory.block_tokens
-    tokens = np.clip(-(-(wanted - after) // block) * block, 0, candidates.evictable)
+    tokens = np.clip(-(-(needed - after) // block) * block, 0, candidates.evictable)
     tokens[: min(active, count)] = 0
     return np.asarray(tokens, np.int64)
 

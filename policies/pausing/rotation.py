@@ -40,7 +40,7 @@ JOINING_RATIO = 0.99
 """What those who join are said to be brought to: SGLang's admission then reserves next to nothing
 for tokens to come. Room for these is made by pausing somebody."""
 SOLVE_EVERY = 16
-"""Iterations after which it is asked anew by how much active requests should exceed memory."""
+"""Iterations after which it is asked again by how much active requests should exceed memory."""
 NOBODY = -1
 
 

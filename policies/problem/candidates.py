@@ -138,8 +138,8 @@ def spans(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
         share: ρ, of e_i, in [0, 1].
     """
     blocks = candidates.evictable // block_tokens
-    wanted = np.floor(share * blocks + candidates.request_id * GOLDEN % 1.0).astype(np.int64)
-    return np.minimum(wanted, blocks) * block_tokens
+    rounded = np.floor(share * blocks + candidates.request_id * GOLDEN % 1.0).astype(np.int64)
+    return np.minimum(rounded, blocks) * block_tokens
 
 
 GOLDEN = (5**0.5 - 1) / 2

@@ -38,7 +38,7 @@ GROWTH_STEPS = 4
 SCARCE = 0.5
 """Share of device memory below which free memory counts as pressure."""
 DRIFT = 0.1
-"""The program is solved anew when what memory lacks has changed by this share; till then its last
+"""The program is solved again when what memory lacks has changed by this share; till then its last
 optimum is rounded to the new need."""
 ASK_AGAIN = 32
 """Iterations after which a queue that nobody could join from, and a schedule, are looked at again

@@ -198,8 +198,8 @@ def whole_blocks(costs: SpanCosts, tokens: FloatArray, need: float, block_tokens
     """
     limit = costs.limit // block_tokens
     blocks = np.minimum(np.rint(tokens / block_tokens).astype(np.int64), limit)
-    wanted = min(-int(-need // block_tokens), int(limit.sum()))
-    short = wanted - int(blocks.sum())
+    target = min(-int(-need // block_tokens), int(limit.sum()))
+    short = target - int(blocks.sum())
     if short:
         _exchange(costs, blocks, limit, short, block_tokens)
     return blocks * block_tokens
