@@ -87,8 +87,8 @@ class Iteration:
     # -- decide -----------------------------------------------------------------------------
 
     def decision_stands(self, running: int) -> bool:
-        """Whether the last decision still holds without asking (`Policy.keeps_what_fits`): all is
-        cached, and there is room for a block more of each of so many requests."""
+        """Whether the last decision still holds without asking (`Policy.idle_without_pressure`):
+        all is cached, and there is room for a block more of each of so many requests."""
         table = self.elastic.table
         return (
             self.decided.stands

@@ -82,7 +82,7 @@ def test_pressure_evicts_in_elastic_mode_and_retracts_in_the_others():
 
 
 def test_swapping_decides_as_the_servers_own_policy(monkeypatch):
-    """Mode `swap` against the server's: `policies.whole_requests` over elastic memory."""
+    """Mode `swap` against the server's: `policies.baselines.whole_requests` over elastic memory."""
     load, small = small_load(), L4.limited(2000, None)
     settings = Settings("swap", stride=1, conservativeness=0.02)
     swap = simulate(small, settings, load)

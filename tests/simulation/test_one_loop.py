@@ -34,7 +34,7 @@ SERVER = Configuration(
 class Asked(Fcfs):
     """A server asks it in every iteration, as the simulator does."""
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         return False
 
 
