@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_seams
+from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_hooks
 
 MINIMUM_FREE_MEMORY_GB = 3.0
 
@@ -32,7 +32,7 @@ class Finding:
 def examine() -> list[Finding]:
     """Look at everything; later findings that need earlier ones are left out when those fail."""
     findings: list[Finding] = []
-    for check in (_python, _memory, _torch, _sglang, _accelerator, _kernels, _seams, _demo_model):
+    for check in (_python, _memory, _torch, _sglang, _accelerator, _kernels, _hooks, _demo_model):
         try:
             findings += check()
         except Exception as error:  # a broken install may raise anything on import
@@ -122,16 +122,16 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("attention", True, chosen + hint)
 
 
-def _seams() -> Iterator[Finding]:
+def _hooks() -> Iterator[Finding]:
     from ellm_sgl.sglang.platform.torchvision_ops import declare
 
     declare()
     with warnings.catch_warnings(action="ignore"):  # of GPU parts that a CPU host lacks
-        missing = moved_seams()
+        missing = moved_hooks()
     yield Finding(
         "hooks",
         not missing,
-        ", ".join(missing) or "all of SGLang's seams are in place",
+        ", ".join(missing) or "every hook is in place",
         "" if not missing else f"install sglang {SGLANG_VERSIONS[-1]}",
     )
 

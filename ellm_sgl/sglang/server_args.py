@@ -14,7 +14,7 @@ from ellm_sgl.config.ranges import shown
 from ellm_sgl.config.resolve import settle
 from ellm_sgl.sglang import cuda
 from ellm_sgl.sglang.arguments import refusal
-from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_seams
+from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_hooks
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
 from ellm_sgl.sglang.refused_rows import WEIGHTS_ALONE
 
@@ -161,7 +161,7 @@ def _refuse_other_sglang() -> None:
     remedy = f"install sglang=={SGLANG_VERSIONS[-1]}, or use --ellm-policy {OFF}"
     if installed not in SGLANG_VERSIONS:
         _refuse(f"eLLM has not been tested with sglang {installed}; {remedy}")
-    if missing := moved_seams():
+    if missing := moved_hooks():
         _refuse(f"this sglang lacks what eLLM hooks into ({', '.join(missing)}); {remedy}")
 
 
