@@ -18,8 +18,8 @@ from ellm_sgl.config.click_types import MILLISECONDS
 from ellm_sgl.config.ranges import read_json, shown
 
 if TYPE_CHECKING:
+    from ellm_sgl.policies.testing.bench import PolicyBench, Timing
     from ellm_sgl.policies.testing.conformance import ConformanceReport
-    from ellm_sgl.serve.policies_bench import PolicyBench, Timing
 
 _MARKS = {"passed": "[green]passed[/green]", "failed": "[red]FAILED[/red]", "skipped": "skipped"}
 
@@ -141,25 +141,24 @@ def _check_table(name: str, report: ConformanceReport) -> Table:
 @_json_flag
 def bench(name: str | None, options: dict[str, Any], as_json: bool) -> None:
     """Time decisions with 256 running and 1,024 waiting requests; of all policies without NAME."""
+    from ellm_sgl.eval.paper import claims
     from ellm_sgl.policies.checks import InvalidAnswer
     from ellm_sgl.policies.registry import installed
-    from ellm_sgl.serve import policies_bench
+    from ellm_sgl.policies.testing import bench as benchmark
 
     if options and not name:
         raise click.UsageError("--options needs NAME: policies take different ones")
     try:
-        results = [
-            policies_bench.bench(each, options) for each in ([name] if name else installed())
-        ]
+        results = [benchmark.bench(each, options) for each in ([name] if name else installed())]
     except (ConfigError, InvalidAnswer) as error:
         raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(json.dumps({
-            "running": policies_bench.RUNNING,
-            "waiting": policies_bench.WAITING,
+            "running": benchmark.RUNNING,
+            "waiting": benchmark.WAITING,
             "paper": {
-                "decision_mean_us": [ms * 1e3 for ms in policies_bench.PAPER_DECISION_MS],
-                "threads_us": policies_bench.PAPER_THREADS_MS * 1e3,
+                "decision_mean_us": [ms * 1e3 for ms in claims.DECISION_MS],
+                "threads_us": claims.THREADS_MS * 1e3,
             },
             "policies": [asdict(result) for result in results],
         }))  # fmt: skip
@@ -168,12 +167,8 @@ def bench(name: str | None, options: dict[str, Any], as_json: bool) -> None:
 
 
 def _bench_table(results: list[PolicyBench]) -> Table:
-    from ellm_sgl.serve.policies_bench import (
-        PAPER_DECISION_MS,
-        PAPER_THREADS_MS,
-        RUNNING,
-        WAITING,
-    )
+    from ellm_sgl.eval.paper import claims
+    from ellm_sgl.policies.testing.bench import RUNNING, WAITING
 
     def ms(timing: Timing) -> tuple[str, str, str]:
         mean, p50, p99 = (
@@ -193,7 +188,7 @@ def _bench_table(results: list[PolicyBench]) -> Table:
         table.add_row(
             r.policy, *ms(r.decision), ms(r.steady)[1], ms(r.threads)[0], f"{r.first_us / 1e3:.1f}"
         )
-    low, high = PAPER_DECISION_MS
-    paper = ("the paper", f"{low}-{high}", "", "", "", f"{PAPER_THREADS_MS}", "")
+    low, high = claims.DECISION_MS
+    paper = ("the paper", f"{low}-{high}", "", "", "", f"{claims.THREADS_MS}", "")
     table.add_row(*paper, style="dim")
     return table

@@ -12,12 +12,10 @@ A comparison that compared nothing, or whose setting exercised nothing, fails (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ellm_sgl.serve.verify.client import Answer, Output, run_with_client
+from ellm_sgl.client.generate import Answer, Output, generate
 from ellm_sgl.serve.verify.comparing import compare
 from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected
-from ellm_sgl.serve.verify.loads import AtOnce, make_prompts
+from ellm_sgl.serve.verify.loads import make_prompts
 from ellm_sgl.serve.verify.report import VerifyReport
 from ellm_sgl.serve.verify.rounding import EXACT, Spread
 from ellm_sgl.serve.verify.runner import ALL_DTYPES, DTYPES, LENGTHS, verify
@@ -42,15 +40,3 @@ __all__ = [
     "make_prompts",
     "verify",
 ]
-
-
-def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
-    """Greedy outputs of all prompts, sent at once.
-
-    Raises:
-        ServerError: the server refused one.
-        httpx.TransportError: it went away.
-    """
-    load = AtOnce([tuple(p) for p in prompts], output_tokens)
-    answers = run_with_client(url, lambda client: load.answers(client, whole=True))
-    return [answer.output for answer in answers]

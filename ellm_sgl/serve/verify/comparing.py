@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ellm_sgl.serve.verify.client import Output
+from ellm_sgl.client.generate import Output
 from ellm_sgl.serve.verify.figures import Comparison, Expected
 from ellm_sgl.serve.verify.pairs import pair_up
 from ellm_sgl.serve.verify.reasons import why_no_proof
