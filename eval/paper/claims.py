@@ -15,8 +15,6 @@ TABLE_2 = {2: (0.0118, 0.0667), 4: (0.0128, 0.0384), 8: (0.0230, 0.0147)}
 inferred from the project's target of 1.28 % at F = 4."""
 PREDICTION_ERROR = 0.13
 """Mean relative error of its latency model."""
-MODEL_ERROR = 0.2
-"""Error put into the latency model in §6.6."""
 
 DECISION_MS = (4.58, 6.04)
 """Least and largest mean time of a decision (Fig. 16)."""
