@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from ellm_sgl.config.ranges import as_json_value
 from ellm_sgl.serve.verify.figures import Comparison
 
 
@@ -49,16 +48,5 @@ class VerifyReport:
         """The report as JSON's types; null stands for a number that is not finite."""
         rows = [dataclasses.asdict(c) | {"agreement": c.agreement} for c in self.comparisons]
         document = dataclasses.asdict(self) | {"comparisons": rows, "passed": self.passed}
-        found: dict[str, object] = _finite(document | {"failures": self.failures})
+        found: dict[str, object] = as_json_value(document | {"failures": self.failures})
         return found
-
-
-def _finite(value: Any) -> Any:
-    """`value` without numbers that JSON does not know."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
