@@ -87,10 +87,8 @@ def measure(case: Case, rounds: int) -> Result:
         case=case,
         milliseconds={name: 1e3 * statistics.median(t) for name, t in times.items()},
         ratio={name: _median_ratio(times[name], own) for name in runs if name != "cpu"},
-        read_share=_median_ratio(times["read"], own) * setting.step.kv_bytes / LIMIT_BYTES,
-        multiply_share=_median_ratio(times["multiply"], own)
-        * setting.step.flops
-        / setting.matrix_flops,
+        read_share=_median_ratio(times["read"], own) * step.kv_bytes / LIMIT_BYTES,
+        multiply_share=_median_ratio(times["multiply"], own) * step.flops / setting.matrix_flops,
     )
 
 
