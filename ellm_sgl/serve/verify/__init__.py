@@ -7,16 +7,15 @@ layers on the host instead of KV, or of half of them on the device; and with rec
 of its own. Then with chats that share a prefix and take turns on a device that holds a part of
 them: in mixed chunks, with streams aborted in the middle, and on two ranks.
 
-A comparison that compared nothing, or whose setting exercised nothing, fails (`reasons`).
+A comparison that compared nothing, or whose setting exercised nothing, fails (`comparing.why_no_proof`).
 """
 
 from __future__ import annotations
 
 from ellm_sgl.client.generate import Answer, Output, generate
 from ellm_sgl.serve.verify.comparing import compare
-from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected
+from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected, VerifyReport
 from ellm_sgl.serve.verify.loads import make_prompts
-from ellm_sgl.serve.verify.report import VerifyReport
 from ellm_sgl.serve.verify.rounding import EXACT, Spread
 from ellm_sgl.serve.verify.runner import ALL_DTYPES, DTYPES, LENGTHS, verify
 from ellm_sgl.serve.verify.stages import EAGER, POOL_TOKENS
