@@ -7,7 +7,7 @@ layers on the host instead of KV, or of half of them on the device; and with rec
 of its own. Then with chats that share a prefix and take turns on a device that holds a part of
 them: in mixed chunks, with streams aborted in the middle, and on two ranks.
 
-A comparison that compared nothing, or whose setting exercised nothing, fails (`comparing.why_no_proof`).
+A comparison that compared nothing, or whose setting exercised nothing, fails (`comparing`).
 """
 
 from __future__ import annotations
