@@ -16,8 +16,8 @@ from ellm_sgl.config import ELLM, ConfigError
 from ellm_sgl.config.flags import FLAGS
 from ellm_sgl.config.ranges import MOST_TOKENS, shown
 from ellm_sgl.config.resolve import settle
+from ellm_sgl.serve.cli_bench import BenchGroup, bench
 from ellm_sgl.serve.cli_calibrate import calibrate
-from ellm_sgl.serve.cli_compare import compare
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
@@ -27,7 +27,11 @@ from ellm_sgl.serve.cli_verify import verify
 DEFAULT_POLICY = "fcfs"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=BenchGroup,
+    scenarios=("compare",),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="ellm-sgl")
 def main() -> None:
     """Keep SGLang serving when KV-cache memory runs out."""
@@ -152,7 +156,7 @@ def doctor(as_json: bool) -> None:
 main.add_command(verify)
 main.add_command(policies)
 main.add_command(calibrate)
-main.add_command(compare)
+main.add_command(bench)
 main.add_command(simulate)
 main.add_command(paper)
 main.add_command(kernels)

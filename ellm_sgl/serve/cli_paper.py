@@ -40,8 +40,8 @@ _file = click.Path(path_type=Path, dir_okay=False)
     "--measured",
     type=_file,
     multiple=True,
-    help="What `ellm-sgl compare --json` printed, or eval.validate, load_sweep, layer_groups or "
-    "fusion, for the table's column; may be given several times.",
+    help="What `ellm-sgl compare --json` printed, or eval.validate, or bench load-sweep, "
+    "layer-groups or fusion, for the table's column; may be given several times.",
 )
 @click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 1024))
 @click.option("--json", "as_json", is_flag=True, help="The table on stdout, nothing else.")
@@ -59,8 +59,10 @@ def paper(
     from ellm_sgl.eval.paper.measured import read_measured
     from ellm_sgl.eval.paper.report import evaluate, render
     from ellm_sgl.eval.paper.table import rows
+    from ellm_sgl.eval.plotting import require_matplotlib
 
     try:
+        require_matplotlib("ellm-sgl paper")
         known = read_measured(measured)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None

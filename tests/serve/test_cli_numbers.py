@@ -39,7 +39,10 @@ NO_NUMBERS = (
 def leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
     """A command, or those of a group."""
     if isinstance(command, click.Group):
-        for each, inner in command.commands.items():
+        context = click.Context(command)
+        for each in command.list_commands(context):
+            inner = command.get_command(context, each)
+            assert inner is not None
             yield from leaves(inner, f"{name} {each}")
     else:
         yield name, command
@@ -97,6 +100,9 @@ def assert_refused(done: Result, option: str, value: str) -> None:
 
 def test_all_commands_are_found() -> None:
     assert {"ellm-sgl simulate", "ellm-sgl policies check", "ellm-sgl kernels bench"} <= {*COMMANDS}
+    assert {"ellm-sgl compare", "ellm-sgl bench load-sweep", "ellm-sgl bench compare"} <= {
+        *COMMANDS
+    }
     assert {"ellm_sgl.eval.soak", "ellm_sgl.eval.train_demo_model"} <= {*COMMANDS}
     assert len(OPTIONS) > 70
 
