@@ -16,7 +16,7 @@ from ellm_sgl.config import ELLM, ConfigError
 from ellm_sgl.config.flags import FLAGS
 from ellm_sgl.config.ranges import MOST_TOKENS, shown
 from ellm_sgl.config.resolve import settle
-from ellm_sgl.serve.cli_bench import BenchGroup, bench
+from ellm_sgl.serve.cli_bench import bench, compare
 from ellm_sgl.serve.cli_calibrate import calibrate
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
@@ -27,11 +27,7 @@ from ellm_sgl.serve.cli_verify import verify
 DEFAULT_POLICY = "fcfs"
 
 
-@click.group(
-    cls=BenchGroup,
-    scenarios=("compare",),
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ellm-sgl")
 def main() -> None:
     """Keep SGLang serving when KV-cache memory runs out."""
@@ -156,6 +152,7 @@ def doctor(as_json: bool) -> None:
 main.add_command(verify)
 main.add_command(policies)
 main.add_command(calibrate)
+main.add_command(compare)
 main.add_command(bench)
 main.add_command(simulate)
 main.add_command(paper)

@@ -1,55 +1,33 @@
-"""`ellm-sgl bench`: measure on real servers on this machine; and commands imported when asked."""
+"""`ellm-sgl bench`: measure on real servers on this machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.eval.bench.command import command
+from ellm_sgl.eval.bench.scenarios import SCENARIOS
+from ellm_sgl.eval.bench.tables import rewrite
 
-SCENARIOS = ("ablation", "busy-core", "compare", "fusion", "layer-groups", "load-sweep", "overhead",
-             "pressure", "priorities", "rotation")  # fmt: skip
-"""Modules of `ellm_sgl.eval.bench.scenarios`."""
 
-
-class BenchGroup(click.Group):
-    """A group with scenarios among its commands, which are imported when they are asked for: other
-    commands need not wait for that.
-
-    Args:
-        scenarios: their names.
-    """
-
-    def __init__(self, *args: Any, scenarios: tuple[str, ...] = (), **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._scenarios = scenarios
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *self._scenarios})
+class _Scenarios(click.Group):
+    """Names of modules are understood as well: busy_core is busy-core."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Names of modules are understood as well: busy_core is busy-core."""
-        name = cmd_name.replace("_", "-")
-        if name not in self._scenarios:
-            return super().get_command(ctx, cmd_name)
-        from ellm_sgl.eval.bench.command import command
-        from ellm_sgl.eval.bench.scenarios import scenario
-
-        return command(name, scenario(name))
+        return super().get_command(ctx, cmd_name.replace("_", "-"))
 
 
-def _show(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
         for name in SCENARIOS:
-            found = bench.get_command(ctx, name)
-            click.echo(f"{name:13} {found.get_short_help_str(100) if found else ''}")
+            click.echo(f"{name:13} {bench.commands[name].get_short_help_str(100)}")
         ctx.exit()
 
 
-@click.group(cls=BenchGroup, scenarios=SCENARIOS)
-@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_show,
+@click.group(cls=_Scenarios)
+@click.option("--list", is_flag=True, is_eager=True, expose_value=False, callback=_list,
               help="Name the scenarios, a line each.")  # fmt: skip
 def bench() -> None:
     """Measure on real servers: a scenario's servers stand side by side, one under load at a time,
@@ -66,8 +44,6 @@ def tables(docs: Path, check: bool) -> None:
     A table stands between `<!-- results: NAME -->` and `<!-- end -->`; NAME.json is what `--json`
     printed.
     """
-    from ellm_sgl.eval.bench.tables import rewrite
-
     try:
         changed = rewrite(docs, write=not check)
     except ConfigError as error:
@@ -76,3 +52,9 @@ def tables(docs: Path, check: bool) -> None:
         click.echo(f"{'differs' if check else 'rewritten'}: {file}")
     if check and changed:
         raise click.ClickException("run `ellm-sgl bench tables`")
+
+
+for _name, _scenario in SCENARIOS.items():
+    bench.add_command(command(_name, _scenario))
+compare = bench.commands["compare"]
+"""For users a command of its own, too."""

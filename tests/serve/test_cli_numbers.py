@@ -39,10 +39,7 @@ NO_NUMBERS = (
 def leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
     """A command, or those of a group."""
     if isinstance(command, click.Group):
-        context = click.Context(command)
-        for each in command.list_commands(context):
-            inner = command.get_command(context, each)
-            assert inner is not None
+        for each, inner in command.commands.items():
             yield from leaves(inner, f"{name} {each}")
     else:
         yield name, command

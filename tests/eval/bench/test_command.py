@@ -13,9 +13,8 @@ from click.testing import CliRunner, Result
 from ellm_sgl.eval.bench import scenarios
 from ellm_sgl.eval.bench.result import Result as Measured
 from ellm_sgl.eval.bench.result import Sample
-from ellm_sgl.eval.bench.scenarios import overhead, scenario
+from ellm_sgl.eval.bench.scenarios import SCENARIOS, overhead
 from ellm_sgl.serve.cli import main
-from ellm_sgl.serve.cli_bench import SCENARIOS
 
 
 def run(*arguments: str) -> Result:
@@ -25,7 +24,7 @@ def run(*arguments: str) -> Result:
 def test_every_module_is_a_scenario_with_a_line_in_the_list() -> None:
     folder = Path(scenarios.__file__).parent
     modules = {file.stem for file in folder.glob("*.py")} - {"__init__"}
-    assert modules == {name.replace("-", "_") for name in SCENARIOS}
+    assert modules == {name.replace("-", "_") for name in SCENARIOS} and len(modules) == 10
     listed = run("--list").stdout.splitlines()
     assert [line.split()[0] for line in listed] == list(SCENARIOS)
     assert all(len(line.split(maxsplit=1)[1]) > 20 for line in listed)
@@ -34,7 +33,7 @@ def test_every_module_is_a_scenario_with_a_line_in_the_list() -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_says_what_it_compares(name: str) -> None:
     """Whatever it is held against, and its reference, are settings of its own."""
-    made = scenario(name)()
+    made = SCENARIOS[name]()
     names = {s.name for s in made.settings()}
     servers = made.starters()
     assert {s.server for s in made.settings()} <= {*servers}
@@ -44,7 +43,7 @@ def test_a_scenario_says_what_it_compares(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_column_can_be_written(name: str) -> None:
-    made = scenario(name)()
+    made = SCENARIOS[name]()
     figures = {figure: 1.0 for c in made.columns for figure in (c.figure, *c.more)}
     samples = [
         Sample(cell, setting.name, number, figures)
