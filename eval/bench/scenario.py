@@ -112,7 +112,7 @@ class Scenario(ABC, Generic[S, L]):
         return str(cell)
 
     @abstractmethod
-    def load(self, cell: Any, number: int) -> L:
+    def load(self, cell: Any, seed: int) -> L:
         """The same for all settings of a round, whose number is the seed."""
 
     @abstractmethod

@@ -44,7 +44,8 @@ class Priorities(Scenario[ServerProcess, list[Request]]):
     seed: int = option(0, SEED, "Of the first round's load.")
 
     against: ClassVar = {"fcfs": OURS, "fcfs, paper": OURS}
-    columns = (Column("tokens/s", "tokens_per_s"), Paired("left", "tokens_per_s", inverse=True),
+    columns = (Column("tokens/s", "tokens_per_s"),
+               Paired("kept by\nours", "tokens_per_s", inverse=True),
                Column("urgent p99\nTTFT s", "urgent_ttft_p99", "{:.2f}"),
                Paired("times\nbetter", "urgent_ttft_p99"),
                Column("p99\nTPOT ms", "urgent_tpot_p99", "{:.1f}", 1e3),
