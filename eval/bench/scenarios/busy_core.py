@@ -44,7 +44,7 @@ class BusyCore(Scenario[Calls, str]):
             raise ConfigError("busy-core needs two cores")
 
     def starters(self) -> dict[str, Callable[[], contextlib.AbstractContextManager[Calls]]]:
-        return {"kernels": _on_two_cores}
+        return {"kernels": _kernels}
 
     def settings(self) -> list[Setting]:
         return [Setting(ALONE, "kernels", contextlib.nullcontext),
@@ -67,20 +67,15 @@ class BusyCore(Scenario[Calls, str]):
         return Taken({"calls_per_s": calls / seconds})
 
 
-@contextlib.contextmanager
-def _on_two_cores() -> Iterator[Calls]:
+def _kernels() -> contextlib.AbstractContextManager[Calls]:
+    """This process, and its kernels, are on two cores from now on."""
     import torch
 
     from ellm_sgl.kernels import bench
 
-    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(cores)[:2])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     torch.set_num_threads(2)
-    try:
-        yield bench.peers(bench.Case(*CASE))
-    finally:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(threads)
+    return contextlib.nullcontext(bench.peers(bench.Case(*CASE)))
 
 
 @contextlib.contextmanager
