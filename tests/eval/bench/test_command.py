@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ellm_sgl.eval.bench import scenarios
+from ellm_sgl.eval.bench import report, scenarios
 from ellm_sgl.eval.bench.result import Result as Measured
 from ellm_sgl.eval.bench.result import Sample
 from ellm_sgl.eval.bench.scenarios import SCENARIOS, overhead
+from ellm_sgl.eval.paper.measured import read_measured
 from ellm_sgl.serve.cli import main
 
 
@@ -41,20 +42,44 @@ def test_a_scenario_says_what_it_compares(name: str) -> None:
     assert made.reference is None or made.reference in names
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_column_can_be_written(name: str) -> None:
+def made_up(name: str, **extra: object) -> Measured:
+    """A stand-in for what was measured: every figure is 1."""
     made = SCENARIOS[name]()
     figures = {figure: 1.0 for c in made.columns for figure in (c.figure, *c.more)}
-    samples = [
-        Sample(cell, setting.name, number, figures)
-        for cell in made.cells()
-        for setting in made.settings()
-        for number in range(2)
-    ]
+    return Measured(
+        tuple(
+            Sample(cell, setting.name, number, figures)
+            for cell in made.cells()
+            for setting in made.settings()
+            for number in range(2)
+        ),
+        extra,
+    )
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_column_can_be_written(name: str) -> None:
+    made, result = SCENARIOS[name](), made_up(name)
     for cell in made.cells():
-        rows = list(made.rows(Measured(tuple(samples)), cell))
+        rows = list(made.rows(result, cell))
         assert [row[0] for row in rows] == [s.name for s in made.settings()]
         assert {len(row) for row in rows} == {1 + len(made.columns)}
+
+
+def test_the_paper_command_understands_the_documents(tmp_path: Path) -> None:
+    found = {
+        "fusion": made_up("fusion"),
+        "load-sweep": made_up("load-sweep", ellm=(6.0, 9.0, 3.0), stock=(3.0, 3.0, 3.0)),
+        "layer-groups": made_up("layer-groups"),
+    }
+    for name, result in found.items():
+        document = report.document(name, SCENARIOS[name](), result)
+        (tmp_path / name).write_text(json.dumps(report.provenance() | document))
+    read = read_measured([tmp_path / name for name in found])
+    assert read.fused["4 x 64 tokens"] == 1.0 and len(read.fused) == 6
+    assert read.goodput_gains == (2.0, 3.0, 1.0)
+    assert read.table_shares == dict.fromkeys((1, 2, 4, 8), 1.0)
+    assert all(0 < share < 0.0128 for share in read.fragmentation.values())
 
 
 @pytest.mark.parametrize("name", ["busy-core", "busy_core"])
