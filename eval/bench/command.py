@@ -67,8 +67,7 @@ def _measure(name: str, scenario: Scenario[Any, Any], file: Path | None, as_json
         click.echo(json.dumps(begun | report.document(name, scenario, result)))
         return
     parts, console = list(report.render(scenario, result)), Console()
-    widest = max(console.measure(part).maximum for part in parts if isinstance(part, Table))
     # Rather lines that a narrow terminal breaks than columns cut off.
-    wide = Console(width=max(console.width, widest))
+    width = max(console.width, *(report.width_of(part) for part in parts))
     for part in parts:
-        wide.print(part)
+        Console(width=width if isinstance(part, Table) else None).print(part)

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 from rich import box
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -88,6 +88,11 @@ def _drawn(table: Table) -> RichTable:
     for row in table.rows:
         drawn.add_row(*row)
     return drawn
+
+
+def width_of(part: RenderableType) -> int:
+    """Columns that a table needs on a terminal; other text takes what there is."""
+    return Console(width=1000).measure(part).maximum if isinstance(part, RichTable) else 0
 
 
 def plot(scenario: Scenario[Any, Any], result: Result, file: Path) -> None:

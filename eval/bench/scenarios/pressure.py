@@ -38,10 +38,11 @@ class Pressure(Scenario[ServerProcess, list[Request]]):
     peak: float = option(3.0, FACTOR, "Multiple of device memory.")
 
     anew = True
-    columns = (Column("r, calm", "r_calm_max", "{:.2f}"), Column("peak", "r_peak_max", "{:.2f}"),
-               Column("end", "r_final", "{:.2f}"), Column("steps", "steps"),
-               Column("within SLO", "within_slo", "{:.1%}"),
-               Column("p99 TPOT ms", "tpot_p99", "{:.0f}", 1e3), Column("tokens/s", "tokens_per_s"),
+    columns = (Column("tokens/s", "tokens_per_s"), Column("r in\nthe calm", "r_calm_max", "{:.2f}"),
+               Column("at the\npeak", "r_peak_max", "{:.2f}"),
+               Column("at the\nend", "r_final", "{:.2f}"), Column("steps", "steps"),
+               Column("within\nSLO", "within_slo", "{:.1%}"),
+               Column("p99\nTPOT ms", "tpot_p99", "{:.0f}", 1e3),
                Column("failed", "failed"), Column("retractions", "retractions"))  # fmt: skip
 
     def starters(self) -> Starters:

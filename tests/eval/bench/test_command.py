@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ellm_sgl.eval.bench import report, scenarios
+from ellm_sgl.eval.bench import command, report, scenarios
 from ellm_sgl.eval.bench.result import Result as Measured
 from ellm_sgl.eval.bench.result import Sample
 from ellm_sgl.eval.bench.scenarios import SCENARIOS, overhead
@@ -64,6 +64,16 @@ def test_every_column_can_be_written(name: str) -> None:
         rows = list(made.rows(result, cell))
         assert [row[0] for row in rows] == [s.name for s in made.settings()]
         assert {len(row) for row in rows} == {1 + len(made.columns)}
+
+
+def test_a_wide_table_is_not_cut_off_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "run", lambda *_: made_up("rotation", integrity="ok"))
+    done = run("rotation")
+    assert done.exit_code == 0 and "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) > 80
+    assert "page table: ok" in done.stdout
 
 
 def test_the_paper_command_understands_the_documents(tmp_path: Path) -> None:
