@@ -16,8 +16,8 @@ from ellm_sgl.config import ELLM, ConfigError
 from ellm_sgl.config.flags import FLAGS
 from ellm_sgl.config.ranges import MOST_TOKENS, shown
 from ellm_sgl.config.resolve import settle
+from ellm_sgl.serve.cli_bench import bench, compare
 from ellm_sgl.serve.cli_calibrate import calibrate
-from ellm_sgl.serve.cli_compare import compare
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
@@ -139,7 +139,7 @@ def doctor(as_json: bool) -> None:
     sys.exit(0 if healthy else 1)
 
 
-for command in (verify, policies, calibrate, compare, simulate, paper, kernels):
+for command in (verify, policies, calibrate, compare, bench, simulate, paper, kernels):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     "--measured",
     type=FILE,
     multiple=True,
-    help="What `ellm-sgl compare --json` printed, or eval.validate, load_sweep, layer_groups or "
-    "fusion, for the table's column; may be given several times.",
+    help="What `ellm-sgl compare --json` printed, or eval.validate, or bench load-sweep, "
+    "layer-groups or fusion, for the table's column; may be given several times.",
 )
 @click.option("--workers", default=2, type=click.IntRange(1, 1024))
 @click.option("--json", "as_json", is_flag=True, help="The table on stdout, nothing else.")
@@ -56,8 +56,10 @@ def paper(
     from ellm_sgl.eval.paper.measured import read_measured
     from ellm_sgl.eval.paper.report import evaluate, render
     from ellm_sgl.eval.paper.table import rows
+    from ellm_sgl.eval.plotting import require_matplotlib
 
     with told_in_a_line(ConfigError):
+        require_matplotlib("ellm-sgl paper")
         known = read_measured(measured)
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("simulating", total=None)

@@ -97,6 +97,9 @@ def assert_refused(done: Result, option: str, value: str) -> None:
 
 def test_all_commands_are_found() -> None:
     assert {"ellm-sgl simulate", "ellm-sgl policies check", "ellm-sgl kernels bench"} <= {*COMMANDS}
+    assert {"ellm-sgl compare", "ellm-sgl bench load-sweep", "ellm-sgl bench compare"} <= {
+        *COMMANDS
+    }
     assert {"ellm_sgl.eval.soak", "ellm_sgl.eval.train_demo_model"} <= {*COMMANDS}
     assert len(OPTIONS) > 70
 

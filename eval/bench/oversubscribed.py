@@ -1,17 +1,21 @@
-"""What is compared: servers, loads, and how far the loads exceed memory."""
+"""What `ellm-sgl compare` compares: servers, loads, and how far the loads exceed memory."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 
-from ellm_sgl.client.process import DEMO_ARGUMENTS, has_tokenizer
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, has_tokenizer
 from ellm_sgl.client.replay import Request
 from ellm_sgl.client.traces import Trace, TraceError, read_azure
 from ellm_sgl.client.workloads import Lengths, LogNormal, drawn, poisson_arrivals, to_requests
+from ellm_sgl.config.click_types import FACTOR, LAYERS, MILLISECONDS, SECONDS, FiniteRange
+from ellm_sgl.eval.bench.scenario import Scenario, option, rounds_option
 
 BLOCK_TOKENS = 16
 AMPLE, ELLM, STOCK = "ample", "ellm", "stock"
@@ -50,31 +54,64 @@ class Contender:
     """Whether it moves whole requests; eLLM is compared with the best of these."""
 
 
+def _read_names(_: Any, __: Any, text: str | None) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
+def _read_outputs(_: Any, __: Any, text: str) -> tuple[str, ...]:
+    return OUTPUTS if text == "both" else (text,)
+
+
+SCENARIO = (
+    ("oversubscribed",),
+    "Requests whose KV is a multiple of device memory, with output lengths known and unknown.",
+)
+ABOUT = {
+    "factors": "Multiple of device memory; may be given several times.",
+    "outputs": "Whether servers may rely on output lengths, or clients stop early.",
+    "conservativeness": "SGLang's --schedule-conservativeness to try beside its default; several "
+    "times.",
+    "servers": "Only these, for instance ellm,recompute,swap.",
+    "trace": "Arrivals and lengths from an Azure-format CSV file, scaled to this machine.",
+}
+
+
 @dataclass(frozen=True)
-class Scenario:
-    """The oversubscribed scenario: requests whose KV is a multiple of device memory."""
+class Oversubscribed(Scenario[ServerProcess, list[Request]]):
+    """Requests whose KV is a multiple of device memory, and the servers that get them."""
 
-    requests: int = 24
+    rounds: int = rounds_option(2)
+    scenario: str = option("oversubscribed", click.Choice(SCENARIO[0]), SCENARIO[1])
+    requests: int = option(24, click.IntRange(4, 10**6), "At most at once.")
     """At the largest factor; at smaller ones fewer, so that the device is the same."""
-    rounds: int = 2
-    factors: tuple[float, ...] = (1.5, 3.0)
-    outputs: tuple[str, ...] = OUTPUTS
-    """Whether servers know how long outputs will be: `KNOWN`, `UNKNOWN` or both."""
-    conservativeness: tuple[float, ...] = (0.3,)
-    """Of admission, SGLang's `--schedule-conservativeness`, tried beside its default of 1."""
-    servers: tuple[str, ...] = ()
+    factors: tuple[float, ...] = option(
+        (1.5, 3.0), FiniteRange(1, 1000), ABOUT["factors"], flag="--factor", multiple=True
+    )
+    outputs: tuple[str, ...] = option(
+        OUTPUTS, click.Choice([*OUTPUTS, "both"]), ABOUT["outputs"],
+        text="both", callback=_read_outputs,
+    )  # fmt: skip
+    conservativeness: tuple[float, ...] = option(
+        (0.3,), FACTOR, ABOUT["conservativeness"], multiple=True
+    )
+    servers: tuple[str, ...] = option(
+        (), None, ABOUT["servers"], metavar="NAME,...", text="", callback=_read_names
+    )
     """Names of those to run; empty: all."""
-    trace: str | None = None
-    """A file in the Azure format, whose arrivals and lengths are scaled to this machine."""
-    model_path: str | None = None
-    policy: str = "fcfs"
-    layer_group: int = 1
-    tpot_slo_ms: float = 50.0
-    ttft_slo_s: float = 10.0
+    trace: str | None = option(None, None, ABOUT["trace"], metavar="FILE")
+    model_path: str | None = option(
+        None, None, "A local model.  [default: the demo model]", metavar="DIR"
+    )
+    policy: str = option("fcfs", None, "eLLM's.")
+    layer_group: int = option(1, LAYERS)
+    tpot_slo_ms: float = option(50.0, MILLISECONDS, "To count requests in SLO.")
+    ttft_slo_s: float = option(10.0, SECONDS, "Likewise.")
 
-    @property
     def cells(self) -> list[Cell]:
         return [Cell(f, outputs) for f in self.factors for outputs in self.outputs]
+
+    def title(self, cell: Cell) -> str:
+        return cell.title
 
     def load(self, cell: Cell, seed: int) -> list[Request]:
         """The requests of one cell; the same for every server.

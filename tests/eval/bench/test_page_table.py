@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ellm_sgl.eval.layer_groups import RUNNING, _midway, measure_table
+from ellm_sgl.eval.bench.page_table import RUNNING, _midway, measure_table
 
 
 @pytest.mark.parametrize("group", [1, 4])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ellm_sgl.client.replay import Outcome, Request
-from ellm_sgl.eval.rotation import load, under_way
+from ellm_sgl.eval.bench.scenarios.rotation import draw_load, under_way
 
 
 def outcome(*times: float) -> Outcome:
@@ -20,4 +20,4 @@ def test_one_that_begins_as_another_ends_is_not_under_way_with_it():
 
 
 def test_a_load_repeats_by_seed():
-    assert load(5, 2.0, seed=1) == load(5, 2.0, seed=1) != load(5, 2.0, seed=2)
+    assert draw_load(5, 2.0, seed=1) == draw_load(5, 2.0, seed=1) != draw_load(5, 2.0, seed=2)

@@ -12,11 +12,12 @@ from rich.console import Console
 
 from ellm_sgl.client.replay import Outcome, Request
 from ellm_sgl.client.traces import TraceError
-from ellm_sgl.eval.compare.measure import _run
-from ellm_sgl.eval.compare.plot import plot
-from ellm_sgl.eval.compare.results import Comparison, Run, in_order
-from ellm_sgl.eval.compare.scenario import AMPLE, ELLM, KNOWN, LENGTHS, UNKNOWN, Cell, Scenario
-from ellm_sgl.eval.compare.table import render
+from ellm_sgl.eval.bench.oversubscribed import AMPLE, ELLM, KNOWN, LENGTHS, UNKNOWN, Cell
+from ellm_sgl.eval.bench.report import document, plot, render
+from ellm_sgl.eval.bench.result import Result, Sample
+from ellm_sgl.eval.bench.runner import _compared
+from ellm_sgl.eval.bench.scenario import Setting
+from ellm_sgl.eval.bench.scenarios.compare import Compare
 from ellm_sgl.serve.cli import main
 
 CELL = Cell(3.0, KNOWN)
@@ -26,11 +27,11 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:54.0000000,1200,160
 2023-11-16 18:15:56.0000000,1200,160
 """
-SCENARIO = Scenario(requests=8, rounds=2, factors=(3.0,), outputs=(KNOWN,))
+SCENARIO = Compare(requests=8, rounds=2, factors=(3.0,), outputs=(KNOWN,))
 
 
 def test_the_load_exceeds_memory_by_the_factor_on_average() -> None:
-    scenario = Scenario(requests=60)
+    scenario = Compare(requests=60)
     for cell in (Cell(1.5, KNOWN), Cell(3.0, KNOWN)):
         needs = [
             sum(len(r.prompt) + r.output_tokens for r in scenario.load(cell, seed))
@@ -55,11 +56,11 @@ def test_servers_share_every_argument_but_their_own() -> None:
     assert contenders["recompute 0.3"][: len(contenders["recompute"])] == contenders["recompute"]
     size = str(SCENARIO.device_tokens)
     assert all(size in arguments for name, arguments in contenders.items() if name != ELLM)
-    assert [c.name for c in Scenario(servers=("swap",)).contenders()] == ["swap"]
+    assert [c.name for c in Compare(servers=("swap",)).contenders()] == ["swap"]
 
 
 def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> None:
-    scenario = Scenario(model_path=str(tmp_path))
+    scenario = Compare(model_path=str(tmp_path))
     assert all("--skip-tokenizer-init" in c.arguments for c in scenario.contenders())
     (tmp_path / "tokenizer.json").touch()
     assert not any("--skip-tokenizer-init" in c.arguments for c in scenario.contenders())
@@ -70,50 +71,62 @@ def outcome(seconds: float, tokens: int = 11) -> Outcome:
     return Outcome(Request(0.0, (1,), tokens), 0.0, times, list(range(tokens)), "length")
 
 
-def run(server: str, seconds: float, number: int = 0, baseline: bool = True) -> Run:
-    counted = {"retracted": 1, "sat_out_total": 2, "recomputed_tokens_total": 0,
-               "fetched_units_total": 0, "swap_stall_ms_total": 0}  # fmt: skip
-    outcomes = [outcome(seconds), outcome(seconds / 2)]
-    return _run(SCENARIO, CELL, number, (server, baseline), outcomes, counted, outcomes)
+def run(server: str, seconds: float, number: int = 0) -> Sample:
+    counted = {"retracted": 1, "sat_out": 2, "recomputed_tokens": 0, "fetched_units": 0,
+               "swap_stall_ms": 0}  # fmt: skip
+    taken = SCENARIO.taken([outcome(seconds), outcome(seconds / 2)], counted)
+    ((setting, one),) = _compared([(Setting(server, server), taken)], AMPLE)
+    return Sample(CELL, setting.name, number, one.figures, one.detail)
 
 
 @pytest.fixture
-def found() -> Comparison:
+def found() -> Result:
     runs = []
     for number in range(2):
-        runs += [run(AMPLE, 0.5, number, False), run(ELLM, 1.0, number, False)]
+        runs += [run(AMPLE, 0.5, number), run(ELLM, 1.0, number)]
         runs += [run("recompute", 3.0, number), run("swap", 2.0, number)]
-    return Comparison(SCENARIO, tuple(runs))
+    return Result(tuple(runs))
 
 
 def test_a_run_counts_what_happened() -> None:
     one = run("swap", 1.0)
-    assert one.preempted == 3 and one.longest_pause_s == pytest.approx(0.1)
-    assert one.slo_attainment == 0.5, "100 ms per token is beyond the 50 ms, 50 ms is not"
-    assert one.same_output == 1.0 and len(one.tokens_at_s) == 22
+    assert one.figures["preempted"] == 3
+    assert one.figures["longest_pause_s"] == pytest.approx(0.1)
+    attained = one.figures["slo_attainment"]
+    assert attained == 0.5, "100 ms per token is beyond the 50 ms, 50 ms is not"
+    assert one.figures["same_output"] == 1.0 and len(one.detail["tokens_at_s"]) == 22
 
 
-def test_ellm_is_held_against_the_best_baseline(found: Comparison) -> None:
-    (ratios,) = found.ratios()
-    assert ratios.best == "swap"
-    assert ratios.of_best == pytest.approx(2.5 / 1.5) and ratios.of_ample == pytest.approx(1 / 1.5)
-    assert ratios.tpot_p99_of_best == pytest.approx(0.5)
+def test_ellm_is_held_against_the_best_baseline(found: Result) -> None:
+    (ratios,) = SCENARIO.ratios(found)
+    assert ratios["best"] == "swap"
+    assert ratios["of_best"] == pytest.approx(2.5 / 1.5)
+    assert ratios["of_ample"] == pytest.approx(1 / 1.5)
+    assert ratios["tpot_p99_of_best"] == pytest.approx(0.5)
 
 
-def test_each_server_is_shown_once_ample_memory_first(found: Comparison) -> None:
-    assert in_order(found, CELL) == [AMPLE, ELLM, "recompute", "swap"]
+def test_each_server_is_shown_once_ample_memory_first(found: Result) -> None:
+    shown = [row[0] for row in SCENARIO.rows(found, CELL)]
+    assert shown == [AMPLE, ELLM, "recompute", "swap"]
 
 
-def test_table_plot_and_json(found: Comparison, tmp_path: Path) -> None:
+def test_table_plot_and_json(found: Result, tmp_path: Path) -> None:
     console = Console(width=80, record=True)
-    for part in render(found):
+    for part in render(SCENARIO, found):
         console.print(part)
     text = console.export_text()
     assert "recompute" in text and "1.67 x the tokens/s of swap" in text
     assert max(map(len, text.splitlines())) <= 80
-    plot(found, tmp_path / "series.png")
+    plot(SCENARIO, found, tmp_path / "series.png")
     assert (tmp_path / "series.png").stat().st_size > 1000
-    assert len(json.loads(json.dumps(found.to_json()))["runs"]) == 8
+    said = json.loads(json.dumps(document("compare", SCENARIO, found)))
+    assert len(said["runs"]) == 8
+    assert {"scenario", "device_tokens", "runs", "ratios"} <= said.keys()
+    run_keys = {"server", "baseline", "cell", "round", "summary", "slo_attainment", "preempted",
+                "longest_pause_s", "recomputed_tokens", "fetched_units", "swap_stall_ms",
+                "same_output"}  # fmt: skip
+    assert all(run.keys() == run_keys for run in said["runs"])
+    assert [run["baseline"] for run in said["runs"][:4]] == [False, False, True, True]
 
 
 def test_a_server_that_does_not_exist_is_named() -> None:
@@ -124,7 +137,7 @@ def test_a_server_that_does_not_exist_is_named() -> None:
 def test_a_trace_is_scaled_to_the_machine(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text(AZURE)
-    scenario = Scenario(requests=3, factors=(3.0,), trace=str(file))
+    scenario = Compare(requests=3, factors=(3.0,), trace=str(file))
     first = scenario.load(Cell(3.0, KNOWN), seed=0)
     tokens = [len(r.prompt) + r.output_tokens for r in first]
     mean = LENGTHS.prompt.mean + LENGTHS.output.mean
