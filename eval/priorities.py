@@ -26,7 +26,7 @@ from ellm_sgl.config.click_types import REQUESTS, ROUNDS, SECONDS, SEED, SHARE, 
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "fcfs": ("fcfs", {}),
-    "fcfs, paper": ("fcfs", {"sit_out": False}),
+    "fcfs, paper": ("fcfs", {"pause": False}),
     "slo-priority": ("slo-priority", {}),
 }
 """What is compared: names of policies, and their options."""

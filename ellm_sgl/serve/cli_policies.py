@@ -18,8 +18,8 @@ from ellm_sgl.config.click_types import MILLISECONDS
 from ellm_sgl.serve.cli_shared import json_flag, plain_table, policy_options, told_in_a_line
 
 if TYPE_CHECKING:
+    from ellm_sgl.policies.testing import ConformanceReport
     from ellm_sgl.policies.testing.bench import PolicyBench, Timing
-    from ellm_sgl.policies.testing.conformance import ConformanceReport
 
 _MARKS = {"passed": "[green]passed[/green]", "failed": "[red]FAILED[/red]", "skipped": "skipped"}
 
@@ -78,7 +78,7 @@ def _described(name: str) -> dict[str, str | None]:
 def check(name: str, options: dict[str, Any], states: int, budget_ms: float, as_json: bool) -> None:
     """Run the conformance kit on a policy. Exit status 0 only if no check failed."""
     from ellm_sgl.policies.registry import create
-    from ellm_sgl.policies.testing.conformance import examine
+    from ellm_sgl.policies.testing import examine
 
     with told_in_a_line(ConfigError):
         create(name, options)
