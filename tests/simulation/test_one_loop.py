@@ -16,7 +16,7 @@ from ellm_sgl.eval.simulator import Load, Machine, Settings, Simulation
 from ellm_sgl.latency import HardwareProfile, LatencyModel, RooflineLatencyModel, StepWork
 from ellm_sgl.policies import Fcfs, Policy, SystemState
 from tests.simulation.configuration import Configuration
-from tests.simulation.events import Arrive, Step
+from tests.simulation.events import Arrive, Event, Step
 
 MOST_RESTORED = 16_384
 """Of a step; the simulator allows as many at least."""
@@ -92,7 +92,7 @@ def _served(server: Configuration) -> tuple[Recorded, list[int], Any]:
         Arrive(i, n, m) for i, (n, m) in enumerate(zip(PROMPTS, MOST_OUTPUT, strict=True))
     )
     # One runs when the others come: SGLang forgets of an empty batch that it was full.
-    story = [first, Step(), *others, Step()]
+    story: list[Event] = [first, Step(), *others, Step()]
     life, recorded = Life(server, story, 0, Agreement()), Recorded()
     scheduler = life.plane.context.scheduler
     assert scheduler is not None
