@@ -44,10 +44,7 @@ UPWARD = {
 }
 """Imports of a higher layer that are known, and why they are still there."""
 
-CIRCLES = {
-    ("sglang.context", "sglang.scheduler"): "the context names what it holds in a type hint",
-    ("step", "step.work"): "takes StepPlan from the package instead of its module",
-}
+CIRCLES: dict[tuple[str, ...], str] = {}
 """Circles that are known, and why they are still there."""
 
 LONGEST = 400
