@@ -36,12 +36,7 @@ LAYERS = (
 )
 """From the lowest; a module imports its own layer and lower ones. The longest prefix counts."""
 
-UPWARD = {
-    ("eval.ablation", "serve.verify"): "is to take `generate` from ellm_sgl.client",
-    ("eval.fusion", "serve.verify"): "is to take `generate` from ellm_sgl.client",
-    ("eval.layer_groups", "serve.verify"): "is to take `generate` from ellm_sgl.client",
-    ("eval.overhead", "serve.verify"): "is to take `generate` from ellm_sgl.client",
-}
+UPWARD: dict[tuple[str, str], str] = {}
 """Imports of a higher layer that are known, and why they are still there."""
 
 CIRCLES: dict[tuple[str, ...], str] = {}
