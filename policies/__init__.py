@@ -12,13 +12,13 @@ from ellm_sgl.policies.base import (
     Requests,
     StepReport,
     SystemState,
-    Threads,
+    WorkSplit,
 )
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.fixed_ratio import FixedRatio
 from ellm_sgl.policies.planned import evictable_tokens
 from ellm_sgl.policies.stock import Stock
-from ellm_sgl.policies.work_split import plan_threads
+from ellm_sgl.policies.work_split import plan_split
 
 __all__ = [
     "Batch",
@@ -31,7 +31,7 @@ __all__ = [
     "StepReport",
     "Stock",
     "SystemState",
-    "Threads",
+    "WorkSplit",
     "evictable_tokens",
-    "plan_threads",
+    "plan_split",
 ]

@@ -1,7 +1,7 @@
 """What a policy sees and what it answers.
 
 Every decode iteration the control loop builds a `SystemState` and asks three questions in turn:
-`batch` (who runs), `ratio` (how much of each stays cached), `threads` (how the processor is
+`batch` (who runs), `ratio` (how much of each stays cached), `split` (how the processor is
 shared). All answers are checked before they are applied; see `ellm_sgl.policies.checks`.
 """
 
@@ -70,9 +70,9 @@ class MemoryState:
     """KV tokens that the host tier holds; 0 without one."""
     host_free_tokens: int
     """KV tokens free in the host tier."""
-    transient_tokens: int
-    """Most span tokens (Σ n_i) that one step may restore."""
-    overhead_tokens: float
+    max_restored_tokens: int
+    """Most restored tokens (Σ n_i) that one step may restore."""
+    staging_overhead: float
     """M_o per restored token: device memory a step needs to restore one token, in KV tokens."""
 
 
@@ -98,7 +98,7 @@ class SystemState:
     running: Requests
     """Requests that decode; by `request_id`, that is, in the order in which they arrived."""
     waiting: Requests
-    """Requests that wait to join; in the order in which SGLang would take them."""
+    """Requests that wait to be admitted; in the order in which SGLang would take them."""
     max_running: int
     """B: most requests that may run at once."""
     memory: MemoryState
@@ -118,7 +118,7 @@ class SystemState:
 class Batch:
     """Answer to the batch question: who runs."""
 
-    join: tuple[int, ...]
+    admit: tuple[int, ...]
     """Positions in `state.waiting` of the requests to admit, in the order to admit them. The
     server admits a prefix of these: fewer, if one iteration has no room for all."""
     pause: tuple[int, ...] = ()
@@ -136,14 +136,14 @@ class Ratios:
 
     running: FloatArray
     """One per entry of `state.running`."""
-    joining: FloatArray
-    """One per entry of `batch.join`: what they will come to. The server admits as many as fit once
+    admitted: FloatArray
+    """One per entry of `batch.admit`: what they will come to. The server admits as many as fit once
     they, and those that run, are at this ratio, with all the output that they may have."""
 
 
 @dataclass(frozen=True)
-class Threads:
-    """Answer to the threads question: how one step divides layers and processor."""
+class WorkSplit:
+    """Answer to the split question: how one step divides layers and processor."""
 
     swap_layers: int
     """l1 ≤ 3, and"""
@@ -167,7 +167,7 @@ class Threads:
 class Policy(ABC):
     """Decides who runs, how much of each request stays cached, and how a step is divided.
 
-    Called from one thread, once per decode iteration, `batch` before `ratio` before `threads`.
+    Called from one thread, once per decode iteration, `batch` before `ratio` before `split`.
     A policy may remember things between calls, but must not change the state it is given. It
     has `--ellm-policy-budget-ms` (5 by default) for all three answers. An exception, an answer
     that fails its check, or a late one is replaced for that step by "keep all cached, admit as
@@ -190,12 +190,12 @@ class Policy(ABC):
 
     @abstractmethod
     def batch(self, state: SystemState) -> Batch:
-        """Which waiting requests join, and which running requests pause for this step."""
+        """Which waiting requests are admitted, and which running requests pause for this step."""
 
     @abstractmethod
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        """The uncached ratio of every running and every joining request."""
+        """The uncached ratio of every running and every admitted request."""
 
     @abstractmethod
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        """(l1, l2) and δ for a step of work `plan`, whose span rows come from `ratio`."""
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        """(l1, l2) and δ for a step of work `plan`, whose recomputed rows come from `ratio`."""

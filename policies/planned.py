@@ -29,23 +29,23 @@ def planned_tokens(requests: Requests, ratios: FloatArray, block_tokens: int) ->
 
 
 def step_work(state: SystemState, batch: Batch, ratios: Ratios) -> StepWork:
-    """Work of the decode step that these answers lead to, with those that join decoding too."""
+    """Work of the decode step that these answers lead to, with those admitted decoding too."""
     block = state.memory.block_tokens
     running, ratio = state.running, ratios.running
     if batch.pause:
         runs = np.delete(np.arange(len(running)), batch.pause)
         running, ratio = select(running, runs), ratio[runs]
     decoding = [_decoding(running, ratio, block)]
-    if batch.join:
-        joining = select(state.waiting, batch.join)
-        decoding.append(_decoding(joining, ratios.joining, block))
+    if batch.admit:
+        joining = select(state.waiting, batch.admit)
+        decoding.append(_decoding(joining, ratios.admitted, block))
     rows, tokens, spans, squares, prefix = map(sum, zip(*decoding, strict=True))
     return StepWork(
         decode_rows=int(rows),
         decode_tokens=tokens,
-        span_rows=spans,
-        span_squares=squares,
-        span_prefix=prefix,
+        restored_tokens=spans,
+        restored_squares=squares,
+        restored_prefix=prefix,
         swap_tokens=spans if state.memory.host_tokens else 0,
     )
 

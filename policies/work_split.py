@@ -7,7 +7,7 @@ Python floats only: this is asked every step, and must take microseconds.
 from __future__ import annotations
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import ALL_THREADS, SystemState, Threads
+from ellm_sgl.policies.base import ALL_THREADS, SystemState, WorkSplit
 
 SWAP_ALL, RECOMPUTE_ALL = (1, 0), (0, 1)
 
@@ -17,7 +17,7 @@ CONFIGURATIONS = (SWAP_ALL, (3, 1), (2, 1), (3, 2), (1, 1), (2, 2), (1, 2), RECO
 WARP = 32
 
 
-def plan_threads(state: SystemState, plan: StepWork) -> Threads:
+def plan_split(state: SystemState, plan: StepWork) -> WorkSplit:
     """The configuration with the shortest step, and the processor's share for recomputation by
     its share of the work.
 
@@ -36,28 +36,28 @@ def plan_threads(state: SystemState, plan: StepWork) -> Threads:
     model, hardware = state.model, state.hardware
     weights = model.attention_weights + model.experts_per_token * model.expert_weights
     pair_flops = 4.0 * model.heads * model.head_dim
-    span_rows = float(plan.span_rows)
-    span_pairs = float(plan.span_pairs)
+    restored_tokens = float(plan.restored_tokens)
+    restored_pairs = float(plan.restored_pairs)
     fetched = float(plan.swap_tokens)
 
     if fetched > 0.0:
         transfer = fetched * model.kv_bytes_per_token / hardware.link_bytes_per_s
         swap_s = (transfer + hardware.link_latency_s) / model.layers  # Eq. (6), one layer
         recompute_s = (  # Eq. (7), one layer
-            2.0 * weights * span_rows / hardware.flops
-            + pair_flops * span_pairs / hardware.attention_flops
+            2.0 * weights * restored_tokens / hardware.flops
+            + pair_flops * restored_pairs / hardware.attention_flops
         )
         l1, l2 = _shortest(swap_s, recompute_s, _decode_layer_s(state, plan, weights))
     else:
         # Whatever memory pressure evicts beyond the plan comes from the host, where there is one.
         l1, l2 = SWAP_ALL if state.memory.host_tokens else RECOMPUTE_ALL
 
-    recompute = l2 * (2.0 * weights * span_rows + pair_flops * span_pairs)  # Eq. (8)
+    recompute = l2 * (2.0 * weights * restored_tokens + pair_flops * restored_pairs)  # Eq. (8)
     rows, tokens = float(plan.decode_rows), float(plan.decode_tokens)
     decode = (l1 + l2) * (2.0 * weights * rows + pair_flops * (tokens + rows))  # Eq. (9)
     share = recompute / (recompute + decode) if recompute > 0.0 else 0.0
     warps = round(share * (ALL_THREADS // WARP))
-    return Threads(l1, l2, WARP * min(max(warps, 1), ALL_THREADS // WARP - 1))
+    return WorkSplit(l1, l2, WARP * min(max(warps, 1), ALL_THREADS // WARP - 1))
 
 
 def _decode_layer_s(state: SystemState, plan: StepWork, weights: int) -> float:

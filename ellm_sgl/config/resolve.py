@@ -10,7 +10,7 @@ from ellm_sgl.config import HCACHE, EllmConfig
 from ellm_sgl.config.modes import policy_of
 
 
-def settle(values: Mapping[str, Any]) -> EllmConfig:
+def resolve(values: Mapping[str, Any]) -> EllmConfig:
     """The settings, proved to make sense before a server starts.
 
     Args:

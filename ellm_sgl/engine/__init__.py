@@ -3,7 +3,7 @@
 from ellm_sgl.engine.controller import ControlLoop, Decision, ServerLimits
 from ellm_sgl.engine.decided import Decided
 from ellm_sgl.engine.iteration import Iteration
-from ellm_sgl.engine.request_table import Arrival, RequestBook
+from ellm_sgl.engine.request_table import Arrival, RequestTable
 from ellm_sgl.engine.step_log import StepLog
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "Decided",
     "Decision",
     "Iteration",
-    "RequestBook",
+    "RequestTable",
     "ServerLimits",
     "StepLog",
 ]

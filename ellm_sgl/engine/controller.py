@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.engine.policy_guard import Answer, SafePolicy
+from ellm_sgl.engine.policy_guard import Answer, PolicyGuard
 from ellm_sgl.engine.step_log import StepLog
 from ellm_sgl.latency import (
     FetchingLatencyModel,
@@ -16,7 +16,7 @@ from ellm_sgl.latency import (
     LatencyModel,
     ModelShape,
 )
-from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState, Threads
+from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState, WorkSplit
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
 
 
@@ -24,21 +24,21 @@ from ellm_sgl.policies.pausing.limits import LINK_SHARE
 class Decision:
     """What one iteration does. Requests are named by their position in what was observed."""
 
-    join: tuple[int, ...]
+    admit: tuple[int, ...]
     """Waiting requests to admit, in this order."""
     reorders: bool
-    """Whether `join` departs from the order in which they wait."""
+    """Whether `admit` departs from the order in which they wait."""
     pause: frozenset[int]
     """Running requests that sit out this step."""
     ratios: tuple[float, ...]
     """Target uncached ratio of each running request."""
-    joining_ratio: float
-    """That of the joining requests, weighted by their tokens; bounds admission."""
-    threads: Threads
+    admitted_ratio: float
+    """That of the admitted requests, weighted by their tokens; bounds admission."""
+    split: WorkSplit
     fetch_ahead_s: float
     """Seconds of the link that the coming step may spend on fetching for requests that sit it
     out. Decided here because it comes from a clock, and ranks must agree."""
-    settles: bool
+    stands: bool
     """Whether it keeps everything and stands while all fits (`Policy.idle_without_pressure`)."""
 
 
@@ -50,16 +50,16 @@ class ServerLimits:
     hardware: HardwareProfile
     max_running: int
     tpot_slo_s: float
-    transient_tokens: int
+    max_restored_tokens: int
     """Most tokens one step may restore."""
 
 
 class ControlLoop:
-    """Turns observations into decisions, and steps into what the next observation knows.
+    """PhaseChanges observations into decisions, and steps into what the next observation knows.
 
     Args:
         policy: whom to ask.
-        budget_s: seconds it has for all three answers; inf as for `SafePolicy`.
+        budget_s: seconds it has for all three answers; inf as for `PolicyGuard`.
         steps: measures steps; its latency model is the one policies see.
         limits: of this server.
     """
@@ -69,7 +69,7 @@ class ControlLoop:
     ) -> None:
         self.steps = steps
         self.limits = limits
-        self.safe = SafePolicy(policy, budget_s)
+        self.guard = PolicyGuard(policy, budget_s)
         self._fetching = FetchingLatencyModel(steps.model)
 
     @property
@@ -78,8 +78,8 @@ class ControlLoop:
 
     def switch(self, policy: Policy) -> None:
         """Ask `policy` from now on; counters start again. The one before is not waited for."""
-        self.safe.close()
-        self.safe = SafePolicy(policy, self.safe.budget_s)
+        self.guard.close()
+        self.guard = PolicyGuard(policy, self.guard.budget_s)
 
     def state(
         self, now_s: float, running: Requests, waiting: Requests, memory: MemoryState
@@ -102,23 +102,23 @@ class ControlLoop:
         """Ask about one iteration; never fails, never takes much longer than the budget."""
         last = self.steps.last
         ahead_s = 0.0 if last is None else LINK_SHARE * last.seconds
-        return _decision(state, self.safe.answer(state), self.safe.idle_without_pressure, ahead_s)
+        return _decision(state, self.guard.answer(state), self.guard.idle_without_pressure, ahead_s)
 
 
 def _decision(
     state: SystemState, answer: Answer, idle_without_pressure: bool, fetch_ahead_s: float
 ) -> Decision:
-    join = answer.batch.join
+    admit = answer.batch.admit
     keeps_all = not answer.batch.pause and not answer.ratios.running.any()
     return Decision(
-        join=join,
-        reorders=any(a > b for a, b in itertools.pairwise(join)),
+        admit=admit,
+        reorders=any(a > b for a, b in itertools.pairwise(admit)),
         pause=frozenset(answer.batch.pause),
         ratios=tuple(answer.ratios.running.tolist()),
-        joining_ratio=_weighted(answer.ratios.joining, state.waiting.tokens[list(join)]),
-        threads=answer.threads,
+        admitted_ratio=_weighted(answer.ratios.admitted, state.waiting.tokens[list(admit)]),
+        split=answer.split,
         fetch_ahead_s=fetch_ahead_s,
-        settles=idle_without_pressure and keeps_all,
+        stands=idle_without_pressure and keeps_all,
     )
 
 

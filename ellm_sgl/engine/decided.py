@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ellm_sgl.engine.controller import Decision
-from ellm_sgl.policies import Threads
+from ellm_sgl.policies import WorkSplit
 from ellm_sgl.policies.base import ALL_THREADS
 
-FETCH_ALL = Threads(swap_layers=1, recompute_layers=0, delta=ALL_THREADS // 2)
+FETCH_ALL = WorkSplit(swap_layers=1, recompute_layers=0, delta=ALL_THREADS // 2)
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Decided:
     reorders: bool = False
     """Whether the ranks depart from the order in which they wait."""
     pause: frozenset[int] = frozenset()
-    """Entries of the running requests that sit out the step."""
-    split: Threads = FETCH_ALL
+    """Entries of the running requests paused for the step."""
+    split: WorkSplit = FETCH_ALL
     fetch_ahead_s: float = 0.0
     """Seconds of the link that the step may spend on those who sit it out."""
     stands: bool = False
@@ -48,11 +48,11 @@ class Decided:
         """
         return Decided(
             uncached_ratios=dict(zip(seq_ids, decision.ratios, strict=True)),
-            admitted_ratio=decision.joining_ratio,
-            admit={waiting[position]: rank for rank, position in enumerate(decision.join)},
+            admitted_ratio=decision.admitted_ratio,
+            admit={waiting[position]: rank for rank, position in enumerate(decision.admit)},
             reorders=decision.reorders,
             pause=frozenset(running[position] for position in decision.pause),
-            split=decision.threads,
+            split=decision.split,
             fetch_ahead_s=decision.fetch_ahead_s,
-            stands=decision.settles,
+            stands=decision.stands,
         )

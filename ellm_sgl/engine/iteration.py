@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ellm_sgl.engine.controller import ControlLoop, Decision
 from ellm_sgl.engine.decided import Decided
-from ellm_sgl.engine.request_table import RequestBook, Slots
+from ellm_sgl.engine.request_table import Entries, RequestTable
 from ellm_sgl.latency import StepWork
 from ellm_sgl.memory import ElasticMemory
 from ellm_sgl.memory.shape import IntArray
@@ -53,18 +53,18 @@ class Iteration:
     ) -> None:
         self.controller = controller
         self.elastic = elastic
-        self.requests = RequestBook()
+        self.requests = RequestTable()
         self.decided = Decided()
         """What is in force."""
         self.clock = clock
         self._unit_bytes = unit_bytes
-        self._in_step: tuple[Slots, npt.NDArray[np.int64]] | None = None
+        self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
         self._refused_at: int | None = None
 
     # -- observe ----------------------------------------------------------------------------
 
     def observe(
-        self, running: Slots, seq_ids: Sequence[int], waiting: Slots, reclaimable: int = 0
+        self, running: Entries, seq_ids: Sequence[int], waiting: Entries, reclaimable: int = 0
     ) -> SystemState:
         """The state that the policy is asked about.
 
@@ -93,7 +93,7 @@ class Iteration:
         return (
             self.decided.stands
             and not self.decided.admit
-            and table.none_units == 0
+            and table.missing_units == 0
             and table.free_units >= running * table.shape.num_groups
         )
 
@@ -111,7 +111,7 @@ class Iteration:
         """From now on `decision` holds. Arguments as in `Decided.of`."""
         paused_before = self.decided.pause
         self.decided = Decided.of(decision, running, seq_ids, waiting)
-        self.elastic.totals.sat_out += len(self.decided.pause - paused_before)
+        self.elastic.totals.pauses += len(self.decided.pause - paused_before)
 
     def decide_nothing(self) -> None:
         """Nobody runs or waits."""
@@ -163,7 +163,7 @@ class Iteration:
         with elastic.totals.bookkeeping():
             units = blocks * elastic.table.shape.num_groups
             room = elastic.make_room_for_step(units, seq_ids)
-            return room and elastic.fits_transient([*seq_ids, *beside])
+            return room and elastic.fits_one_step([*seq_ids, *beside])
 
     def bring_to_ratios(self, seq_ids: Sequence[int], paused: bool = False) -> None:
         """Evict of these requests what the decision asks of them.
@@ -233,7 +233,7 @@ class Iteration:
         """A step of this work begins; the one before it has ended."""
         self.controller.steps.start(work)
 
-    def in_step(self, entries: Slots, lengths: npt.NDArray[np.int64]) -> None:
+    def in_step(self, entries: Entries, lengths: npt.NDArray[np.int64]) -> None:
         """These requests get a token each in the step that is being prepared; `lengths` counts
         it."""
         self._in_step = entries, lengths

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.checks import InvalidAnswer, check_batch, check_ratios, check_threads
+from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.checks import InvalidAnswer, check_batch, check_ratios, check_split
 from ellm_sgl.policies.planned import step_work
 from ellm_sgl.policies.registry import is_ours
 from ellm_sgl.worker import OverdueError, Worker, result_within
@@ -40,7 +40,7 @@ and compilations take seconds on a busy machine; a server that is switched stand
 LOG_INTERVAL_S = 60.0
 """A failure is logged once per kind and so many seconds; all are counted."""
 
-SAFE_THREADS = Threads(swap_layers=0, recompute_layers=1, delta=512)
+SAFE_SPLIT = WorkSplit(swap_layers=0, recompute_layers=1, delta=512)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,23 +49,23 @@ class Answer:
 
     batch: Batch
     ratios: Ratios
-    threads: Threads
+    split: WorkSplit
     failure: str | None = None
-    """Why the safe answer stands in: a kind that `SafePolicy.failures` counts by."""
+    """Why the safe answer stands in: a kind that `PolicyGuard.failures` counts by."""
 
 
-def safe_answer(state: SystemState, failure: str | None = None) -> Answer:
+def fallback(state: SystemState, failure: str | None = None) -> Answer:
     """Keep all cached, admit as SGLang does."""
     waiting = len(state.waiting)
     return Answer(
-        Batch(join=tuple(range(waiting))),
-        Ratios(running=np.zeros(len(state.running)), joining=np.zeros(waiting)),
-        SAFE_THREADS,
+        Batch(admit=tuple(range(waiting))),
+        Ratios(running=np.zeros(len(state.running)), admitted=np.zeros(waiting)),
+        SAFE_SPLIT,
         failure,
     )
 
 
-class SafePolicy:
+class PolicyGuard:
     """A policy whose exceptions, invalid answers and delays never reach the server.
 
     Args:
@@ -156,13 +156,13 @@ class SafePolicy:
         check_batch(state, batch)
         ratios = self.policy.ratio(state, batch)
         check_ratios(state, batch, ratios)
-        threads = self.policy.threads(state, step_work(state, batch, ratios))
-        check_threads(threads)
-        return Answer(batch, ratios, threads)
+        split = self.policy.split(state, step_work(state, batch, ratios))
+        check_split(split)
+        return Answer(batch, ratios, split)
 
     def _failed(self, state: SystemState, kind: str, what: str) -> Answer:
         self._count(kind, f"{what}; this step keeps all cached and admits as SGLang does")
-        return safe_answer(state, kind)
+        return fallback(state, kind)
 
     def _count(self, kind: str, what: str) -> None:
         self.failures[kind] += 1

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ellm_sgl.policies import Requests
 
-Slots = npt.NDArray[np.int64]
+Entries = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ _COLUMNS: tuple[tuple[str, type], ...] = (
 )
 
 
-class RequestBook:
+class RequestTable:
     """One row per request the server knows; a row's number is its slot.
 
     Static columns are written once, when a request arrives: a decode iteration with 1,000
@@ -82,7 +82,7 @@ class RequestBook:
         """A request has left the server."""
         self._free.append(slot)
 
-    def request_ids(self, slots: Slots) -> npt.NDArray[np.int64]:
+    def request_ids(self, slots: Entries) -> npt.NDArray[np.int64]:
         """Ids of these requests; they grow with arrival."""
         ids: npt.NDArray[np.int64] = self._columns["request_id"][slots]
         return ids
@@ -92,7 +92,7 @@ class RequestBook:
         self._columns["tokens"][slot] = tokens
         self._columns["waiting_since_s"][slot] = now_s
 
-    def decoded(self, slots: Slots, lengths: npt.NDArray[np.int64], now_s: float) -> None:
+    def decoded(self, slots: Entries, lengths: npt.NDArray[np.int64], now_s: float) -> None:
         """These requests have got a token each; `lengths` counts it."""
         column = self._columns
         first = slots[np.isnan(column["first_token_s"][slots])]
@@ -101,7 +101,7 @@ class RequestBook:
         column["tokens"][slots] = lengths
         column["first_length"][first] = column["tokens"][first]
 
-    def waiting(self, slots: Slots, now_s: float) -> Requests:
+    def waiting(self, slots: Entries, now_s: float) -> Requests:
         """Requests that wait, as a policy sees them."""
         column = self._columns
         zeros = np.zeros(len(slots), np.int64)
@@ -110,7 +110,7 @@ class RequestBook:
 
     def running(
         self,
-        slots: Slots,
+        slots: Entries,
         lengths: npt.NDArray[np.int64],
         shared: npt.NDArray[np.int64],
         uncached: npt.NDArray[np.int64],
@@ -123,7 +123,7 @@ class RequestBook:
 
     def _requests(
         self,
-        slots: Slots,
+        slots: Entries,
         tokens: npt.NDArray[np.int64],
         shared: npt.NDArray[np.int64],
         uncached: npt.NDArray[np.int64],
@@ -158,5 +158,5 @@ class RequestBook:
         self._free = list(range(2 * size - 1, size - 1, -1))
 
 
-def slots_array(slots: Sequence[int]) -> Slots:
+def entries_array(slots: Sequence[int]) -> Entries:
     return np.fromiter(slots, np.int64, len(slots))

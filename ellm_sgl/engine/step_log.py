@@ -14,14 +14,14 @@ KEPT_STEPS = 2000
 """Reports kept for `GET /ellm/steps`."""
 
 
-class Turns:
+class PhaseChanges:
     """Notes where steps turn from prompts to decoding, or back; a pause changes nothing."""
 
     def __init__(self) -> None:
         self._prefilled: bool | None = None
 
     def of(self, prefills: bool) -> int:
-        """`StepWork.turns` of the next step; 0 for the very first.
+        """`StepWork.phase_changes` of the next step; 0 for the very first.
 
         Args:
             prefills: whether it computes prompts.
@@ -45,7 +45,7 @@ class StepLog:
         self._clock = clock
         self._started: tuple[StepWork, float, float] | None = None
         self._stall_s = 0.0
-        self._turns = Turns()
+        self._turns = PhaseChanges()
 
     @property
     def last(self) -> StepReport | None:
@@ -55,8 +55,8 @@ class StepLog:
         """A step begins; the one before it, if there was no pause between, has ended."""
         now = self._clock()
         self._finish(now)
-        if turns := self._turns.of(bool(work.prefill_rows)):
-            work = dataclasses.replace(work, turns=turns)
+        if phase_changes := self._turns.of(bool(work.prefill_rows)):
+            work = dataclasses.replace(work, phase_changes=phase_changes)
         predicted = float(self.model.step_seconds(work))
         self._started = (work, now, predicted)
 

@@ -23,15 +23,17 @@ from ellm_sgl.latency.base import FloatArray, LatencyModel, Quantity, StepWork
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
 
 
-def recompute_flops(shape: ModelShape, span_rows: Quantity, span_squares: Quantity) -> Quantity:
+def recompute_flops(
+    shape: ModelShape, restored_tokens: Quantity, restored_squares: Quantity
+) -> Quantity:
     """V_rec of Eq. (2), in FLOPs.
 
     Args:
         shape: h, L and V.
-        span_rows: Σ s_i r_i.
-        span_squares: Σ s_i² r_i².
+        restored_tokens: Σ s_i r_i.
+        restored_squares: Σ s_i² r_i².
     """
-    return recompute_layers_flops(shape, span_rows, span_squares, shape.layers)
+    return recompute_layers_flops(shape, restored_tokens, restored_squares, shape.layers)
 
 
 def decode_flops(shape: ModelShape, rows: Quantity, tokens: Quantity) -> Quantity:
@@ -46,19 +48,19 @@ def decode_flops(shape: ModelShape, rows: Quantity, tokens: Quantity) -> Quantit
 
 
 def recompute_layers_flops(
-    shape: ModelShape, span_rows: Quantity, span_squares: Quantity, recompute_layers: int
+    shape: ModelShape, restored_tokens: Quantity, restored_squares: Quantity, recompute_layers: int
 ) -> Quantity:
     """V_K1 of Eq. (8), in FLOPs: recomputation of l2 layers.
 
     Args:
         shape: h and V.
-        span_rows: Σ s_i r_i.
-        span_squares: Σ s_i² r_i².
+        restored_tokens: Σ s_i r_i.
+        restored_squares: Σ s_i² r_i².
         recompute_layers: l2.
     """
     h, l2 = shape.hidden, recompute_layers
     head = 2 * h * shape.vocabulary
-    return 24 * h**2 * l2 * span_rows + 4 * h * l2 * span_squares + head * span_rows
+    return 24 * h**2 * l2 * restored_tokens + 4 * h * l2 * restored_squares + head * restored_tokens
 
 
 def decode_layers_flops(
@@ -94,9 +96,9 @@ class PaperLatencyModel(LatencyModel):
 
     def step_seconds(self, work: StepWork) -> FloatArray:
         # All pairs of n prompt rows, as (2) counts them: n², of which n (n + 1) / 2 are causal.
-        span_rows = work.span_rows + work.prefill_rows
-        span_squares = work.span_squares + 2 * work.prefill_pairs
-        flops = recompute_flops(self._shape, span_rows, span_squares)
+        restored_tokens = work.restored_tokens + work.prefill_rows
+        restored_squares = work.restored_squares + 2 * work.prefill_pairs
+        flops = recompute_flops(self._shape, restored_tokens, restored_squares)
         flops = flops + decode_flops(self._shape, work.decode_rows, work.decode_tokens)
         return np.asarray(flops / self._profile.flops, np.float64)
 

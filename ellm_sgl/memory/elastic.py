@@ -38,7 +38,7 @@ class ElasticMemory:
 
     Args:
         table: the page table to work on.
-        transient_tokens: rows that a step may recompute; bounds what may be missing at once.
+        max_restored_tokens: rows that a step may recompute; bounds what may be missing at once.
         reclaim: frees cached prefixes; these go before any running request's blocks do.
         save: copies units to the host tier before they leave the device.
         slots: layer groups whose fetched units a step holds at once.
@@ -47,7 +47,7 @@ class ElasticMemory:
     def __init__(
         self,
         table: PageTable,
-        transient_tokens: int,
+        max_restored_tokens: int,
         reclaim: Reclaim,
         save: Save | None = None,
         slots: int = 2,
@@ -55,7 +55,7 @@ class ElasticMemory:
         self.table = table
         self.slots = min(slots, table.shape.num_groups)
         self._save = save
-        self.transient_tokens = transient_tokens
+        self.max_restored_tokens = max_restored_tokens
         self.totals = Totals()
         self._reclaim = reclaim
         self._targets: dict[int, int] = {}
@@ -69,16 +69,16 @@ class ElasticMemory:
         self.table.unmap(seq_id)
         self._targets.pop(seq_id, None)
 
-    def fits_transient(self, seq_ids: Iterable[int]) -> bool:
+    def fits_one_step(self, seq_ids: Iterable[int]) -> bool:
         """Whether one step can recompute what these requests miss and the host does not have,
         or has but the device has no room to fetch."""
-        if self.table.none_units == 0:
+        if self.table.missing_units == 0:
             return True
         blocks = self.table.missing_blocks(seq_ids)
         recomputed = int(np.count_nonzero(self.table.depth(blocks)))
         fetched = min(len(blocks) - recomputed, max(self.table.free_units, 0) // self.slots)
         block_tokens = self.table.shape.block_tokens
-        return (len(blocks) - fetched) * block_tokens <= self.transient_tokens
+        return (len(blocks) - fetched) * block_tokens <= self.max_restored_tokens
 
     def uncached_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Tokens of each request that a step has to restore."""
@@ -112,7 +112,7 @@ class ElasticMemory:
         units = host.free_units if free else host.num_units
         return units // shape.num_groups * shape.block_tokens
 
-    def overhead_tokens(self) -> float:
+    def staging_overhead(self) -> float:
         """M_o: room, in tokens of KV, that a step needs in the pool to restore one token.
 
         Fetched units are borrowed from the pool, `slots` layer groups of them at a time. What is
@@ -135,8 +135,8 @@ class ElasticMemory:
             device_free_tokens=self.free_tokens() + reclaimable,
             host_tokens=self.host_tokens(),
             host_free_tokens=self.host_tokens(free=True),
-            transient_tokens=self.transient_tokens,
-            overhead_tokens=self.overhead_tokens(),
+            max_restored_tokens=self.max_restored_tokens,
+            staging_overhead=self.staging_overhead(),
         )
 
     def admission_tokens(self, reclaimable: int, ratio: float) -> tuple[int, int]:
@@ -144,18 +144,18 @@ class ElasticMemory:
 
         Args:
             reclaimable: tokens of cached prefixes that nobody uses.
-            ratio: the uncached ratio that those who join will be brought to, in [0, 1), and with
+            ratio: the uncached ratio that those admitted will be brought to, in [0, 1), and with
                 them those that run now and have lower targets.
 
         Returns:
             (now, eventually): tokens that fit fully cached now, with what those that run can
             make room for, and tokens whose requests fit once all are at the ratio. Both fall by
             what is evicted beyond the targets: while requests miss more than the policy wants,
-            none should join. A token restored in each step takes `overhead_tokens` all the same.
+            none should join. A token restored in each step takes `staging_overhead` all the same.
         """
-        owed = int(self._owed_blocks(self.table.sequence_ids).sum())
-        free = self.free_tokens() + reclaimable - owed * self.table.shape.block_tokens
-        gained = 1.0 - self.overhead_tokens()
+        excess = int(self._excess_blocks(self.table.sequence_ids).sum())
+        free = self.free_tokens() + reclaimable - excess * self.table.shape.block_tokens
+        gained = 1.0 - self.staging_overhead()
         now = free + int(gained * self._yields(ratio))
         return now, int(now / (1.0 - gained * ratio))
 
@@ -183,7 +183,7 @@ class ElasticMemory:
         A block sent to the host frees a unit in each of the G groups and occupies one in each
         of the `slots` groups in flight while a step fetches it.
         """
-        if self.table.none_units == 0 and units <= self.table.free_units:
+        if self.table.missing_units == 0 and units <= self.table.free_units:
             return True
         fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
         short = units + self.slots * fetched - self.table.free_units
@@ -213,12 +213,12 @@ class ElasticMemory:
         return len(blocks) - len(self.table.place(blocks[::-1]))
 
     def apply_targets(
-        self, seq_ids: Sequence[int], ratios: Sequence[float], sitting_out: bool = False
+        self, seq_ids: Sequence[int], ratios: Sequence[float], paused: bool = False
     ) -> None:
         """Bring every request up to its target ratio: evict its oldest unshared blocks.
 
         Args:
-            sitting_out: these requests take no part in the step, which need not restore them.
+            paused: these requests take no part in the step, which need not restore them.
         """
         if not any(ratios):  # nothing to evict, whatever they miss
             if self._targets:
@@ -227,8 +227,8 @@ class ElasticMemory:
             return
         block_tokens = self.table.shape.block_tokens
         uncached = self.table.uncached_tokens_of(seq_ids)
-        room = self.transient_tokens - int(uncached.sum())
-        if sitting_out:
+        room = self.max_restored_tokens - int(uncached.sum())
+        if paused:
             room = sum(map(self.table.length_of, seq_ids))
         for seq_id, ratio, lacking in zip(seq_ids, ratios, uncached.tolist(), strict=True):
             target = int(ratio * self.table.length_of(seq_id)) // block_tokens * block_tokens
@@ -237,7 +237,7 @@ class ElasticMemory:
             if count <= 0:
                 continue
             blocks = self._evictable(seq_id, shared=False)
-            for block in blocks[~self.table.lacks_units(blocks)][:count]:
+            for block in blocks[~self.table.misses_units(blocks)][:count]:
                 self.totals.evicted_units += self._evict(int(block), slice(None))
                 room -= block_tokens
 
@@ -257,21 +257,21 @@ class ElasticMemory:
         if not len(missing):
             return []
         groups = self.table.shape.num_groups
-        owed = self._owed_blocks(seq_ids)
-        wanted = int(owed.sum()) * groups
+        excess = self._excess_blocks(seq_ids)
+        wanted = int(excess.sum()) * groups
         # Besides growth, room for what this step fetches; less by what is placed for good.
         growth = len(seq_ids) * groups + self.slots * self._fetched_blocks(missing)
         cost = groups - self.slots if self._save is not None and groups > self.slots else groups
         self._reclaim_until(growth + wanted)
         restored: list[int] = []
         before = self.table.used_units
-        for seq_id in np.array(seq_ids)[owed > 0].tolist():
+        for seq_id in np.array(seq_ids)[excess > 0].tolist():
             spare = (self.table.free_units - growth) // cost
             # Anew: blocks may have returned for another request that shares them.
-            count = min(spare, int(self._owed_blocks([seq_id])[0]))
+            count = min(spare, int(self._excess_blocks([seq_id])[0]))
             if count > 0:
                 blocks = self.table.blocks_of(seq_id)
-                own = blocks[self.table.lacks_units(blocks)]
+                own = blocks[self.table.misses_units(blocks)]
                 restored += self.table.place(own[::-1][:count]).tolist()
         self.totals.restored_units += self.table.used_units - before
         return restored
@@ -294,13 +294,13 @@ class ElasticMemory:
         table, groups = self.table, self.table.shape.num_groups
         room = min(table.free_units - growth_blocks * groups, most_units) // groups
         blocks, columns = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
-        owing = np.array(seq_ids)[self._owed_blocks(seq_ids) > 0].tolist()
+        owing = np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist()
         for seq_id in owing:
             # Anew: blocks may have returned for another request that shares them.
-            count = min(int(self._owed_blocks([seq_id])[0]), room)
+            count = min(int(self._excess_blocks([seq_id])[0]), room)
             if count > 0:
                 own = table.blocks_of(seq_id)
-                lacking = own[table.lacks_units(own)]
+                lacking = own[table.misses_units(own)]
                 placed = lacking[table.depth(lacking) == 0][:count]
                 rows, groups_lacked = np.nonzero(table.units[placed] == NONE)
                 table.place(placed)
@@ -314,7 +314,7 @@ class ElasticMemory:
 
     # -- internals --------------------------------------------------------------------------
 
-    def _owed_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
+    def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Blocks that each request misses beyond its policy's target."""
         targets = np.array([self._targets.get(s, 0) for s in seq_ids], np.int64)
         excess = np.maximum(self.table.uncached_tokens_of(seq_ids) - targets, 0)

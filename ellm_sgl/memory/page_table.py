@@ -78,9 +78,9 @@ class PageTable:
         self.units: IntArray = read_only(self._units)
         """[blocks + 1, groups]: each block's unit in each group, or `NONE`; read-only."""
         # Asked for far more often than it changes, and numpy is slow along an axis this short.
-        self._lacking: IntArray = np.full(num_blocks + 1, shape.num_groups, np.int32)
+        self._missing_groups: IntArray = np.full(num_blocks + 1, shape.num_groups, np.int32)
         """Groups of each block without a unit."""
-        self._lacking[RESERVED] = 0
+        self._missing_groups[RESERVED] = 0
         self._refs: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._computed: IntArray = np.zeros(num_blocks + 1, np.int32)
         """Tokens of each block, from its first, that a forward pass has computed."""
@@ -92,7 +92,7 @@ class PageTable:
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._sequences: dict[int, Sequence] = {}
-        self._none_units = 0
+        self._missing_units = 0
         self.sharing_version = 0
         """Grows when blocks may have come to be shared, or ceased to be."""
 
@@ -130,9 +130,9 @@ class PageTable:
         return self._free_blocks.ids
 
     @property
-    def none_units(self) -> int:
+    def missing_units(self) -> int:
         """(block, group) pairs of allocated blocks without a unit. 0: nothing to restore."""
-        return self._none_units
+        return self._missing_units
 
     def limit_units(self, limit: int) -> None:
         """Use at most `limit` units from now on: the pool shrinks or grows while serving.
@@ -165,7 +165,7 @@ class PageTable:
             raise OutOfBlocksError(f"{count} blocks asked for, {len(self._free_blocks)} left")
         blocks = self._free_blocks.take(count)
         self._refs[blocks] = 1
-        self._none_units += count * self.shape.num_groups
+        self._missing_units += count * self.shape.num_groups
         return blocks
 
     def release(self, blocks: Blocks) -> None:
@@ -182,7 +182,7 @@ class PageTable:
         self.sharing_version += 1
         dead = unique[self._refs[unique] == 0]
         if len(dead):
-            self._none_units -= int(self._lacking[dead].sum())
+            self._missing_units -= int(self._missing_groups[dead].sum())
             self._give_back_units(dead)
             self.host.drop(dead)
             self._computed[dead] = 0
@@ -207,15 +207,15 @@ class PageTable:
         _refuse_repeated(ids, "place")
         if np.any(self._refs[ids] == 0):
             raise IntegrityError(f"place of a block that is not allocated: {ids.tolist()}")
-        wanted = np.cumsum(self._lacking[ids])
+        wanted = np.cumsum(self._missing_groups[ids])
         fitting = int(np.searchsorted(wanted, max(self.free_units, 0), side="right"))
         if fitting == 0:
             return ids[:0]
         ids = ids[:fitting]
         rows, groups = np.nonzero(self.units[ids] == NONE)
         self._units[ids[rows], groups] = self._free_units.take(len(rows))
-        self._lacking[ids] = 0
-        self._none_units -= len(rows)
+        self._missing_groups[ids] = 0
+        self._missing_units -= len(rows)
         return ids
 
     def borrow_units(self, count: int) -> IntArray:
@@ -257,8 +257,8 @@ class PageTable:
         held = row[row != NONE]
         self._free_units.give(held)
         row[row != NONE] = NONE
-        self._lacking[block] += len(held)
-        self._none_units += len(held)
+        self._missing_groups[block] += len(held)
+        self._missing_units += len(held)
         return len(held)
 
     def adopt(self, destination: int, source: int) -> int:
@@ -281,8 +281,8 @@ class PageTable:
         self._units[destination, gaps] = self.units[source, gaps]
         self._units[source, gaps] = NONE
         moved = int(np.count_nonzero(gaps))
-        self._lacking[destination] -= moved
-        self._lacking[source] += moved
+        self._missing_groups[destination] -= moved
+        self._missing_groups[source] += moved
         return moved
 
     def keep_copies(self, block: int, groups: IntArray) -> IntArray:
@@ -314,19 +314,21 @@ class PageTable:
         full: npt.NDArray[np.bool_] = self.computed_tokens(blocks) == self.shape.block_tokens
         return full
 
-    def lacks_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
+    def misses_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
         """Of each block, whether some group has no unit: a step must restore it."""
         ids = np.asarray(blocks, np.int32)
         lacks: npt.NDArray[np.bool_]
-        if len(ids) > len(self._lacking):  # shared blocks: bytes stay in the processor's cache
-            lacks = (self._lacking > 0).take(ids)
+        if len(ids) > len(
+            self._missing_groups
+        ):  # shared blocks: bytes stay in the processor's cache
+            lacks = (self._missing_groups > 0).take(ids)
         else:  # `take` is twice as fast as indexing with 32-bit ids
-            lacks = self._lacking.take(ids) > 0
+            lacks = self._missing_groups.take(ids) > 0
         return lacks
 
     def holds_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
         """Of each block, whether some group has a unit."""
-        lacking = self._lacking[np.asarray(blocks, np.int32)]
+        lacking = self._missing_groups[np.asarray(blocks, np.int32)]
         holds: npt.NDArray[np.bool_] = lacking < self.shape.num_groups
         return holds
 
@@ -348,8 +350,8 @@ class PageTable:
         self._refs[:] = 0
         self._computed[:] = 0
         self._units[1:] = NONE
-        self._lacking[1:] = self.shape.num_groups
-        self._none_units = 0
+        self._missing_groups[1:] = self.shape.num_groups
+        self._missing_units = 0
         self._free_blocks = FreeList(self.num_blocks)
         self._free_units = FreeList(self.num_units)
         self._lent[:] = False
@@ -478,10 +480,10 @@ class PageTable:
 
     def uncached_tokens(self, seq_id: int) -> int:
         """Tokens of a request in blocks that lack a device unit: what a step must restore."""
-        if self._none_units == 0:
+        if self._missing_units == 0:
             return 0
         sequence = self._sequences[seq_id]
-        incomplete = np.flatnonzero(self.lacks_units(sequence.blocks))
+        incomplete = np.flatnonzero(self.misses_units(sequence.blocks))
         starts = incomplete * self.shape.block_tokens
         ends = np.minimum(starts + self.shape.block_tokens, sequence.length)
         return int((ends - starts).sum())
@@ -489,11 +491,11 @@ class PageTable:
     def uncached_tokens_of(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
         """`uncached_tokens` of many requests at once: an array operation costs as much for all
         as for one."""
-        if self._none_units == 0 or not seq_ids:
+        if self._missing_units == 0 or not seq_ids:
             return np.zeros(len(seq_ids), np.int64)
         sequences = [self._sequences[s] for s in seq_ids]
         counts = np.array([s.count for s in sequences])
-        lacks = self.lacks_units(np.concatenate([s.blocks for s in sequences]))
+        lacks = self.misses_units(np.concatenate([s.blocks for s in sequences]))
         ends = np.cumsum(counts)
         missing = np.diff(np.searchsorted(np.flatnonzero(lacks), ends), prepend=0)
         tokens: npt.NDArray[np.int64] = missing * self.shape.block_tokens
@@ -506,11 +508,11 @@ class PageTable:
 
     def missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
         """Blocks of these requests that lack a device unit, ascending, each once."""
-        blocks = [self.blocks_of(s) for s in seq_ids] if self._none_units else []
+        blocks = [self.blocks_of(s) for s in seq_ids] if self._missing_units else []
         if not blocks:
             return np.empty(0, np.int32)
         every = np.concatenate(blocks)
-        lacking: IntArray = np.unique(every[self.lacks_units(every)])
+        lacking: IntArray = np.unique(every[self.misses_units(every)])
         return lacking
 
     # -- reports ----------------------------------------------------------------------------
@@ -527,7 +529,7 @@ class PageTable:
             units_free=max(self.free_units, 0),
             blocks_total=self.num_blocks,
             blocks_free=len(self._free_blocks),
-            none_units=self._none_units,
+            missing_units=self._missing_units,
             host_units_total=self.host.num_units,
             host_units_free=self.host.free_units,
             sequences=len(self._sequences),
@@ -559,9 +561,9 @@ class PageTable:
             raise IntegrityError("blocks: a free block still holds units")
         allocated = ~free
         allocated[RESERVED] = False
-        if int(np.count_nonzero(self.units[allocated] == NONE)) != self._none_units:
+        if int(np.count_nonzero(self.units[allocated] == NONE)) != self._missing_units:
             raise IntegrityError("units: the count of missing units is wrong")
-        if np.any(self._lacking != np.count_nonzero(self.units == NONE, axis=1)):
+        if np.any(self._missing_groups != np.count_nonzero(self.units == NONE, axis=1)):
             raise IntegrityError("units: the count of units that a block lacks is wrong")
         if np.any(self._computed[free] != 0):
             raise IntegrityError("blocks: a free block counts as computed")
@@ -585,7 +587,7 @@ class PageTable:
         units = self.units[blocks]
         self._free_units.give(units[units != NONE])
         self._units[blocks] = NONE
-        self._lacking[blocks] = self.shape.num_groups
+        self._missing_groups[blocks] = self.shape.num_groups
 
     def _refuse_unmappable(self, blocks: IntArray) -> None:
         """Raise IntegrityError for blocks that one request cannot have."""

@@ -61,7 +61,7 @@ class PoolStatistics:
     """Units that can be given out now; never negative."""
     blocks_total: int
     blocks_free: int
-    none_units: int
+    missing_units: int
     """(block, group) pairs of allocated blocks that have no unit on the device."""
     host_units_total: int
     host_units_free: int

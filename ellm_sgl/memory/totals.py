@@ -28,7 +28,7 @@ class Totals:
     swap_stall_s: float = 0.0
     """Seconds that steps waited for units from the host tier."""
     retractions: int = 0
-    sat_out: int = 0
+    pauses: int = 0
     """Times that a running request began to sit out."""
     page_table_s: float = 0.0
     """Seconds spent on bookkeeping: blocks and units found, given and freed, and steps planned."""

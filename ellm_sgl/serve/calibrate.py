@@ -52,8 +52,8 @@ class Load:
         return StepWork(
             decode_rows=self.requests,
             decode_tokens=self.requests * self.tokens,
-            span_rows=self.requests * span,
-            span_squares=self.requests * span**2,
+            restored_tokens=self.requests * span,
+            restored_squares=self.requests * span**2,
         )
 
 
@@ -84,8 +84,8 @@ class CalibrationReport:
     shape: ModelShape
     hardware: HardwareProfile
     errors: tuple[ModelError, ...]
-    unevenness: tuple[ModelError, ...]
-    """See `unevenness`."""
+    step_noise: tuple[ModelError, ...]
+    """See `step_noise`."""
 
     def to_json(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -129,7 +129,7 @@ def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> Ca
         shape,
         hardware,
         compare(shape, hardware, steps, start_up),
-        unevenness(steps, start_up + LEARNING_STEPS),
+        step_noise(steps, start_up + LEARNING_STEPS),
     )
 
 
@@ -159,7 +159,7 @@ def compare(
     )
 
 
-def unevenness(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
+def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     """What the machine leaves open: decode steps, each compared with the median of the equal ones
     next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. A
     model on line knows none of those after it.
@@ -172,7 +172,10 @@ def unevenness(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
         Errors of the on-line model and of the steps beside, over the same steps; none if there are
         no such steps.
     """
-    kinds = [(s["decode_rows"], s["span_rows"], s["prefill_rows"], s["turns"]) for s in steps]
+    kinds = [
+        (s["decode_rows"], s["restored_tokens"], s["prefill_rows"], s["phase_changes"])
+        for s in steps
+    ]
     compared, beside = [], []
     for i in range(first, len(steps)):
         equal = [*_equal_beside(kinds, i, -1), *_equal_beside(kinds, i, 1)]

@@ -15,7 +15,7 @@ from ellm_sgl import __version__
 from ellm_sgl.config import ELLM, ConfigError
 from ellm_sgl.config.flags import FLAGS
 from ellm_sgl.config.ranges import MOST_TOKENS, shown
-from ellm_sgl.config.resolve import settle
+from ellm_sgl.config.resolve import resolve
 from ellm_sgl.serve.cli_bench import bench, compare
 from ellm_sgl.serve.cli_calibrate import calibrate
 from ellm_sgl.serve.cli_kernels import kernels
@@ -83,7 +83,7 @@ def _check(given: dict[str, str]) -> None:
                     values[flag.field] = flag.parse(text)
                 except ValueError:
                     raise ConfigError(f"{flag.option} {shown(text)}: give {flag.kind}") from None
-        settle(values)
+        resolve(values)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 

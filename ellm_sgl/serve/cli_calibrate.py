@@ -54,6 +54,6 @@ def _profile_table(hardware: HardwareProfile) -> Table:
 def _error_table(report: CalibrationReport) -> Table:
     figures = ("steps", "mean error", "median error")
     table = plain_table("latency model", figures, title=report.model_path)
-    for e in (*report.errors, *report.unevenness):
+    for e in (*report.errors, *report.step_noise):
         table.add_row(e.model, str(e.steps), f"{e.mape:.1%}", f"{e.median_ape:.1%}")
     return table

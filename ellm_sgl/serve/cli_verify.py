@@ -24,7 +24,7 @@ FIGURES = {
     "recomputed_tokens": "recom-\nputed",
     "evicted_units": "evic-\nted",
     "fetched_units": "fetched",
-    "sat_out": "sat\nout",
+    "pauses": "pauses",
     "retractions": "retr.",
 }
 """Counts of a comparison, with their headings."""

@@ -97,7 +97,7 @@ class EllmAttention(AttentionBackend):
 
     def may_replay(self, plan: StepPlan) -> bool:
         """Whether a captured graph does what `plan` says."""
-        nothing_missing = not plan.span_rows and not plan.transfers
+        nothing_missing = not plan.recomputed_rows and not plan.transfers
         return self._graphs is not None and nothing_missing and self._graphs.fits(plan.groups)
 
     def init_forward_metadata_out_graph(

@@ -1,8 +1,8 @@
 """Measures the machine at start-up: real steps of the model served, on made-up requests.
 
 Everything that a decoding step does on the device runs here as it will run later: the model's
-layers, eLLM's attention, planning, span rows. What SGLang's scheduler adds to a step cannot run
-without requests: a figure measured once stands for it, until the on-line fit knows better.
+layers, eLLM's attention, planning, recomputed rows. What SGLang's scheduler adds to a step cannot
+run without requests: a figure measured once stands for it, until the on-line fit knows better.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Mix:
     @property
     def work(self) -> StepWork:
         b, new, n = self.requests, self.new, self.uncached
-        spans = {"span_rows": b * n, "span_squares": b * n**2}
+        spans = {"restored_tokens": b * n, "restored_squares": b * n**2}
         if new == 1:
             return StepWork(decode_rows=b, decode_tokens=b * self.tokens, **spans)
         pairs = b * (new * (self.tokens - new) + new * (new + 1) // 2)
@@ -164,7 +164,7 @@ def _with_scheduler(profile: HardwareProfile) -> HardwareProfile:
         profile,
         step_overhead_s=profile.step_overhead_s + _SCHEDULER_STEP_S,
         row_overhead_s=profile.row_overhead_s + _SCHEDULER_ROW_S,
-        turn_overhead_s=_SCHEDULER_TURN_S,
+        phase_change_s=_SCHEDULER_TURN_S,
     )
 
 

@@ -29,7 +29,7 @@ class Context:
         settings: of the server.
         table: units of the device and the host.
         pool: the device's KV.
-        most_restored: rows that a step may restore.
+        max_restored: rows that a step may restore.
         slots: layer groups whose fetched units a step holds at once.
         streamer: fetches units from the host tier; None without one.
         hidden: keeps hidden states on the host; None where it keeps only KV.
@@ -40,7 +40,7 @@ class Context:
         settings: EllmConfig,
         table: PageTable,
         pool: KVPool,
-        most_restored: int,
+        max_restored: int,
         slots: int = 2,
         streamer: AnyStreamer | None = None,
         hidden: HiddenStates | None = None,
@@ -49,7 +49,7 @@ class Context:
         self.table = table
         self.pool = pool
         save: Save | None = None if streamer is None else streamer.save
-        self.elastic = ElasticMemory(table, most_restored, self.reclaim, save, slots)
+        self.elastic = ElasticMemory(table, max_restored, self.reclaim, save, slots)
         self.planner = Planner(
             self.elastic, self.token_ids, pool.buffer.device, captures=hidden is not None
         )

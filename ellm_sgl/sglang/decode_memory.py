@@ -43,10 +43,10 @@ def check_decode_memory(
 ) -> bool:
     """Around `check_decode_mem`: make room for the next token of each request by evicting.
 
-    Requests that sit the step out need none, but may be retracted like any other: they hold blocks
+    Paused requests need none, but may be retracted like any other: they hold blocks
     that cannot be evicted. False, whereupon SGLang retracts a request, only when the rows to
-    recompute no longer fit the transient buffer, or the requests are so many that not even their
-    last blocks fit.
+    recompute exceed what one step may restore, or the requests are so many that not even their last
+    blocks fit.
     """
     if not original(batch, selected_indices=selected_indices):
         return False

@@ -115,7 +115,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_ADDER}.__init__", "AFTER", "admission:limit_admission",
          _ENABLED, "admission counts device memory, not logical slots"),
     Hook(f"{_ADDER}.add_one_req", "AROUND", "admission:admit",
-         _ENABLED, "the policy says who joins; a request larger than the device joins when it is "
+         _ENABLED, "the policy says who is admitted; a request larger than the device when it is "
                    "alone"),
     Hook(f"{_ADDER}.add_chunked_req", "AROUND", "admission:continue_chunked",
          _ENABLED, "its later chunks are not limited by device memory either"),
@@ -155,7 +155,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_SRT}.models.utils.enable_fused_set_kv_buffer", "AROUND", "cuda:keep_writes",
          _ENABLED, "on CUDA some models would write KV by slot, past the attention backend"),
     Hook(f"{_EXECUTOR}.model_runner.ModelRunner.forward", "AROUND", "model:run_step",
-         _ENABLED, "plan the step, and take its span rows through the model"),
+         _ENABLED, "plan the step, and take its recomputed rows through the model"),
     # state
     Hook(f"{_SCHEDULER}.get_internal_state", "AFTER", "state:report",
          _ENABLED, "eLLM's state, through SGLang's own channel between processes"),

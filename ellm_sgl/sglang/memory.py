@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 _NO_PAGES = np.empty(0, np.int64)
 
 _DEVICE_TOKENS = "_ellm_device_tokens"
-"""Attribute of a `KVCacheConfigurator`: tokens the device pool holds, decided before SGLang learns
-of the larger logical capacity."""
+"""Attribute of SGLang's model config (its configurator takes none): tokens that the device pool
+holds, decided before SGLang learns of the larger logical capacity."""
 
 
 def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -> Any:
@@ -52,12 +52,12 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     settings = _settings()
     block = settings.block_tokens
     device = (settings.device_kv_tokens or config.max_total_num_tokens) // block * block
-    setattr(configurator, _DEVICE_TOKENS, device)
+    setattr(configurator.model_config, _DEVICE_TOKENS, device)
     if settings.mode == RECOMPUTE:
         config.max_total_num_tokens = device
         return config
     logical = max(
-        device + _transient_tokens(configurator) + config.max_running_requests * block,
+        device + _max_restored_tokens(configurator) + config.max_running_requests * block,
         4 * device + 2 * configurator.model_config.context_len,
     )
     config.max_total_num_tokens = -(-logical // block) * block
@@ -80,7 +80,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
     units = device_units(
         settings,
         shape,
-        getattr(configurator, _DEVICE_TOKENS),
+        getattr(model, _DEVICE_TOKENS),
         groups,
         model.hidden_size * model.dtype.itemsize,
         KVPool.bytes_per_unit(shape, heads, head_dim, dtype),
@@ -93,8 +93,8 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
     streamer: AnyStreamer | None = None
     if host_units:
         streamer = make_streamer(settings, table.host.kv_units, pool, hidden)
-    most_restored = _transient_tokens(configurator)
-    ours = Context(settings, table, pool, most_restored, SLOTS, streamer, hidden)
+    max_restored = _max_restored_tokens(configurator)
+    ours = Context(settings, table, pool, max_restored, SLOTS, streamer, hidden)
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
         "%d tokens logical",
@@ -118,7 +118,7 @@ def build_allocator(
     )
 
 
-def _transient_tokens(configurator: Any) -> int:
+def _max_restored_tokens(configurator: Any) -> int:
     """Rows a step may recompute: as many as the longest request has, or a prefill may bring."""
     context: int = configurator.model_config.context_len
     return max(context, configurator.server_args.max_prefill_tokens)

@@ -19,7 +19,7 @@ class PausedRequests:
 
     scheduler: Scheduler
     batch: ScheduleBatch | None = None
-    """Those who sit out the step in flight."""
+    """Those paused for the step in flight."""
     before: frozenset[Req] = frozenset()
     """Those who sat out the step before."""
 

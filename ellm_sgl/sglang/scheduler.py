@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ellm_sgl.engine import Arrival, Decision, Iteration
-from ellm_sgl.engine.request_table import Slots, slots_array
+from ellm_sgl.engine.request_table import Entries, entries_array
 from ellm_sgl.sglang.context import context_of, rows_of
 from ellm_sgl.sglang.paused import PausedRequests
 from ellm_sgl.sglang.slo import slo_seconds
@@ -42,15 +42,15 @@ class EllmScheduler:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def entries(self, reqs: Sequence[Req]) -> Slots:
+    def entries(self, reqs: Sequence[Req]) -> Entries:
         """Entries of these requests in the request table, those of new ones made first."""
         try:
-            return slots_array([r._ellm_entry for r in reqs])
+            return entries_array([r._ellm_entry for r in reqs])
         except AttributeError:
             for req in reqs:
                 if not hasattr(req, _ENTRY):
                     self._enter(req)
-            return slots_array([r._ellm_entry for r in reqs])
+            return entries_array([r._ellm_entry for r in reqs])
 
     def _enter(self, req: Req) -> None:
         now, requests = self.iteration.clock(), self.iteration.requests
@@ -90,8 +90,8 @@ class EllmScheduler:
         for req, entry in zip(reqs, self.entries(reqs), strict=True):
             self.iteration.retracted(int(entry), len(req.origin_input_ids) + len(req.output_ids))
 
-    def sitting_out(self) -> list[int]:
-        """`seq_id` of the requests that sit out the step in flight."""
+    def paused_seq_ids(self) -> list[int]:
+        """`seq_id` of the requests paused for the step in flight."""
         return [] if self.paused.batch is None else rows_of(self.paused.batch.reqs)
 
     def fetching_ahead(self) -> list[int]:
@@ -100,7 +100,7 @@ class EllmScheduler:
         executor = context_of(self.scheduler).executor
         if executor.streamer is None or executor.hidden is not None:
             return []
-        return self.sitting_out()
+        return self.paused_seq_ids()
 
     def stepping(self, batch: ScheduleBatch, indices: Sequence[int]) -> list[int]:
         """Those of these requests of `batch` that take part in its next step: all but the paused,
@@ -160,7 +160,7 @@ class EllmScheduler:
         """Whether this rank's policy is the one that is asked."""
         return bool(self.scheduler.ps.tp_rank == 0)
 
-    def _agreed(self, running: Slots, seq_ids: Sequence[int], waiting: Slots) -> Decision:
+    def _agreed(self, running: Entries, seq_ids: Sequence[int], waiting: Entries) -> Decision:
         """Rank 0's decision: clocks differ between ranks, decisions must not. Only rank 0 has the
         policy at all, since what it promises, and whether it can be made, may differ as well."""
         ranks, iteration = self.scheduler.ps, self.iteration

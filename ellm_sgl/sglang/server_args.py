@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ellm_sgl.config import ELLM, ConfigError, EllmConfig
 from ellm_sgl.config.flags import FLAGS, Flag
 from ellm_sgl.config.ranges import shown
-from ellm_sgl.config.resolve import settle
+from ellm_sgl.config.resolve import resolve
 from ellm_sgl.sglang import cuda
 from ellm_sgl.sglang.arguments import refusal, table
 from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_hooks
@@ -63,7 +63,7 @@ def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> Ser
             flag = next(iter(given)).replace("_", "-")
             raise ConfigError(f"--ellm-{flag} needs --ellm-policy, which enables eLLM")
         if given and policy != OFF:
-            settle(given).to_env()
+            resolve(given).to_env()
     except ConfigError as error:
         _refuse(str(error))
     return original(cls, args)

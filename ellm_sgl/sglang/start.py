@@ -16,8 +16,8 @@ import numpy as np
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.config.modes import policy_of
-from ellm_sgl.engine import Arrival, ControlLoop, Iteration, RequestBook, ServerLimits, StepLog
-from ellm_sgl.engine.request_table import slots_array
+from ellm_sgl.engine import Arrival, ControlLoop, Iteration, RequestTable, ServerLimits, StepLog
+from ellm_sgl.engine.request_table import entries_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.sglang.calibration import calibrate, model_shape
@@ -71,7 +71,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         hardware=ours.hardware,
         max_running=scheduler.max_running_requests,
         tpot_slo_s=math.inf if settings.tpot_slo_ms is None else settings.tpot_slo_ms / 1e3,
-        transient_tokens=ours.elastic.transient_tokens,
+        max_restored_tokens=ours.elastic.max_restored_tokens,
     )
     loop = ControlLoop(
         policy_of(settings) if scheduler.ps.tp_rank == 0 else Stock(),
@@ -100,10 +100,12 @@ def warm_up(iteration: Iteration) -> None:
     policy are not the first step's."""
     elastic, controller = iteration.elastic, iteration.controller
     memory, tokens = elastic.memory_state(elastic.table.sequence_ids), elastic.device_tokens()
-    book = RequestBook()
+    book = RequestTable()
     arrival = Arrival(tokens // 2, tokens // 2, 64, 0.0, 0, math.inf, math.inf)
-    slots = slots_array([book.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)])
+    slots = entries_array(
+        [book.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)]
+    )
     lengths, none = np.full(4, tokens // 2), np.zeros(4, np.int64)
     running = book.running(slots[:4], lengths, none, none, 0.0)
     state = controller.state(0.0, running, book.waiting(slots[4:], 0.0), memory)
-    controller.safe.warm_up(state)
+    controller.guard.warm_up(state)

@@ -71,7 +71,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "restored_units_total": totals.restored_units,
         "steps_total": 0 if ours.iteration is None else ours.iteration.controller.steps.steps,
         "retractions_total": totals.retractions,
-        "sat_out_total": totals.sat_out,
+        "pauses_total": totals.pauses,
         "page_table_ms_total": totals.page_table_s * 1e3,
         "pool": dataclasses.asdict(statistics),
     }
@@ -81,7 +81,7 @@ def _policy(ours: Context) -> dict[str, Any]:
     """The policy in force, and how often its answer had to be replaced."""
     if ours.iteration is None:
         return {"name": ours.policy_name}
-    safe = ours.iteration.controller.safe
+    safe = ours.iteration.controller.guard
     return {
         "name": ours.policy_name,
         "budget_ms": safe.budget_s * 1e3,

@@ -3,7 +3,7 @@
 ```
  request   [0 ........ a)[a ....... b)[b ........ p)[p .. s)
             resident      missing      resident      new: SGLang's rows
-                          └ span rows: computed again in the same pass, kept only for the step
+                          └ recomputed rows: computed again in the same pass, kept only for the step
 ```
 
 Any set of blocks may be missing, each down to its own depth (the groups that lack a unit decide
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ellm_sgl.kernels.layout import AlikeGroups, GroupLayout, RequestLayout, RowRange
+from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange, StackedLayout
 from ellm_sgl.kernels.upload import upload
 from ellm_sgl.memory import NONE, PageTable
 from ellm_sgl.memory.shape import IntArray
@@ -58,10 +58,10 @@ class StepPlan(NamedTuple):
     reach it. `Executor.execute` runs it, and gives back what it has borrowed."""
 
     new_rows: int
-    span_token_ids: torch.Tensor
-    """int64 [span rows]: tokens to append to the step's input."""
-    span_positions: torch.Tensor
-    """int64 [span rows]."""
+    recomputed_token_ids: torch.Tensor
+    """int64 [recomputed rows]: tokens to append to the step's input."""
+    recomputed_positions: torch.Tensor
+    """int64 [recomputed rows]."""
     groups: tuple[GroupLayout, ...]
     """One per layer group; `groups[g].rows` falls with g as rows have served their purpose."""
     transfers: tuple[GroupTransfer, ...] = ()
@@ -80,13 +80,13 @@ class StepPlan(NamedTuple):
     """δ as a share of the processor, 0..1: what begins with the recomputed rows."""
 
     @property
-    def span_rows(self) -> int:
-        return len(self.span_token_ids)
+    def recomputed_rows(self) -> int:
+        return len(self.recomputed_token_ids)
 
     def rows_in(self, group: int) -> int:
         """Rows alive in the layers of `group`; past the last group, only the new rows."""
         groups = self.groups
-        return groups[group].alike.rows if group < len(groups) else self.new_rows
+        return groups[group].stacked.rows if group < len(groups) else self.new_rows
 
 
 class _Span(NamedTuple):
@@ -148,8 +148,8 @@ def plan_step(
     rows = _Rows.of(table, requests, blocks, spans, restoration)
     return StepPlan(
         new_rows=rows.new,
-        span_token_ids=_tensor(np.concatenate(ids) if ids else _NOTHING, device),
-        span_positions=_tensor(rows.position[rows.new :], device),
+        recomputed_token_ids=_tensor(np.concatenate(ids) if ids else _NOTHING, device),
+        recomputed_positions=_tensor(rows.position[rows.new :], device),
         groups=rows.in_groups(device),
         transfers=restoration.transfers,
         borrowed=restoration.borrowed,
@@ -183,7 +183,7 @@ def _plan_resident_decode(
     targets = units[:, [request.blocks.stop - 1 for request in layouts]]
     if targets.min() == NONE:
         return None
-    groups = AlikeGroups(
+    groups = StackedLayout(
         rows=len(layouts),
         requests=tuple(layouts),
         units=upload(units, device),
@@ -283,7 +283,7 @@ class _Rows:
         )
         offsets = _tensor(self.position % self.block_tokens, device)
         every = slice(0, self.new)
-        return AlikeGroups(self.new, layouts, sources, every, targets, offsets).layouts()
+        return StackedLayout(self.new, layouts, sources, every, targets, offsets).layouts()
 
     def _in_group(self, group: int, device: str | torch.device) -> GroupLayout:
         alive = [span for span in self.spans if span.depth > group]

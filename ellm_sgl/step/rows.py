@@ -1,4 +1,4 @@
-"""Takes span rows through the model beside SGLang's own rows.
+"""Takes recomputed rows through the model beside SGLang's own rows.
 
 The rows join at the decoder stack's input and leave inside the last layer that needs them: its
 attention has their K and V, and returns no output for them. At the latest they leave before the
@@ -24,7 +24,7 @@ Hook = Callable[..., Any]
 
 
 class MixedRows:
-    """Hooks on a decoder stack, there only while a step has span rows: a module with hooks takes
+    """Hooks on a decoder stack, only while a step recomputes rows: a module with hooks takes
     PyTorch's slow way through `__call__`.
 
     Args:
@@ -45,8 +45,8 @@ class MixedRows:
 
     @contextmanager
     def running(self, plan: StepPlan) -> Iterator[None]:
-        """The forward pass inside this context computes `plan`'s span rows too."""
-        if not plan.span_rows:
+        """The forward pass inside this context computes `plan`'s recomputed rows too."""
+        if not plan.recomputed_rows:
             yield
             return
         with ExitStack() as hooks:
@@ -60,8 +60,8 @@ class MixedRows:
 
 def _append_rows(plan: StepPlan, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     input_ids, positions, *rest = args
-    input_ids = torch.cat([input_ids, plan.span_token_ids.to(input_ids.dtype)])
-    positions = torch.cat([positions, plan.span_positions.to(positions.dtype)])
+    input_ids = torch.cat([input_ids, plan.recomputed_token_ids.to(input_ids.dtype)])
+    positions = torch.cat([positions, plan.recomputed_positions.to(positions.dtype)])
     return (input_ids, positions, *rest), kwargs
 
 

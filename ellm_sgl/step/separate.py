@@ -1,9 +1,9 @@
 """Recomputation as a pass of its own: what fusing it with the step is measured against.
 
 ```
- fused      new + span rows ─▶ layer 0 ─▶ layer 1 ─▶ ...       weights are read once
- separate   span rows       ─▶ layer 0 ─▶ ... ─▶ layer j-1     K and V of every layer are kept,
-            new rows        ─▶ layer 0 ─▶ layer 1 ─▶ ...       and attended to here
+ fused      new + recomputed rows ─▶ layer 0 ─▶ layer 1 ─▶ ...       weights are read once
+ separate   recomputed rows       ─▶ layer 0 ─▶ ... ─▶ layer j-1     K, V of every layer are kept,
+            new rows              ─▶ layer 0 ─▶ layer 1 ─▶ ...       and attended to here
 ```
 
 The same rows go through the same layers, so both are exact; but the second pass reads the weights
@@ -32,7 +32,7 @@ class _PassDone(Exception):  # noqa: N818 (no error: the way out of the pass's l
 
 
 class SeparateRows:
-    """Takes span rows through the model before SGLang's rows; stands in for `MixedRows`.
+    """Takes recomputed rows through the model before SGLang's rows; stands in for `MixedRows`.
 
     Args:
         decoder: a module called as `decoder(input_ids, positions, batch, ...)`, with
@@ -55,8 +55,8 @@ class SeparateRows:
 
     @contextmanager
     def running(self, plan: StepPlan) -> Iterator[None]:
-        """The forward pass inside this context computes `plan`'s span rows first."""
-        self._plan = plan if plan.span_rows else None
+        """The forward pass inside this context computes `plan`'s recomputed rows first."""
+        self._plan = plan if plan.recomputed_rows else None
         try:
             yield
         finally:
@@ -86,28 +86,28 @@ class SeparateRows:
         return layout, kv
 
     def _last_layer(self, plan: StepPlan) -> int:
-        """The last layer that a span row is needed for."""
+        """The last layer that a recomputed row is needed for."""
         groups = sum(layout.rows > plan.new_rows for layout in plan.groups)
         return min(groups * self._shape.layer_group, self._shape.num_layers) - 1
 
     def _recompute(self, _: nn.Module, args: Any) -> None:
         if (plan := self._plan) is None:
             return
-        hidden, residual = self._decoder.embed_tokens(plan.span_token_ids), None
+        hidden, residual = self._decoder.embed_tokens(plan.recomputed_token_ids), None
         self._first_pass = True
         with suppress(_PassDone):
             for index, layer in enumerate(self._decoder.layers):
                 rows = plan.rows_in(self._shape.group_of(index)) - plan.new_rows
                 residual = None if residual is None else residual[:rows]
                 hidden, residual = layer(
-                    plan.span_positions[:rows], hidden[:rows], args[2], residual
+                    plan.recomputed_positions[:rows], hidden[:rows], args[2], residual
                 )
         self._first_pass = False
         self._restart()
 
 
 def spans_only(layout: GroupLayout, new_rows: int) -> GroupLayout:
-    """The layout of a pass over the span rows alone: row 0 is the first of them.
+    """The layout of a pass over the recomputed rows alone: row 0 is the first of them.
 
     The last span of a request takes the place of its new rows. Nothing is written.
     """

@@ -25,9 +25,9 @@ def planned_work(plan: StepPlan, decoding: bool) -> StepWork:
     return StepWork(
         decode_rows=len(rows) if decoding else 0,
         decode_tokens=int(ends.sum()) if decoding else 0,
-        span_rows=int(counts.sum()),
-        span_squares=float((counts * counts).sum()),
-        span_prefix=float((counts * starts).sum()),
+        restored_tokens=int(counts.sum()),
+        restored_squares=float((counts * counts).sum()),
+        restored_prefix=float((counts * starts).sum()),
         prefill_rows=0 if decoding else int(rows.sum()),
         prefill_pairs=0.0 if decoding else float((rows * ends - rows * (rows - 1) / 2).sum()),
         swap_tokens=int(counts.sum()) if fetched else 0,

@@ -18,5 +18,5 @@ PREDICTION_ERROR = 0.13
 
 DECISION_MS = (4.58, 6.04)
 """Least and largest mean time of a decision (Fig. 16)."""
-THREADS_MS = 0.03
+SPLIT_MS = 0.03
 """Time to choose (l1, l2) and δ."""

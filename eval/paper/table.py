@@ -160,8 +160,8 @@ def _decisions(results: Results) -> Iterator[Row]:
         )  # fmt: skip
     bench = next(iter(results.decisions.values()))
     yield Row(
-        "Fig. 16", "time to choose l1, l2 and δ", claims.THREADS_MS, None,
-        bench.threads.mean_us / 1e3, "Arithmetic on a few numbers.", " ms",
+        "Fig. 16", "time to choose l1, l2 and δ", claims.SPLIT_MS, None,
+        bench.split.mean_us / 1e3, "Arithmetic on a few numbers.", " ms",
     )  # fmt: skip
 
 

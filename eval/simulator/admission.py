@@ -111,7 +111,7 @@ def admit(
     Args:
         budget: memory before anything is admitted.
         reserved: tokens that running requests are expected to need.
-        places: requests that may join.
+        places: requests that may be admitted.
         alone: nothing runs; the first request may then be larger than the budget.
         under_way: a prompt that is not finished; it goes first, whatever memory says.
         candidates: waiting requests in the order of their turn.

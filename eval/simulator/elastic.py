@@ -11,7 +11,7 @@ from ellm_sgl.engine import Arrival, ControlLoop, Iteration
 from ellm_sgl.eval.simulator.admission import Budget, Chunk
 from ellm_sgl.eval.simulator.clock import VirtualClock
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn, missing_tokens
+from ellm_sgl.eval.simulator.modes import Grown, Mode, Moves, Span, missing_tokens
 from ellm_sgl.memory import ElasticMemory, PageTable
 from ellm_sgl.memory.shape import IntArray as Units
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
@@ -22,7 +22,7 @@ class Elastic(Mode):
 
     Args:
         loop: asks the policy.
-        transient_tokens: rows that a step may recompute.
+        max_restored_tokens: rows that a step may recompute.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class Elastic(Mode):
         load: Load,
         progress: Progress,
         loop: ControlLoop,
-        transient_tokens: int,
+        max_restored_tokens: int,
         clock: VirtualClock,
     ) -> None:
         super().__init__(table, load, progress)
         save = _save if table.host.num_units else None
-        self.elastic = ElasticMemory(table, transient_tokens, lambda tokens: 0, save)
+        self.elastic = ElasticMemory(table, max_restored_tokens, lambda tokens: 0, save)
         shape, model = table.shape, loop.limits.model
         self._unit_tokens = shape.block_tokens / shape.num_groups
         unit_bytes = model.kv_bytes_per_token * self._unit_tokens
@@ -71,13 +71,13 @@ class Elastic(Mode):
     def ended(self, request: int) -> None:
         self.iteration.requests.remove(int(self.progress.entry[request]))
 
-    def turn(self, running: Sequence[int], waiting: IntArray) -> Turn:
+    def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         iteration, entry = self.iteration, self.progress.entry
         state = iteration.observe(entry[np.array(running, np.int64)], running, entry[waiting])
         decision = iteration.decide(state)
         # Named by their numbers in the load, as the simulator does.
         iteration.put_in_force(decision, running, running, waiting.tolist())
-        return Turn(list(iteration.decided.admit), iteration.decided.pause)
+        return Moves(list(iteration.decided.admit), iteration.decided.pause)
 
     def closed(self, closed: bool, anybody_waits: bool) -> bool:
         return self.iteration.queue_closed(closed, anybody_waits)
@@ -103,7 +103,7 @@ class Elastic(Mode):
             table.note_computed([chunk.request], [chunk.end])
             return Span()
         before = table.blocks_of(chunk.request)
-        missing = np.count_nonzero(table.lacks_units(before))
+        missing = np.count_nonzero(table.misses_units(before))
         table.extend(chunk.request, chunk.end, blocks)
         table.note_computed([chunk.request], [chunk.end - chunk.begin])
         return Span.of(np.array([missing * table.shape.block_tokens]))
@@ -124,7 +124,7 @@ class Elastic(Mode):
             return Grown(Span.of(begun if steps > 1 else before), Span.of(before))
         return Grown(Span.of(before), Span.of(missing_tokens(self.table, ids)))
 
-    def sit_out(self, requests: Sequence[int]) -> None:
+    def pause(self, requests: Sequence[int]) -> None:
         self._paused = requests
         self.iteration.bring_to_ratios(requests, paused=True)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from ellm_sgl.client.traces import IntArray
 from ellm_sgl.eval.simulator.admission import Budget, Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn
+from ellm_sgl.eval.simulator.modes import Grown, Mode, Moves, Span
 from ellm_sgl.memory import PageTable
 
 
@@ -46,11 +46,11 @@ class WholeRequestMode(Mode):
         self._fetch = fetch
         self.swaps = fetch is not None
 
-    def turn(self, running: Sequence[int], waiting: IntArray) -> Turn:
+    def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         out = int(self.progress.on_host[waiting].sum())
         back = self._coming_back(len(running), waiting[:out].tolist())
-        join = waiting[out:].tolist() if len(back) == out else ()
-        return Turn(join=join, back=back)
+        admit = waiting[out:].tolist() if len(back) == out else ()
+        return Moves(admit=admit, back=back)
 
     def _coming_back(self, running: int, out: Sequence[int]) -> Sequence[int]:
         """The first of those in host memory, while they fit beside a block more of everybody's."""

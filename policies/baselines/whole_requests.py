@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, Threads
+from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.problem.candidates import Candidates, unowned_tokens
 
 BoolArray = npt.NDArray[np.bool_]
 
-SWAP_ALL = Threads(swap_layers=1, recompute_layers=0, delta=512)
+SWAP_ALL = WorkSplit(swap_layers=1, recompute_layers=0, delta=512)
 """What the host has is fetched; nothing of it is computed again."""
 
 
@@ -43,7 +43,7 @@ class WholeRequests(Policy):
             paused = _next_paused(state, paused)
         self._paused = frozenset(running[paused].tolist())
         waiting = () if self._paused else tuple(range(len(state.waiting)))
-        return Batch(join=waiting, pause=tuple(np.flatnonzero(paused).tolist()))
+        return Batch(admit=waiting, pause=tuple(np.flatnonzero(paused).tolist()))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         ratios = np.zeros(len(state.running))
@@ -54,9 +54,9 @@ class WholeRequests(Policy):
             ratios[paused] = (
                 np.where(evicted > 0, evicted + 0.5, 0.0) / state.running.tokens[paused]
             )
-        return Ratios(running=ratios, joining=np.zeros(len(batch.join)))
+        return Ratios(running=ratios, admitted=np.zeros(len(batch.admit)))
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return SWAP_ALL
 
 
@@ -91,7 +91,7 @@ def _resume(state: SystemState, paused: BoolArray, evictable: IntArray, room: in
         room -= int(evictable[i])
         restored += int(state.running.uncached_tokens[i])
         growth = state.memory.block_tokens * (int(np.count_nonzero(~paused)) + 1)
-        if room < growth or restored > state.memory.transient_tokens:
+        if room < growth or restored > state.memory.max_restored_tokens:
             break
         paused[i] = False
     return paused

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, Threads
+from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
 from ellm_sgl.policies.pausing.choice import evicted_tokens, participants
 from ellm_sgl.policies.pausing.rotation import (
@@ -28,7 +28,7 @@ from ellm_sgl.policies.problem.candidates import (
     unowned_tokens,
     work_of,
 )
-from ellm_sgl.policies.work_split import plan_threads
+from ellm_sgl.policies.work_split import plan_split
 
 HOLD = 1 / 32
 """A share stays while what it evicts is enough, and at most this part more than enough."""
@@ -44,8 +44,8 @@ class Fcfs(Policy):
 
     Who runs: the running requests and a prefix of the waiting ones.
 
-    - All join that fit, within the SLO, without restoring anything: refusing them would only
-      put them off. b / T decides whether more join than that, at the price of restoration.
+    - All are admitted that fit, within the SLO, without restoring anything: refusing them would
+      only put them off. b / T decides whether more are, at the price of restoration.
     - A request must fit not only now but after `lookahead` further steps, in which all grow: the
       paper takes current lengths, and so admits requests that soon push each other out.
     - Where memory no longer holds those that run, the last of them pause, their KV evicted, if more
@@ -84,7 +84,7 @@ class Fcfs(Policy):
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
         self._answered: _Standing | None = None
-        """How many may join. They may wait for the server's own admission many steps long; and if
+        """How many may be admitted. They may wait many steps for the server's own admission; and if
         nobody may, running requests only grow: it gets no easier."""
         self._first_paused: int | None = None
         """Id of the first running request that pauses."""
@@ -114,12 +114,12 @@ class Fcfs(Policy):
                 self._paused_span = None
             if active < count:
                 self._first_paused = int(state.running.request_id[active])
-                return Batch(join=(), pause=tuple(range(active, count)))
+                return Batch(admit=(), pause=tuple(range(active, count)))
         self._first_paused = None
         most = min(len(state.waiting), state.max_running - len(state.running))
         if most <= 0:
-            return Batch(join=())
-        return Batch(join=tuple(range(self._joining(state, most))))
+            return Batch(admit=())
+        return Batch(admit=tuple(range(self._joining(state, most))))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         if self._rotated is not None:
@@ -130,18 +130,18 @@ class Fcfs(Policy):
                 self._paused_span = _spans_while_some_pause(state, active)
             evicted = self._paused_span
             ratios = np.where(evicted > 0, (evicted + 0.5) / state.running.tokens, 0.0)
-            return Ratios(running=ratios, joining=NOBODY)
-        candidates = Candidates.of(state, batch.join)
+            return Ratios(running=ratios, admitted=NOBODY)
+        candidates = Candidates.of(state, batch.admit)
         count = len(state.running)
         span = self._spans(state, candidates, batch, 0)
-        joining = np.zeros(len(batch.join))
-        if batch.join and self._lookahead:
-            joining += eventual_ratio(state, batch.join, self._lookahead)
+        joining = np.zeros(len(batch.admit))
+        if batch.admit and self._lookahead:
+            joining += eventual_ratio(state, batch.admit, self._lookahead)
         if span is None:
-            return Ratios(running=np.zeros(count), joining=joining)
+            return Ratios(running=np.zeros(count), admitted=joining)
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
         ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
-        return Ratios(running=ratios[:count], joining=np.maximum(ratios[count:], joining))
+        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], joining))
 
     def _ratios_of(self, state: SystemState, batch: Batch, rotated: RotationDecision) -> Ratios:
         """Of paused requests all is evicted; of active ones the same share, the least that fits; of
@@ -158,13 +158,13 @@ class Fcfs(Policy):
         if partial is not None:
             span[active] = partial
         ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
-        return Ratios(running=ratios, joining=np.full(len(batch.join), JOINING_RATIO))
+        return Ratios(running=ratios, admitted=np.full(len(batch.admit), JOINING_RATIO))
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return plan_threads(state, plan)
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return plan_split(state, plan)
 
     def _joining(self, state: SystemState, most: int) -> int:
-        """How many of up to `most` waiting requests may join."""
+        """How many of up to `most` waiting requests may be admitted."""
         bounds, limit_s = _bounds(state), float(step_limit_s(state, NOBODY)[0])
         if self._answered is not None and self._answered.still_holds(state, bounds, limit_s):
             return self._answered.joining
@@ -198,7 +198,7 @@ class Fcfs(Policy):
         if short <= 0:
             self._share = 0.0
             return None
-        most = min(int(candidates.evictable.sum()), memory.transient_tokens) // block * block
+        most = min(int(candidates.evictable.sum()), memory.max_restored_tokens) // block * block
         least = min(float(least_span_tokens(memory, np.float64(short))), most)
         enough = min(least * HOLD, most - least)
         span = spans(candidates, self._share, block)
@@ -227,7 +227,7 @@ def _spans_while_some_pause(state: SystemState, active: int) -> IntArray:
 
 def _in_time(state: SystemState, batch: Batch, candidates: Candidates, span: IntArray) -> bool:
     """Whether the step keeps the SLO by the latency model's estimate."""
-    limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.join)])[-1]
+    limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.admit)])[-1]
     return limit_s == np.inf or bool(
         state.latency.step_seconds(work_of(candidates, span)) <= limit_s
     )
@@ -244,7 +244,7 @@ class _Standing:
     limit_s: float = np.inf
     joining: int = 0
     waiting: IntArray | None = None
-    """Ids of those who join and of the next; None where the answer is not about them."""
+    """Ids of those admitted and of the next; None where the answer is not about them."""
     iterations: int = 0
 
     def still_holds(
@@ -272,4 +272,4 @@ def _next(state: SystemState, joining: int) -> IntArray:
 def _bounds(state: SystemState) -> tuple[int, ...]:
     """Places and memory."""
     memory = state.memory
-    return state.max_running, memory.device_tokens, memory.transient_tokens
+    return state.max_running, memory.device_tokens, memory.max_restored_tokens

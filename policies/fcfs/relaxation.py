@@ -119,16 +119,16 @@ class _ContinuousStep:
             StepWork(
                 decode_rows=size,
                 decode_tokens=tokens,
-                span_rows=span,
-                span_squares=share * share * squares,
-                span_prefix=share * prefix,
+                restored_tokens=span,
+                restored_squares=share * share * squares,
+                restored_prefix=share * prefix,
             )
         )
         cost = seconds / size / self._cost
         slack = np.stack(
             (
-                ((1.0 - memory.overhead_tokens) * span - short) / memory.device_tokens,
-                1.0 - span / memory.transient_tokens,
+                ((1.0 - memory.staging_overhead) * span - short) / memory.device_tokens,
+                1.0 - span / memory.max_restored_tokens,
                 np.minimum((self._limit_s - seconds) / self._seconds, 1.0),
             )
         )

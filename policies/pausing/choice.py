@@ -78,5 +78,5 @@ def _resumed(state: SystemState, active: int) -> int:
     can be restored in one step."""
     fits = _short_tokens(state, RESUME_STEPS)[1:] <= 0.0
     back = np.cumsum(np.where(np.arange(len(fits)) < active, 0, state.running.uncached_tokens))
-    possible = np.flatnonzero(fits & (back <= state.memory.transient_tokens))
+    possible = np.flatnonzero(fits & (back <= state.memory.max_restored_tokens))
     return int(possible[-1]) + 1 if len(possible) else 1

@@ -53,7 +53,7 @@ class Deadlines:
         step = StepWork(
             decode_rows=int(active.sum()),
             decode_tokens=float(running.tokens[active].sum()),
-            span_rows=float(running.uncached_tokens[active].sum()),
+            restored_tokens=float(running.uncached_tokens[active].sum()),
         )
         return cls(
             slack_s=slo * generated - spent,
@@ -129,13 +129,13 @@ def excess_share(state: SystemState) -> float:
     excess = room * BEYOND
     rows = (room + excess) / charged.mean()
     span = least_span_tokens(state.memory, excess)
-    possible = span <= np.minimum(most * (room + excess), state.memory.transient_tokens)
+    possible = span <= np.minimum(most * (room + excess), state.memory.max_restored_tokens)
     span = np.where(possible, span, 0.0)
     work = StepWork(
         decode_rows=rows,
         decode_tokens=rows * candidates.tokens.mean(),
-        span_rows=span,
-        span_squares=span * span / rows,
+        restored_tokens=span,
+        restored_squares=span * span / rows,
     )
     value = np.where(possible, rows / state.latency.step_seconds(work), 0.0)
     best = int(value.argmax())

@@ -37,7 +37,7 @@ MOST_WAITS = 4
 """Iterations without anything fetched (a prefill takes one) after which the rest of a request's KV
 is left to the step itself: the host does not have it."""
 JOINING_RATIO = 0.99
-"""What those who join are said to be brought to: SGLang's admission then reserves next to nothing
+"""What those admitted are said to be brought to: SGLang's admission then reserves next to nothing
 for tokens to come. Room for these is made by pausing somebody."""
 SOLVE_EVERY = 16
 """Iterations after which it is asked again by how much active requests should exceed memory."""
@@ -46,10 +46,10 @@ NOBODY = -1
 
 @dataclass(frozen=True, eq=False)
 class RotationDecision:
-    """Which requests pause, resume and join in one iteration."""
+    """Which requests pause, resume and are admitted in one iteration."""
 
-    join: int
-    """So many of the first waiting requests join: there is room for them, and time."""
+    admit: int
+    """So many of the first waiting requests are admitted: there is room for them, and time."""
     paused: BoolArray
     """Running requests that pause,"""
     resuming: int | None
@@ -57,7 +57,7 @@ class RotationDecision:
 
     def batch(self) -> Batch:
         pause = tuple(np.flatnonzero(self.paused).tolist())
-        return Batch(join=tuple(range(self.join)), pause=pause)
+        return Batch(admit=tuple(range(self.admit)), pause=pause)
 
     def evicted(self) -> BoolArray:
         """Requests to evict as far as can be: the paused ones, but for the one that is fetched."""
@@ -82,7 +82,7 @@ class Rotation:
         self._excess_share = 0.0
 
     def decide(self, state: SystemState) -> RotationDecision:
-        """Who is active in the next step, and how many join."""
+        """Who is active in the next step, and how many are admitted."""
         ids = state.running.request_id
         paused = np.isin(ids, self._paused)
         found = np.flatnonzero(paused & (ids == self._resuming))
@@ -98,11 +98,11 @@ class Rotation:
         rotation = _RotationState(state, paused, resuming, self._excess_share)
         rotation.make_room_to_grow()
         rotation.resume_in_time()
-        join = rotation.joining()
-        if join == 0:
+        admit = rotation.admitted()
+        if admit == 0:
             rotation.resume_if_free()
         self._remember(state, rotation)
-        return RotationDecision(join, rotation.paused, rotation.resuming)
+        return RotationDecision(admit, rotation.paused, rotation.resuming)
 
     def _is_back(self, state: SystemState, resuming: int) -> bool:
         """All its KV is there; or nothing more of it comes, because the host does not have it."""
@@ -133,7 +133,7 @@ class _RotationState:
         self.memory = Memory.of(state, excess)
         self.deadlines = Deadlines.of(state, ~paused)
         self._expects = False
-        """Somebody pauses for a request that is to join in the next iteration."""
+        """Somebody pauses for a request to be admitted in the next iteration."""
 
     def make_room_to_grow(self) -> None:
         """Pause those with most slack until the active ones have room for AHEAD more steps."""
@@ -156,9 +156,9 @@ class _RotationState:
         self._pause(pausing)
         self.resuming = back
 
-    def joining(self) -> int:
-        """How many of the waiting requests join. If there is time for one, but no room, those
-        with most slack pause now, so that it joins in the next iteration."""
+    def admitted(self) -> int:
+        """How many of the waiting requests are admitted. If there is time for one, but no room,
+        those with most slack pause now, so that it is admitted in the next iteration."""
         running, waiting = self.state.running, self.state.waiting
         active = int(np.count_nonzero(~self.paused))
         places = min(self.deadlines.most_running(active), self.state.max_running) - len(running)

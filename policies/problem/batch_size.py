@@ -119,19 +119,19 @@ class BatchProblem:
             StepWork(
                 decode_rows=sizes,
                 decode_tokens=self.tokens[sizes],
-                span_rows=span,
-                span_squares=share * share * self.squares[sizes],
-                span_prefix=share * self.prefix[sizes],
+                restored_tokens=span,
+                restored_squares=share * share * self.squares[sizes],
+                restored_prefix=share * self.prefix[sizes],
             )
         )
-        fits = (span <= evictable) & (span <= self.memory.transient_tokens)
+        fits = (span <= evictable) & (span <= self.memory.max_restored_tokens)
         return span, seconds, fits & (seconds <= self.limit_s[sizes])
 
     def _fits_rounded(self, size: int, span_tokens: float) -> bool:
         """Whether the first `size` requests keep the SLO with whole blocks evicted of each."""
         first, block = self.candidates.first(size), self.memory.block_tokens
         span = spans(first, share_for(first, span_tokens, block), block)
-        if span.sum() > self.memory.transient_tokens:
+        if span.sum() > self.memory.max_restored_tokens:
             return False
         seconds = float(self.latency.step_seconds(work_of(first, span)))
         return seconds <= float(self.limit_s[size])

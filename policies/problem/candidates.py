@@ -120,7 +120,7 @@ def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> Fl
     Returns:
         Tokens; inf if eviction gains nothing, because M_o takes all of it.
     """
-    gain = 1.0 - memory.overhead_tokens
+    gain = 1.0 - memory.staging_overhead
     if gain <= 0.0:
         return np.where(short > 0.0, np.inf, 0.0)
     blocks = np.ceil(np.maximum(short, 0.0) / (gain * memory.block_tokens))
@@ -171,9 +171,9 @@ def work_of(candidates: Candidates, span: IntArray) -> StepWork:
     return StepWork(
         decode_rows=len(candidates.tokens),
         decode_tokens=float(candidates.tokens.sum()),
-        span_rows=float(n.sum()),
-        span_squares=float(n @ n),
-        span_prefix=float(n @ candidates.shared),
+        restored_tokens=float(n.sum()),
+        restored_squares=float(n @ n),
+        restored_prefix=float(n @ candidates.shared),
     )
 
 
@@ -184,7 +184,7 @@ def step_limit_s(state: SystemState, join_slo_s: FloatArray) -> FloatArray:
     the time since that running request's last token for which it is longest.
 
     Args:
-        join_slo_s: `tpot_slo_s` of the waiting requests that may join, in order.
+        join_slo_s: `tpot_slo_s` of the waiting requests that may be admitted, in order.
 
     Returns:
         Entry k: the limit if the first k of these join.

@@ -1,4 +1,4 @@
-"""Which waiting requests join, where some are more urgent than others."""
+"""Which waiting requests are admitted, where some are more urgent than others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_JOINS = 64
 def joining(
     state: SystemState, levels: Levels, lookahead: int, budget: PrefillBudget
 ) -> tuple[int, ...] | None:
-    """Positions in `state.waiting` of the requests that join, in order; None if those first
+    """Positions in `state.waiting` of the requests that are admitted, in order; None if those first
     in line have to wait for `budget`.
 
     In one iteration requests of one level join, since the first token of each has to wait for
@@ -104,12 +104,12 @@ def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> i
     size = np.arange(running, running + most + 1)
     evictable = problem.candidates.evictable[lower].astype(np.float64)
     span = least_span_tokens(problem.memory, problem.short[size])
-    fits = (span <= evictable.sum()) & (span <= problem.memory.transient_tokens)
+    fits = (span <= evictable.sum()) & (span <= problem.memory.max_restored_tokens)
     share = span / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
     spans = {
-        "span_rows": span / MAX_STEPS_PER_TOKEN,
-        "span_squares": share * float(evictable @ evictable),
-        "span_prefix": share * float(evictable @ problem.candidates.shared[lower]),
+        "restored_tokens": span / MAX_STEPS_PER_TOKEN,
+        "restored_squares": share * float(evictable @ evictable),
+        "restored_prefix": share * float(evictable @ problem.candidates.shared[lower]),
     }
     tokens = problem.tokens[size]
     per_step = len(lower) / MAX_STEPS_PER_TOKEN
@@ -145,6 +145,6 @@ def _step_seconds(state: SystemState) -> float:
     step = StepWork(
         decode_rows=len(running),
         decode_tokens=float(running.tokens.sum()),
-        span_rows=float(running.uncached_tokens.sum()),
+        restored_tokens=float(running.uncached_tokens.sum()),
     )
     return float(state.latency.step_seconds(step))

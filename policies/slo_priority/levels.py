@@ -58,7 +58,7 @@ def keep_weights(level: IntArray, tpot_slo_s: FloatArray, arrival_s: FloatArray)
 
     Levels differ by LEVEL_FACTOR. Within a level a tighter SLO counts up to twice as much, and so
     does earlier arrival: if the newest requests are evicted first, the others go on at full
-    speed and finish, and their memory brings the newest back. Spread evenly, the same span tokens
+    speed and finish, and their memory brings the newest back. Spread evenly, the same restoration
     would slow all of them down, and no request could pause to spare the step any.
     """
     count = len(level)

@@ -16,7 +16,7 @@ from ellm_sgl.policies.base import (
     Ratios,
     Requests,
     SystemState,
-    Threads,
+    WorkSplit,
 )
 from ellm_sgl.policies.planned import evictable_tokens
 from ellm_sgl.policies.problem.candidates import (
@@ -31,7 +31,7 @@ from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_lev
 from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
 from ellm_sgl.policies.slo_priority.program import SpanCosts, SpanProgram, whole_blocks
 from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
-from ellm_sgl.policies.work_split import plan_threads
+from ellm_sgl.policies.work_split import plan_split
 
 GROWTH_STEPS = 4
 """A new plan leaves room for so many further steps, in which running requests grow."""
@@ -74,25 +74,25 @@ class SloPriority(Policy):
         ranked = self._rank(state)
         join = self._join(state, ranked)
         schedule = self._schedule(state, ranked, queue=len(join) < len(state.waiting))
-        return Batch(join=join, pause=schedule.paused(state))
+        return Batch(admit=join, pause=schedule.paused(state))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         span = self._spans(state, batch)
         count = len(state.running)
-        joining = np.zeros(len(batch.join))
-        if batch.join and self._lookahead:
-            joining += eventual_ratio(state, batch.join, self._lookahead)
+        joining = np.zeros(len(batch.admit))
+        if batch.admit and self._lookahead:
+            joining += eventual_ratio(state, batch.admit, self._lookahead)
         if span is None:
-            return Ratios(running=np.zeros(count), joining=joining)
+            return Ratios(running=np.zeros(count), admitted=joining)
         tokens = state.running.tokens
-        if batch.join:
-            tokens = np.concatenate((tokens, state.waiting.tokens[list(batch.join)]))
+        if batch.admit:
+            tokens = np.concatenate((tokens, state.waiting.tokens[list(batch.admit)]))
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
         ratios = np.where(span > 0, (span + 0.5) / tokens, 0.0)
-        return Ratios(running=ratios[:count], joining=np.maximum(ratios[count:], joining))
+        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], joining))
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return plan_threads(state, plan)
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return plan_split(state, plan)
 
     def _rank(self, state: SystemState) -> _Ranked:
         if self._ranked is None or not self._ranked.is_of(state):
@@ -125,14 +125,14 @@ class SloPriority(Policy):
         return standing.schedule
 
     def _spans(self, state: SystemState, batch: Batch) -> IntArray | None:
-        """n_i of each running and each joining request; None if all is cached."""
+        """n_i of each running and each admitted request; None if all is cached."""
         plan = self._plan
-        if not batch.join and _still_good(state, plan):
+        if not batch.admit and _still_good(state, plan):
             return None if plan is None else plan.span
-        candidates = Candidates.of(state, batch.join)
+        candidates = Candidates.of(state, batch.admit)
         block = state.memory.block_tokens
         need = _need(state, candidates.tokens, candidates.shared, GROWTH_STEPS)
-        most = min(state.memory.transient_tokens, int(candidates.evictable.sum()))
+        most = min(state.memory.max_restored_tokens, int(candidates.evictable.sum()))
         need = int(min(need, most)) // block * block
         self._plan = self._planned(state, batch, candidates, need) if need > 0 else None
         return None if self._plan is None else self._plan.span
@@ -155,7 +155,7 @@ class SloPriority(Policy):
         )
 
     def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
-        levels, rows = self._rank(state).levels, list(batch.join)
+        levels, rows = self._rank(state).levels, list(batch.admit)
 
         def column(running: FloatArray, waiting: FloatArray) -> FloatArray:
             return np.concatenate((running, waiting[rows]))
@@ -253,7 +253,7 @@ class _Standing:
 
 def _bounds(state: SystemState) -> tuple[float, ...]:
     memory = state.memory
-    return state.max_running, state.tpot_slo_s, memory.device_tokens, memory.transient_tokens
+    return state.max_running, state.tpot_slo_s, memory.device_tokens, memory.max_restored_tokens
 
 
 def _need(state: SystemState, tokens: IntArray, shared: IntArray, steps: int) -> float:
@@ -276,6 +276,6 @@ def _still_good(state: SystemState, plan: _Plan | None) -> bool:
     evicted = plan.evicted
     if least <= evicted:
         room = (len(plan.span) + 1) * memory.block_tokens
-        return (evicted - least) * (1.0 - memory.overhead_tokens) <= room
+        return (evicted - least) * (1.0 - memory.staging_overhead) <= room
     most = int(evictable_tokens(running, memory.block_tokens).sum())
-    return evicted > min(most, memory.transient_tokens) - memory.block_tokens
+    return evicted > min(most, memory.max_restored_tokens) - memory.block_tokens

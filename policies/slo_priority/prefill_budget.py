@@ -54,6 +54,6 @@ class PrefillBudget:
         return self._saved_s >= min(seconds, MOST_S)
 
     def offer(self, waiting: Requests, seconds: FloatArray) -> None:
-        """These may join; their prompts take so long, each. inf where nobody is held up: who comes
-        next finds nothing saved up, and so is not held up at once."""
+        """These may be admitted; their prompts take so long, each. inf where nobody is held up: who
+        comes next finds nothing saved up, and so is not held up at once."""
         self._offered = dict(zip(waiting.request_id.tolist(), seconds.tolist(), strict=True))

@@ -6,7 +6,7 @@
 n_i is the number of request i's tokens to be recomputed in each step, c_i and q the time that
 they take (linear layers and prefix; attention within the span), w_i the request's urgency, u_i
 what can be evicted of it, and `need` what memory lacks. Since every cost is positive, Σ n_i = need
-at the optimum, so the bound Σ n_i ≤ transient limit is one on `need`.
+at the optimum, so the bound Σ n_i ≤ the most restored is one on `need`.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class SpanCosts:
             StepWork(
                 decode_rows=len(limit),
                 decode_tokens=float(candidates.tokens.sum()),
-                span_rows=need * np.array([0.0, 1.0, 1.0, 1.0]),
-                span_squares=squares * np.array([0.0, 0.0, 1.0, 1.0]),
-                span_prefix=prefix * np.array([0.0, 0.0, 0.0, 1.0]),
+                restored_tokens=need * np.array([0.0, 1.0, 1.0, 1.0]),
+                restored_squares=squares * np.array([0.0, 0.0, 1.0, 1.0]),
+                restored_prefix=prefix * np.array([0.0, 0.0, 0.0, 1.0]),
             )
         ).tolist()
         rows = max(steps[1] - steps[0], FREE * steps[0]) / need

@@ -198,9 +198,9 @@ def _expected_work(state: SystemState, members: list[IntArray], rates: FloatArra
     return StepWork(
         decode_rows=rates.sum(axis=1),
         decode_tokens=tokens,
-        span_rows=rows,
-        span_squares=squares,
-        span_prefix=prefix,
+        restored_tokens=rows,
+        restored_squares=squares,
+        restored_prefix=prefix,
         swap_tokens=rows if state.memory.host_tokens else 0,
     )
 
@@ -209,10 +209,10 @@ def _loss(state: SystemState, work: StepWork, seconds: FloatArray) -> FloatArray
     """Share of tokens per second that each choice loses against the first, the full step.
 
     A token counts what it takes there: an equal part of the step without spans, and as much of
-    the rest as it has of the span tokens. Otherwise it would seem a gain to put off the requests
-    that have most to recompute, though they run later.
+    the rest as it has of the restored tokens. Otherwise it would seem a gain to put off the
+    requests that have most to recompute, though they run later.
     """
-    rows, spans = np.asarray(work.decode_rows), np.asarray(work.span_rows)
+    rows, spans = np.asarray(work.decode_rows), np.asarray(work.restored_tokens)
     tokens = np.asarray(work.decode_tokens)
     cached = float(state.latency.step_seconds(StepWork(rows[0], tokens[0])))
     per_span = (seconds[0] - cached) / max(float(spans[0]), 1.0)

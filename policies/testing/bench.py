@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.checks import check_batch, check_ratios, check_threads
+from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.checks import check_batch, check_ratios, check_split
 from ellm_sgl.policies.planned import step_work
 from ellm_sgl.policies.registry import create
 from ellm_sgl.policies.testing.generate import make_state, requests
@@ -51,12 +51,12 @@ class PolicyBench:
     first_us: float
     """The first decision; a policy may build its program in it."""
     decision: Timing
-    """`batch`, `ratio` and `threads`, each time about other requests and another amount of
+    """`batch`, `ratio` and `split`, each time about other requests and another amount of
     memory, so that nothing worked out before still holds."""
     steady: Timing
     """The same questions, each time one token further and nothing else changed."""
-    threads: Timing
-    """`threads` alone."""
+    split: Timing
+    """`split` alone."""
     checks: Timing
     """The server's checks of the three answers."""
 
@@ -76,10 +76,10 @@ def bench(name: str, options: Mapping[str, object], calls: int = CALLS) -> Polic
     def check() -> None:
         check_batch(state, first.batch)
         check_ratios(state, first.batch, first.ratios)
-        check_threads(first.threads)
+        check_split(first.split)
 
-    def threads() -> None:
-        policy.threads(state, first.plan)
+    def split() -> None:
+        policy.split(state, first.plan)
 
     check()
     others = (busy_state(rng, rng.uniform(*ROOM)) for _ in range(calls + WARM_UP))
@@ -88,7 +88,7 @@ def bench(name: str, options: Mapping[str, object], calls: int = CALLS) -> Polic
         first_us=first.seconds * 1e6,
         decision=_timing(policy, others),
         steady=_timing(policy, _one_token_further(state, calls + WARM_UP)),
-        threads=Timing.of(_seconds(threads) for _ in range(calls)),
+        split=Timing.of(_seconds(split) for _ in range(calls)),
         checks=Timing.of(_seconds(check) for _ in range(calls)),
     )
 
@@ -127,8 +127,8 @@ def busy_state(rng: np.random.Generator, room: float) -> SystemState:
         waiting,
         device_tokens=max(device, int((held - uncached).sum())),
         block_tokens=BLOCK_TOKENS,
-        transient_tokens=int(running.tokens.sum()),
-        overhead_tokens=0.1,
+        max_restored_tokens=int(running.tokens.sum()),
+        staging_overhead=0.1,
         max_running=RUNNING + 64,
         tpot_slo_s=0.5,
     )
@@ -146,7 +146,7 @@ class _Decision:
     batch: Batch
     ratios: Ratios
     plan: StepWork
-    threads: Threads
+    split: WorkSplit
     seconds: float
     """What the three answers took; making the plan is the server's work."""
 
@@ -158,9 +158,9 @@ def _decide(policy: Policy, state: SystemState) -> _Decision:
     answered = time.perf_counter()
     plan = step_work(state, batch, ratios)
     planned = time.perf_counter()
-    threads = policy.threads(state, plan)
+    split = policy.split(state, plan)
     seconds = (answered - start) + (time.perf_counter() - planned)
-    return _Decision(batch, ratios, plan, threads, seconds)
+    return _Decision(batch, ratios, plan, split, seconds)
 
 
 def _timing(policy: Policy, states: Iterable[SystemState]) -> Timing:

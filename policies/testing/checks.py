@@ -15,8 +15,8 @@ import numpy as np
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
-from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.checks import check_batch, check_ratios, check_threads
+from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.checks import check_batch, check_ratios, check_split
 from ellm_sgl.policies.planned import planned_tokens, step_work
 from ellm_sgl.policies.testing.generate import Size, random_state
 from ellm_sgl.policies.testing.starvation import SCENES, Server
@@ -205,10 +205,10 @@ def targets_fit_the_device(subject: Subject) -> None:
                     f"its targets leave {targets.sum():,} tokens uncached, {missing:,.0f} device "
                     "tokens too few"
                 )
-            if restored > state.memory.transient_tokens:
+            if restored > state.memory.max_restored_tokens:
                 raise BrokenRuleError(
                     f"its targets leave {restored:,} tokens for one step to restore, which can "
-                    f"restore at most {state.memory.transient_tokens:,}"
+                    f"restore at most {state.memory.max_restored_tokens:,}"
                 )
 
 
@@ -282,29 +282,29 @@ def told_of(error: Exception) -> str:
     return str(error) if isinstance(error, BrokenRuleError) else f"{type(error).__name__}: {error}"
 
 
-def _ask(policy: Policy, state: SystemState) -> tuple[Batch, Ratios, Threads]:
+def _ask(policy: Policy, state: SystemState) -> tuple[Batch, Ratios, WorkSplit]:
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
-    return batch, ratios, policy.threads(state, step_work(state, batch, ratios))
+    return batch, ratios, policy.split(state, step_work(state, batch, ratios))
 
 
-def _checked(policy: Policy, state: SystemState) -> tuple[Batch, Ratios, Threads]:
+def _checked(policy: Policy, state: SystemState) -> tuple[Batch, Ratios, WorkSplit]:
     """The answers, each checked before the next question is asked."""
     batch = policy.batch(state)
     check_batch(state, batch)
     ratios = policy.ratio(state, batch)
     check_ratios(state, batch, ratios)
-    threads = policy.threads(state, step_work(state, batch, ratios))
-    check_threads(threads)
-    return batch, ratios, threads
+    split = policy.split(state, step_work(state, batch, ratios))
+    check_split(split)
+    return batch, ratios, split
 
 
 def _difference(
-    first: tuple[Batch, Ratios, Threads], second: tuple[Batch, Ratios, Threads]
+    first: tuple[Batch, Ratios, WorkSplit], second: tuple[Batch, Ratios, WorkSplit]
 ) -> str | None:
     if first[0] != second[0]:
         return f"{first[0]} and {second[0]}"
-    for name in ("running", "joining"):
+    for name in ("running", "admitted"):
         a, b = getattr(first[1], name), getattr(second[1], name)
         if not np.array_equal(a, b, equal_nan=True):
             where = int(np.argmax(a != b))

@@ -14,7 +14,7 @@ import numpy as np
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies.base import Batch, Policy, Ratios, Requests, StepReport, SystemState
-from ellm_sgl.policies.checks import check_batch, check_ratios, check_threads
+from ellm_sgl.policies.checks import check_batch, check_ratios, check_split
 from ellm_sgl.policies.planned import planned_tokens, select, step_work
 from ellm_sgl.policies.testing.generate import make_state, requests
 
@@ -58,7 +58,7 @@ class SlowMachine(LatencyModel):
     """A step takes about a second, so that minutes pass in a few hundred decisions."""
 
     def step_seconds(self, work: StepWork) -> FloatArray:
-        rows = work.decode_rows + 0.02 * (work.span_rows + work.prefill_rows)
+        rows = work.decode_rows + 0.02 * (work.restored_tokens + work.prefill_rows)
         return np.asarray(1.0 + 0.05 * rows + 1e-5 * work.decode_tokens, np.float64)
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -118,7 +118,7 @@ class Server:
         check_batch(state, batch)
         ratios = self.policy.ratio(state, batch)
         check_ratios(state, batch, ratios)
-        check_threads(self.policy.threads(state, step_work(state, batch, ratios)))
+        check_split(self.policy.split(state, step_work(state, batch, ratios)))
 
         paused = {self.running[i].request_id for i in batch.pause}
         targets = planned_tokens(state.running, ratios.running, BLOCK_TOKENS)
@@ -128,8 +128,8 @@ class Server:
         admitted = len(joined)
         work = step_work(
             state,
-            Batch(batch.join[:admitted], batch.pause),
-            Ratios(ratios.running, ratios.joining[:admitted]),
+            Batch(batch.admit[:admitted], batch.pause),
+            Ratios(ratios.running, ratios.admitted[:admitted]),
         )
         seconds = float(self.latency.step_seconds(work))
         self.last_step = StepReport(work, seconds, seconds)
@@ -165,10 +165,10 @@ class Server:
 
     def _admit(self, state: SystemState, batch: Batch, ratios: Ratios) -> list[_Request]:
         """A prefix of the requests named: as many as fit, and always one if nobody runs."""
-        joining = select(state.waiting, batch.join)
-        missing = planned_tokens(joining, ratios.joining, BLOCK_TOKENS).tolist()
+        joining = select(state.waiting, batch.admit)
+        missing = planned_tokens(joining, ratios.admitted, BLOCK_TOKENS).tolist()
         joined: list[_Request] = []
-        for position, uncached in zip(batch.join, missing, strict=True):
+        for position, uncached in zip(batch.admit, missing, strict=True):
             request = self.waiting[position]
             full = len(self.running) >= MAX_RUNNING
             if self.running and (full or request.kept - uncached > self._free_tokens()):

@@ -46,7 +46,7 @@ def with_memory(state: SystemState, share: float) -> SystemState:
         state.memory,
         device_tokens=device,
         device_free_tokens=free,
-        transient_tokens=max(state.memory.transient_tokens, int(uncached.sum())),
+        max_restored_tokens=max(state.memory.max_restored_tokens, int(uncached.sum())),
     )
     running = replace(state.running, uncached_tokens=uncached)
     return replace(state, running=running, waiting=requests([]), memory=memory, last_step=None)
@@ -69,14 +69,14 @@ def missing_tokens(state: SystemState, uncached: float, restored: float) -> floa
         restored: those of `uncached` that the step restores: of requests that take part in it.
     """
     now = float(state.running.uncached_tokens.sum())
-    overhead = state.memory.overhead_tokens * restored
+    overhead = state.memory.staging_overhead * restored
     return now - uncached + overhead - state.memory.device_free_tokens
 
 
 def some_ratios_fit(state: SystemState) -> bool:
     """Whether the most that may be uncached, or as much as one step can restore, fits."""
     most = float(evictable_tokens(state.running, state.memory.block_tokens).sum())
-    most = min(most, float(state.memory.transient_tokens))
+    most = min(most, float(state.memory.max_restored_tokens))
     return missing_tokens(state, most, most) <= 0
 
 

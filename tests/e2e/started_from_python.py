@@ -31,9 +31,9 @@ def enable() -> None:
     """What a framework does before it makes its `ServerArgs`."""
     from sglang.srt.plugins import load_plugins
 
-    from ellm_sgl.config.resolve import settle
+    from ellm_sgl.config.resolve import resolve
 
-    settle({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
+    resolve({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
     load_plugins()
 
 
@@ -45,9 +45,9 @@ def server(port: int) -> None:
 
 def unprepared(port: int) -> None:
     """The same, with arguments made before SGLang loaded its plugins."""
-    from ellm_sgl.config.resolve import settle
+    from ellm_sgl.config.resolve import resolve
 
-    settle({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
+    resolve({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
     _server(port)
 
 

@@ -22,10 +22,10 @@ class Scene:
     """
 
     def __init__(
-        self, room: int, ratios: float | dict[int, float] = 0.0, transient: int = 1000
+        self, room: int, ratios: float | dict[int, float] = 0.0, max_restored: int = 1000
     ) -> None:
         self.table = PageTable(SHAPE, num_blocks=100, num_units=room * GROUPS)
-        self.elastic = ElasticMemory(self.table, transient, self.reclaim)
+        self.elastic = ElasticMemory(self.table, max_restored, self.reclaim)
         self.ratios = ratios
         self.tree: list[int] = []
         """Blocks of cached prefixes that nobody uses."""

@@ -20,7 +20,7 @@ class Pauses(Stock):
     """Promises to keep all, and lets a request sit out."""
 
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=(), pause=(0,))
+        return Batch(admit=(), pause=(0,))
 
 
 class Raises(Stock):
@@ -29,7 +29,7 @@ class Raises(Stock):
 
 
 @pytest.mark.parametrize(
-    ("make", "settles"),
+    ("make", "stands"),
     [
         (Stock, True),
         (Fcfs, True),
@@ -41,9 +41,9 @@ class Raises(Stock):
     ],
 )
 def test_a_decision_settles_where_all_is_kept_and_the_policy_promises_to_leave_it_so(
-    make: Callable[[], Policy], settles: bool
+    make: Callable[[], Policy], stands: bool
 ) -> None:
     limits = ServerLimits(TINY, GPU, 8, math.inf, 4096)
     loop = ControlLoop(make(), 30.0, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
-    assert loop.decide(STATE).settles == settles
-    loop.safe.close()
+    assert loop.decide(STATE).stands == stands
+    loop.guard.close()

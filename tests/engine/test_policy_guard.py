@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from ellm_sgl.engine import policy_guard as asking_module
-from ellm_sgl.engine.policy_guard import Answer, SafePolicy
+from ellm_sgl.engine.policy_guard import Answer, PolicyGuard
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies import Batch, FixedRatio, Policy, Ratios, Stock, SystemState, Threads
+from ellm_sgl.policies import Batch, FixedRatio, Policy, Ratios, Stock, SystemState, WorkSplit
 from ellm_sgl.policies.testing.generate import make_state, requests
 
 STATE = make_state(requests([100, 200]), requests([50, 60, 70]), device_tokens=1000)
@@ -33,7 +33,7 @@ class Scripted(FixedRatio):
         self,
         batch: Callable[[], Batch] | None = None,
         ratio: Callable[[], Ratios] | None = None,
-        threads: Callable[[], Threads] | None = None,
+        threads: Callable[[], WorkSplit] | None = None,
     ) -> None:
         super().__init__(0.25)
         self.scripts = (batch, ratio, threads)
@@ -47,26 +47,26 @@ class Scripted(FixedRatio):
         script = self.scripts[1]
         return script() if script else super().ratio(state, batch)
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         self.plans.append(plan)
         script = self.scripts[2]
-        return script() if script else super().threads(state, plan)
+        return script() if script else super().split(state, plan)
 
 
 @contextmanager
-def asking(policy: Policy, budget_s: float = LONG_S) -> Iterator[SafePolicy]:
-    safe = SafePolicy(policy, budget_s)
+def asking(policy: Policy, budget_s: float = LONG_S) -> Iterator[PolicyGuard]:
+    safe = PolicyGuard(policy, budget_s)
     yield safe
     safe.close()
 
 
 def is_safe(answer: Answer) -> bool:
     return (
-        answer.batch == Batch(join=(0, 1, 2))
+        answer.batch == Batch(admit=(0, 1, 2))
         and not answer.ratios.running.any()
-        and not answer.ratios.joining.any()
+        and not answer.ratios.admitted.any()
         and len(answer.ratios.running) == 2
-        and len(answer.ratios.joining) == 3
+        and len(answer.ratios.admitted) == 3
     )
 
 
@@ -93,23 +93,23 @@ def test_a_promise_that_cannot_be_asked_about_is_none() -> None:
         assert safe.idle_without_pressure and not other.idle_without_pressure
 
 
-def test_the_threads_question_is_about_the_step_that_the_answers_lead_to() -> None:
+def test_the_split_question_is_about_the_step_that_the_answers_lead_to() -> None:
     policy = Scripted()
     with asking(policy) as safe:
         safe.answer(STATE)
     (plan,) = policy.plans
     # 100, 200, 50, 60, 70 tokens at r = 0.25, rounded down to blocks of 16
     assert (plan.decode_rows, plan.decode_tokens) == (5, 480)
-    assert plan.span_rows == 16 + 48 + 0 + 0 + 16
-    assert plan.span_squares == 16**2 + 48**2 + 16**2
+    assert plan.restored_tokens == 16 + 48 + 0 + 0 + 16
+    assert plan.restored_squares == 16**2 + 48**2 + 16**2
 
 
 def test_paused_requests_are_not_in_that_step() -> None:
-    policy = Scripted(batch=lambda: Batch(join=(), pause=(1,)),
+    policy = Scripted(batch=lambda: Batch(admit=(), pause=(1,)),
                       ratio=lambda: Ratios(np.array([0.5, 0.5]), np.empty(0)))  # fmt: skip
     with asking(policy) as safe:
         assert safe.answer(STATE).batch.pause == (1,)
-    assert (policy.plans[0].decode_rows, policy.plans[0].span_rows) == (1, 48)
+    assert (policy.plans[0].decode_rows, policy.plans[0].restored_tokens) == (1, 48)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_paused_requests_are_not_in_that_step() -> None:
     [
         (Scripted(batch=raising(RuntimeError("no"))), "exception"),
         (Scripted(batch=raising(TimeoutError("its own"))), "exception"),
-        (Scripted(batch=lambda: Batch(join=(3,))), "range"),
-        (Scripted(batch=lambda: Batch(join=(-1,))), "range"),
-        (Scripted(batch=lambda: Batch(join=(0, 0))), "duplicate"),
-        (Scripted(batch=lambda: Batch(join=(), pause=(0, 1))), "stall"),
+        (Scripted(batch=lambda: Batch(admit=(3,))), "range"),
+        (Scripted(batch=lambda: Batch(admit=(-1,))), "range"),
+        (Scripted(batch=lambda: Batch(admit=(0, 0))), "duplicate"),
+        (Scripted(batch=lambda: Batch(admit=(), pause=(0, 1))), "stall"),
         (Scripted(ratio=lambda: Ratios(np.array([0.1, np.nan]), np.zeros(3))), "nan"),
         (Scripted(ratio=lambda: Ratios(np.array([0.1, 2.0]), np.zeros(3))), "range"),
         (Scripted(ratio=lambda: Ratios(np.zeros(1), np.zeros(3))), "shape"),
-        (Scripted(threads=lambda: Threads(1, 1, 33)), "range"),
+        (Scripted(threads=lambda: WorkSplit(1, 1, 33)), "range"),
     ],
 )
 def test_a_bad_answer_is_replaced_and_counted(policy: Policy, kind: str) -> None:
@@ -137,10 +137,10 @@ def test_a_bad_answer_is_replaced_and_counted(policy: Policy, kind: str) -> None
 def test_nobody_joining_an_idle_server_is_a_stall() -> None:
     """Otherwise those who wait would wait for ever."""
     idle = dataclasses.replace(STATE, running=requests([]))
-    nobody = Scripted(batch=lambda: Batch(join=()),
+    nobody = Scripted(batch=lambda: Batch(admit=()),
                       ratio=lambda: Ratios(np.empty(0), np.empty(0)))  # fmt: skip
     with asking(nobody) as safe:
-        assert safe.answer(idle).batch.join == (0, 1, 2)
+        assert safe.answer(idle).batch.admit == (0, 1, 2)
     assert safe.failures == {"stall": 1}
 
 
@@ -149,7 +149,7 @@ def test_a_late_answer_is_replaced_until_the_policy_is_back() -> None:
 
     def wait() -> Batch:
         release.wait(LONG_S)
-        return Batch(join=())
+        return Batch(admit=())
 
     policy = Scripted(batch=wait, ratio=lambda: Ratios(np.zeros(2), np.empty(0)))
     with asking(policy, budget_s=0.01) as safe:
@@ -160,7 +160,7 @@ def test_a_late_answer_is_replaced_until_the_policy_is_back() -> None:
         assert safe._pending is not None
         safe._pending.result(LONG_S)
         safe.budget_s = LONG_S
-        assert safe.answer(STATE).batch.join == ()
+        assert safe.answer(STATE).batch.admit == ()
         assert safe.failures == {"late": 2}
 
 
@@ -169,7 +169,7 @@ def test_each_kind_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING), asking(policy) as safe:
         for _ in range(5):
             safe.answer(STATE)
-        policy.scripts = (lambda: Batch(join=(9,)), None, None)
+        policy.scripts = (lambda: Batch(admit=(9,)), None, None)
         safe.answer(STATE)
     assert len(caplog.records) == 2
     assert "Scripted raised RuntimeError: no" in caplog.messages[0]
@@ -191,7 +191,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def hanging(release: threading.Event) -> Callable[[], Batch]:
     def script() -> Batch:
         release.wait(LONG_S)
-        return Batch(join=())
+        return Batch(admit=())
 
     return script
 
@@ -214,7 +214,7 @@ def test_a_policy_that_hangs_at_first_is_late_until_it_has_answered(
         release.set()
         assert safe._pending is not None
         safe._pending.result(LONG_S)
-        assert safe.answer(STATE).batch.join == ()
+        assert safe.answer(STATE).batch.admit == ()
         assert safe.failures == {"late": 2} and len(caplog.messages) == 1
 
 
@@ -248,7 +248,7 @@ def test_a_policy_of_this_package_has_all_the_time_it_wants_for_its_first_answer
     def slow(*_: object) -> Batch:
         threads.append(threading.get_ident())
         time.sleep(0.02)
-        return Batch(join=())
+        return Batch(admit=())
 
     monkeypatch.setattr(FixedRatio, "batch", slow)
     with asking(FixedRatio(0.25)) as safe:
@@ -286,10 +286,10 @@ asking.FIRST_ANSWER_S = 0.05
 hangs = Scripted(batch=threading.Event().wait)
 limits = ServerLimits(TINY, GPU, 8, 1.0, 4096)
 loop = ControlLoop(hangs, 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
-loop.safe.warm_up(STATE)
-late = loop.safe.failures["late"]
+loop.guard.warm_up(STATE)
+late = loop.guard.failures["late"]
 loop.switch(Stock())
-print(late, loop.decide(STATE).join, dict(loop.safe.failures))
+print(late, loop.decide(STATE).admit, dict(loop.guard.failures))
 """
 
 
@@ -316,11 +316,11 @@ def test_without_a_deadline_the_callers_own_thread_asks() -> None:
 
     def note() -> Batch:
         threads.append(threading.get_ident())
-        return Batch(join=(0,))
+        return Batch(admit=(0,))
 
     with asking(Scripted(batch=note), math.inf) as safe:
         safe.warm_up(STATE)
-        assert safe.answer(STATE).batch == Batch(join=(0,))
+        assert safe.answer(STATE).batch == Batch(admit=(0,))
     assert threads == [threading.get_ident()]
 
 

@@ -62,7 +62,7 @@ def test_turning_to_prompts_and_back_is_noted_also_across_a_pause() -> None:
     log.start(prompt)
     log.start(WORK)
     log.idle()
-    assert [r.work.turns for r in log.reports] == [0, 0, 1, 0, 1, 0, 1]
+    assert [r.work.phase_changes for r in log.reports] == [0, 0, 1, 0, 1, 0, 1]
 
 
 def test_stalls_belong_to_the_step_under_way() -> None:

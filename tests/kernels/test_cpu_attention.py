@@ -98,11 +98,11 @@ def test_groups_that_are_alike_are_prepared_at_once(isa: str) -> None:
     inputs = make(Sizes(((40, 1), (90, 70), (5, 1)), 16, 2, 2, 64, F32, F32, 0.0))
     layout, moved = inputs.layout, torch.randperm(len(inputs.keys) - 1) + 1
     moved = torch.cat([torch.zeros(1, dtype=torch.int64), moved])  # unit 0 is in no group
-    alike = layout.alike._replace(
+    stacked = layout.stacked._replace(
         units=torch.stack([layout.units, moved[layout.units]]),
         write_units=torch.stack([layout.write_units, moved[layout.write_units]]),
     )
-    first, second = alike.layouts()
+    first, second = stacked.layouts()
     keys, values = torch.empty_like(inputs.keys), torch.empty_like(inputs.values)
     keys[moved], values[moved] = inputs.keys, inputs.values
     elsewhere = replace(inputs, keys=keys, values=values, layout=second)

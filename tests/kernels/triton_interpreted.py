@@ -71,7 +71,7 @@ def test_only_the_rows_asked_for() -> None:
 
 def consecutive(layout: GroupLayout, written: int) -> GroupLayout:
     """The same, told that the rows written are the first ones."""
-    return GroupLayout(layout.alike._replace(write_rows=slice(0, written)), layout.group)
+    return GroupLayout(layout.stacked._replace(write_rows=slice(0, written)), layout.group)
 
 
 def test_steps_at_fixed_addresses() -> None:

@@ -118,7 +118,7 @@ class PageTableModel:
         return self.limit - len(self.held_units)
 
     @property
-    def none_units(self) -> int:
+    def missing_units(self) -> int:
         return sum(block.missing for block in self.blocks.values())
 
     def uncached_tokens(self, seq_id: int) -> int:
@@ -139,7 +139,7 @@ class PageTableModel:
             units_free=max(self.free_units, 0),
             blocks_total=self.num_blocks,
             blocks_free=self.num_blocks - len(self.blocks),
-            none_units=self.none_units,
+            missing_units=self.missing_units,
             host_units_total=0,
             host_units_free=0,
             sequences=len(self.sequences),
@@ -178,5 +178,5 @@ class PageTableModel:
         assert table.free_units == self.free_units
         assert table.used_units == len(self.held_units)
         assert table.free_blocks == self.num_blocks - len(self.blocks)
-        assert table.none_units == self.none_units
+        assert table.missing_units == self.missing_units
         assert table.statistics() == self.statistics()

@@ -160,18 +160,18 @@ def test_placing_nothing_needs_nothing() -> None:
     assert scene.elastic.place(np.empty(0, np.int32)) == 0
 
 
-# -- the transient buffer -------------------------------------------------------------------
+# -- the bound on restored tokens ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("transient", "fits"), [(11, False), (12, True)])
+@pytest.mark.parametrize(("max_restored", "fits"), [(11, False), (12, True)])
 def test_a_step_fits_if_all_its_requests_miss_fits_the_transient_buffer(
-    transient: int, fits: bool
+    max_restored: int, fits: bool
 ) -> None:
-    scene = Scene(room=10, transient=transient)
+    scene = Scene(room=10, max_restored=max_restored)
     scene.evict(scene.request(0, tokens=4 * BLOCK)[:2])
     scene.evict(scene.request(1, tokens=4 * BLOCK)[1:2])
-    assert scene.elastic.fits_transient([0, 1]) == fits
-    assert scene.elastic.fits_transient([0])
+    assert scene.elastic.fits_one_step([0, 1]) == fits
+    assert scene.elastic.fits_one_step([0])
 
 
 # -- admission ------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_admission_counts_what_fetching_takes_of_the_device() -> None:
     scene.request(0, tokens=8 * BLOCK)
     # Both layer groups are in flight at once: what leaves the device comes back into it.
     fetching = ElasticMemory(scene.table, 1000, scene.reclaim, save=lambda _device, _host: None)
-    assert fetching.overhead_tokens() == 1.0
+    assert fetching.staging_overhead() == 1.0
     assert fetching.admission_tokens(reclaimable=0, ratio=0.5) == (2 * BLOCK, 2 * BLOCK)
 
 
@@ -243,8 +243,8 @@ def test_policies_are_told_of_the_memory_that_is_theirs_to_divide() -> None:
     memory = scene.elastic.memory_state(running=[0], reclaimable=4)
     assert (memory.block_tokens, memory.device_tokens) == (BLOCK, 10 * BLOCK - 12)
     assert memory.device_free_tokens == 5 * BLOCK + 4
-    assert (memory.host_tokens, memory.host_free_tokens, memory.overhead_tokens) == (0, 0, 0.0)
-    assert memory.transient_tokens == scene.elastic.transient_tokens
+    assert (memory.host_tokens, memory.host_free_tokens, memory.staging_overhead) == (0, 0, 0.0)
+    assert memory.max_restored_tokens == scene.elastic.max_restored_tokens
 
 
 def with_host(room: int) -> tuple[Scene, list[tuple[list[int], list[int]]]]:
@@ -262,11 +262,11 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
     scene, copies = with_host(room=8)
     table, elastic = scene.table, scene.elastic
     out, coming = scene.request(1, 13), scene.request(2, 13)
-    elastic.apply_targets([1, 2], [12 / 13, 12 / 13], sitting_out=True)
+    elastic.apply_targets([1, 2], [12 / 13, 12 / 13], paused=True)
     assert elastic.uncached_tokens([1, 2]).tolist() == [12, 12]
     saved = {h: d for device, host in copies for d, h in zip(device, host, strict=True)}
     assert len(saved) == 12
-    elastic.apply_targets([1, 2], [12 / 13, 0.0], sitting_out=True)
+    elastic.apply_targets([1, 2], [12 / 13, 0.0], paused=True)
     # Six blocks are free, of which three are for those who decode; the link brings two.
     host, device = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=2 * GROUPS + 1)
     assert elastic.uncached_tokens([1, 2]).tolist() == [12, 4]
@@ -282,9 +282,9 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
 def test_what_the_host_lacks_is_not_fetched_ahead() -> None:
     scene, _ = with_host(room=6)
     blocks = scene.request(1, 13)
-    scene.elastic.apply_targets([1], [12 / 13], sitting_out=True)
+    scene.elastic.apply_targets([1], [12 / 13], paused=True)
     scene.table.host.drop(np.array(blocks[:1], np.int32))
-    scene.elastic.apply_targets([1], [0.0], sitting_out=True)
+    scene.elastic.apply_targets([1], [0.0], paused=True)
     host, _ = scene.elastic.fetch_ahead([1], 0, 100)
     assert len(host) == 2 * GROUPS and scene.missing(1) == [0]
 
@@ -301,7 +301,7 @@ def test_a_missing_block_that_two_share_is_fetched_ahead_once() -> None:
     host, device = elastic.fetch_ahead([1, 2], growth_blocks=0, most_units=100)
     assert len(host) == 4 * GROUPS  # two shared blocks and one of each
     assert len(set(host.tolist())) == len(host) and len(set(device.tolist())) == len(device)
-    assert table.none_units == 0
+    assert table.missing_units == 0
     table.check_integrity()
 
 

@@ -22,10 +22,10 @@ running = precondition(lambda machine: machine.scene.table.sequence_ids)
 class ElasticMachine(RuleBasedStateMachine):
     """A scheduler in miniature."""
 
-    @initialize(room=st.integers(2, 12), transient=st.sampled_from([2 * BLOCK, 1000]))
-    def start(self, room: int, transient: int) -> None:
+    @initialize(room=st.integers(2, 12), max_restored=st.sampled_from([2 * BLOCK, 1000]))
+    def start(self, room: int, max_restored: int) -> None:
         self.ratios: dict[int, float] = {}
-        self.scene = Scene(room, self.ratios, transient)
+        self.scene = Scene(room, self.ratios, max_restored)
         self.next_id = 0
 
     # -- requests ---------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class ElasticMachine(RuleBasedStateMachine):
         return result
 
     def _apply_targets(self, seq_ids: list[int]) -> npt.NDArray[np.int64]:
-        """No request goes beyond its target, nor all of them beyond the transient buffer.
+        """No request goes beyond its target, nor all of them beyond the bound on restored tokens.
 
         Returns the targets, in tokens.
         """
@@ -134,7 +134,7 @@ class ElasticMachine(RuleBasedStateMachine):
         self._protected(lambda: self.scene.apply_targets(seq_ids))
         after = self._uncached(seq_ids)
         assert (after <= np.maximum(before, targets)).all()
-        assert after.sum() <= max(before.sum(), self.scene.elastic.transient_tokens)
+        assert after.sum() <= max(before.sum(), self.scene.elastic.max_restored_tokens)
         return targets
 
     def _restore(self, seq_ids: list[int], targets: npt.NDArray[np.int64]) -> None:

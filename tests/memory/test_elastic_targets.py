@@ -17,7 +17,7 @@ def test_targets_are_reached_in_whole_blocks(tokens: int, ratio: float) -> None:
     scene.request(0, tokens)
     scene.apply_targets([0])
     assert scene.uncached() == [int(ratio * tokens) // BLOCK * BLOCK]
-    assert scene.elastic.totals.evicted_units == scene.table.none_units
+    assert scene.elastic.totals.evicted_units == scene.table.missing_units
 
 
 def test_targets_take_the_oldest_blocks() -> None:
@@ -67,17 +67,17 @@ def test_shared_blocks_stay_whatever_the_target() -> None:
     assert [scene.missing(s) for s in range(2)] == [[4, 5, 6], [4, 5, 6]]
 
 
-@pytest.mark.parametrize("transient", [0, BLOCK - 1, 5 * BLOCK, 6 * BLOCK + 1])
-def test_targets_never_outgrow_the_transient_buffer(transient: int) -> None:
-    scene = Scene(room=20, ratios=0.5, transient=transient)
+@pytest.mark.parametrize("max_restored", [0, BLOCK - 1, 5 * BLOCK, 6 * BLOCK + 1])
+def test_targets_never_outgrow_the_transient_buffer(max_restored: int) -> None:
+    scene = Scene(room=20, ratios=0.5, max_restored=max_restored)
     for seq_id in range(2):
         scene.request(seq_id, tokens=8 * BLOCK)
     scene.apply_targets([0, 1])
-    assert sum(scene.uncached()) == min(transient // BLOCK, 8) * BLOCK
+    assert sum(scene.uncached()) == min(max_restored // BLOCK, 8) * BLOCK
 
 
 def test_the_transient_buffer_counts_what_later_requests_miss() -> None:
-    scene = Scene(room=20, ratios=0.5, transient=3 * BLOCK)
+    scene = Scene(room=20, ratios=0.5, max_restored=3 * BLOCK)
     scene.request(0, tokens=8 * BLOCK)
     scene.evict(scene.request(1, tokens=8 * BLOCK)[:2])
     scene.apply_targets([0, 1])
@@ -200,7 +200,7 @@ def test_a_restored_block_is_complete() -> None:
 
 
 def test_memory_is_taken_first_from_those_whose_target_is_not_reached() -> None:
-    scene = Scene(room=16, ratios={0: 0.0, 1: 0.5}, transient=2 * BLOCK)
+    scene = Scene(room=16, ratios={0: 0.0, 1: 0.5}, max_restored=2 * BLOCK)
     for seq_id in (0, 1):
         scene.request(seq_id, tokens=8 * BLOCK)
     scene.apply_targets([0, 1])  # request 1 may miss 4 blocks, but a step may restore only 2

@@ -32,7 +32,7 @@ def test_a_unit_both_owned_and_free(table: PageTable) -> None:
 
 def test_a_lost_unit(table: PageTable) -> None:
     table._units[1, 0] = NONE
-    table._none_units += 1
+    table._missing_units += 1
     with pytest.raises(IntegrityError, match="some unit is lost"):
         table.check_integrity()
 
@@ -68,7 +68,7 @@ def test_a_free_block_with_units(table: PageTable) -> None:
 
 
 def test_a_wrong_count_of_missing_units(table: PageTable) -> None:
-    table._none_units = 1
+    table._missing_units = 1
     with pytest.raises(IntegrityError, match="count of missing units"):
         table.check_integrity()
 
@@ -100,6 +100,6 @@ def test_a_reference_that_nobody_holds(table: PageTable, block: int) -> None:
 
 
 def test_a_wrong_count_of_units_that_a_block_lacks(table: PageTable) -> None:
-    table._lacking[1] += 1
+    table._missing_groups[1] += 1
     with pytest.raises(IntegrityError, match="count of units that a block lacks"):
         table.check_integrity()

@@ -70,7 +70,7 @@ def test_a_shared_prefix_counts_once_per_sequence_and_its_units_once(table: Page
     table.evict(1)
     statistics = table.statistics()
     assert (statistics.sequences, statistics.mapped_tokens) == (2, 18)
-    assert (statistics.uncached_tokens, statistics.none_units) == (8, 3)
+    assert (statistics.uncached_tokens, statistics.missing_units) == (8, 3)
     assert (statistics.units_free, statistics.blocks_free) == (6, 3)
 
 

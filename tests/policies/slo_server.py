@@ -22,8 +22,8 @@ class CpuServer(LatencyModel):
     0.1 ms."""
 
     def step_seconds(self, work: StepWork) -> FloatArray:
-        rows = 2e-3 * work.decode_rows + 1e-4 * (work.span_rows + work.prefill_rows)
-        pairs = 1e-8 * (work.span_pairs + work.prefill_pairs)
+        rows = 2e-3 * work.decode_rows + 1e-4 * (work.restored_tokens + work.prefill_rows)
+        pairs = 1e-8 * (work.restored_pairs + work.prefill_pairs)
         return np.asarray(4e-3 + rows + pairs + 1e-7 * work.decode_tokens, np.float64)
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -108,7 +108,7 @@ class Simulation:
         targets = planned_tokens(state.running, ratios.running, BLOCK)
         for request, target in zip(self.running, targets.tolist(), strict=True):
             request.uncached = target
-        joined = self._admit([self.waiting[i] for i in batch.join])
+        joined = self._admit([self.waiting[i] for i in batch.admit])
         if joined:
             self._prefill(joined)
         else:

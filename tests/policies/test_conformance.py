@@ -19,7 +19,7 @@ from ellm_sgl.policies import (
     Ratios,
     Stock,
     SystemState,
-    Threads,
+    WorkSplit,
 )
 from ellm_sgl.policies.planned import evictable_tokens
 from ellm_sgl.policies.testing import (
@@ -40,11 +40,11 @@ class Uniform(Stock):
         running, memory = state.running, state.memory
         most = evictable_tokens(running, memory.block_tokens)
         lacking = running.uncached_tokens.sum() - memory.device_free_tokens
-        share = lacking / (1.0 - memory.overhead_tokens) / max(1, most.sum())
+        share = lacking / (1.0 - memory.staging_overhead) / max(1, most.sum())
         tokens = np.clip(share, 0.0, 1.0) * most
         blocks = np.ceil(tokens / memory.block_tokens)
         ratios = np.where(blocks > 0, (blocks * memory.block_tokens + 0.5) / running.tokens, 0.0)
-        return Ratios(ratios, np.zeros(len(batch.join)))
+        return Ratios(ratios, np.zeros(len(batch.admit)))
 
 
 @pytest.mark.parametrize("policy", [Stock, FixedRatio, lambda: FixedRatio(0.5), FixedRatio(0.25)])
@@ -69,7 +69,7 @@ class PromisesToo(Stock):
         return True
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return Ratios(np.full(len(state.running), 0.25), np.zeros(len(batch.join)))
+        return Ratios(np.full(len(state.running), 0.25), np.zeros(len(batch.admit)))
 
 
 def test_a_subclass_with_answers_of_its_own_promises_nothing() -> None:
@@ -91,28 +91,28 @@ class Raises(Stock):
 
 class AdmitsMinusOne(Stock):
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=(-1,))
+        return Batch(admit=(-1,))
 
 
 class Nan(Stock):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return Ratios(state.running.tpot_s * 0.0, np.zeros(len(batch.join)))
+        return Ratios(state.running.tpot_s * 0.0, np.zeros(len(batch.admit)))
 
 
 class Two(Stock):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return Ratios(np.full(len(state.running), 2.0), np.zeros(len(batch.join)))
+        return Ratios(np.full(len(state.running), 2.0), np.zeros(len(batch.admit)))
 
 
 class OddThreads(Stock):
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return Threads(1, 1, 100)
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return WorkSplit(1, 1, 100)
 
 
 class Learns(Stock):
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         state.latency.observe(plan, 1.0)
-        return super().threads(state, plan)
+        return super().split(state, plan)
 
 
 class Writes(Stock):
@@ -122,8 +122,8 @@ class Writes(Stock):
 
 
 class Random(Stock):
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return Threads(1, 1, 32 * random.randint(1, 31))
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return WorkSplit(1, 1, 32 * random.randint(1, 31))
 
 
 class MoreMemoryEvictsMore(Stock):
@@ -131,23 +131,23 @@ class MoreMemoryEvictsMore(Stock):
         ample = state.memory.device_tokens > state.running.tokens.sum()
         share = 0.9 if ample else 0.8
         most = np.minimum(share, 1.0 - 1.0 / state.running.tokens)
-        return Ratios(most, np.zeros(len(batch.join)))
+        return Ratios(most, np.zeros(len(batch.admit)))
 
 
 class EvictsTooLittle(Uniform):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         ratios = super().ratio(state, batch)
-        return Ratios(ratios.running * 0.8, ratios.joining)
+        return Ratios(ratios.running * 0.8, ratios.admitted)
 
 
 class ShortestFirst(Stock):
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=tuple(np.argsort(state.waiting.tokens, kind="stable").tolist()))
+        return Batch(admit=tuple(np.argsort(state.waiting.tokens, kind="stable").tolist()))
 
 
 class NewestFirst(Stock):
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=tuple(reversed(range(len(state.waiting)))))
+        return Batch(admit=tuple(reversed(range(len(state.waiting)))))
 
 
 class UrgentOnly(Stock):
@@ -156,19 +156,19 @@ class UrgentOnly(Stock):
     def batch(self, state: SystemState) -> Batch:
         priority = state.running.priority
         pause = np.flatnonzero(priority < priority.max(initial=-99)).tolist()
-        return Batch(join=super().batch(state).join, pause=tuple(pause))
+        return Batch(admit=super().batch(state).admit, pause=tuple(pause))
 
 
 class AdmitsNobody(Stock):
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=())
+        return Batch(admit=())
 
 
 @pytest.mark.parametrize(
     ("policy", "check", "told"),
     [
         (Raises, "answers-are-valid", "RuntimeError: nobody waits; state: .* 0 waiting"),
-        (AdmitsMinusOne, "answers-are-valid", "join has -1"),
+        (AdmitsMinusOne, "answers-are-valid", "admit has -1"),
         (Nan, "answers-are-valid", "is nan"),
         (Two, "answers-are-valid", r"running\[0\] is 2"),
         (OddThreads, "answers-are-valid", "delta is 100"),
@@ -181,7 +181,7 @@ class AdmitsNobody(Stock):
         (NewestFirst, "nobody-starves", "has waited 60. s for its first token"),
         (UrgentOnly, "nobody-starves", "for its next token"),
         (PromisesToo, "idle-without-pressure", "is idle without pressure, but pauses 0 and leaves"),
-        (AdmitsNobody, "answers-are-valid", "join is empty while nothing runs"),
+        (AdmitsNobody, "answers-are-valid", "admit is empty while nothing runs"),
     ],
 )
 def test_a_bad_policy_fails(policy: type[Policy], check: str, told: str) -> None:

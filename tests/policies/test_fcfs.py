@@ -25,7 +25,7 @@ class Linear(LatencyModel):
         self._token_ms = token_ms
 
     def step_seconds(self, work: StepWork) -> FloatArray:
-        return np.asarray(1e-3 * (1 + work.decode_rows + self._token_ms * work.span_rows))
+        return np.asarray(1e-3 * (1 + work.decode_rows + self._token_ms * work.restored_tokens))
 
     def observe(self, work: StepWork, seconds: float) -> None: ...
 
@@ -44,17 +44,17 @@ def scene(
 
 
 def answers(state: SystemState, policy: Fcfs | None = None) -> tuple[int, IntArray, IntArray]:
-    """Requests that join, and the tokens that are evicted of running and joining requests."""
+    """Requests admitted, and the tokens that are evicted of running and admitted requests."""
     policy = policy or Fcfs(lookahead=0, pause=False)
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
-    assert batch.join == tuple(range(len(batch.join))) and batch.pause == ()
-    joining = Requests(**{n: c[: len(batch.join)] for n, c in vars(state.waiting).items()})
+    assert batch.admit == tuple(range(len(batch.admit))) and batch.pause == ()
+    joining = Requests(**{n: c[: len(batch.admit)] for n, c in vars(state.waiting).items()})
     block = state.memory.block_tokens
     return (
-        len(batch.join),
+        len(batch.admit),
         planned_tokens(state.running, ratios.running, block),
-        planned_tokens(joining, ratios.joining, block),
+        planned_tokens(joining, ratios.admitted, block),
     )
 
 
@@ -81,10 +81,10 @@ def test_those_that_join_to_be_restored_tell_what_they_will_come_to() -> None:
     state = scene(requests([95], max_new_tokens=40), requests([95] * 5, max_new_tokens=40), 400)
     policy = Fcfs(lookahead=1, pause=False)
     ratios = policy.ratio(state, policy.batch(state))
-    assert ratios.joining == pytest.approx(np.full(5, 440 / 810))
+    assert ratios.admitted == pytest.approx(np.full(5, 440 / 810))
     ample = replace(state, memory=replace(state.memory, device_tokens=600, device_free_tokens=500))
     policy = Fcfs(lookahead=1, pause=False)
-    assert not policy.ratio(ample, policy.batch(ample)).joining.any()
+    assert not policy.ratio(ample, policy.batch(ample)).admitted.any()
 
 
 def test_nobody_else_joins_if_restoring_costs_more_than_it_gains() -> None:
@@ -96,12 +96,12 @@ def test_nobody_else_joins_if_restoring_costs_more_than_it_gains() -> None:
 
 def test_memory_of_a_step_counts_for_every_token_it_restores() -> None:
     # Short by 100 tokens; with M_o of 0.2 tokens for each restored one, 130 have to go: 104 gained.
-    state = scene(requests([95] * 5), requests([]), 400, overhead_tokens=0.2)
+    state = scene(requests([95] * 5), requests([]), 400, staging_overhead=0.2)
     assert answers(state)[1].sum() == 130
 
 
 def test_a_step_restores_no_more_than_it_may() -> None:
-    state = scene(requests([95] * 5), requests([95]), 300, transient_tokens=150)
+    state = scene(requests([95] * 5), requests([95]), 300, max_restored_tokens=150)
     joined, running, _ = answers(state)
     assert joined == 0
     assert running.sum() == 150  # 200 would have to go
@@ -283,11 +283,11 @@ def test_equal_states_get_equal_answers() -> None:
         assert batch == second.batch(state)
         ours, theirs = first.ratio(state, batch), second.ratio(state, batch)
         assert np.array_equal(ours.running, theirs.running)
-        assert np.array_equal(ours.joining, theirs.joining)
+        assert np.array_equal(ours.admitted, theirs.admitted)
 
 
 def test_ratios_are_given_for_the_batch_asked_about() -> None:
     state = scene(requests([95] * 2), requests([95] * 5), 300)
-    ratios = Fcfs().ratio(state, Batch(join=(4, 2)))
-    assert len(ratios.running) == 2 and len(ratios.joining) == 2
-    assert ratios.joining.max() > 0.0
+    ratios = Fcfs().ratio(state, Batch(admit=(4, 2)))
+    assert len(ratios.running) == 2 and len(ratios.admitted) == 2
+    assert ratios.admitted.max() > 0.0

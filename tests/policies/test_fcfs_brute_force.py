@@ -73,13 +73,13 @@ class Reference:
             (self.blocks(r.tokens + 1) - self.blocks(r.shared)) * self.block - n
             for r, n in zip(batch, spans, strict=True)
         )
-        needed += memory.overhead_tokens * sum(spans)
+        needed += memory.staging_overhead * sum(spans)
         work = StepWork(
             decode_rows=len(batch),
             decode_tokens=sum(r.tokens for r in batch),
-            span_rows=sum(spans),
-            span_squares=sum(n * n for n in spans),
-            span_prefix=sum(n * r.shared for r, n in zip(batch, spans, strict=True)),
+            restored_tokens=sum(spans),
+            restored_squares=sum(n * n for n in spans),
+            restored_prefix=sum(n * r.shared for r, n in zip(batch, spans, strict=True)),
         )
         seconds = float(self.state.latency.step_seconds(work))
         slo_s = min([self.state.tpot_slo_s, *(r.slo_s for r in batch)])
@@ -87,7 +87,7 @@ class Reference:
         return Outcome(
             value=len(batch) / seconds,
             fits=needed <= memory.device_tokens + 1e-6
-            and sum(spans) <= memory.transient_tokens
+            and sum(spans) <= memory.max_restored_tokens
             and seconds + waited_s <= slo_s,
             restores=sum(spans) > 0,
         )
@@ -117,9 +117,9 @@ def evicted(state: SystemState) -> list[int]:
     policy = Fcfs(lookahead=0, pause=False)
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
-    tokens = np.append(state.running.tokens, state.waiting.tokens[: len(batch.join)])
+    tokens = np.append(state.running.tokens, state.waiting.tokens[: len(batch.admit)])
     running = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
-    joining = ratios.joining * tokens[len(running) :] // state.memory.block_tokens
+    joining = ratios.admitted * tokens[len(running) :] // state.memory.block_tokens
     return [*running.tolist(), *(joining.astype(int) * state.memory.block_tokens).tolist()]
 
 

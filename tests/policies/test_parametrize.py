@@ -18,7 +18,7 @@ from ellm_sgl.policies.testing import parametrize_with_checks
 
 class NewestFirst(Stock):
     def batch(self, state):
-        return Batch(join=tuple(reversed(range(len(state.waiting)))))
+        return Batch(admit=tuple(reversed(range(len(state.waiting)))))
 
 class CannotBeMade(Stock):
     def __init__(self):

@@ -27,7 +27,7 @@ class Linear(LatencyModel):
 
     def step_seconds(self, work: StepWork) -> FloatArray:
         step, row, restored = self.costs
-        return np.asarray(step + row * work.decode_rows + restored * work.span_rows)
+        return np.asarray(step + row * work.decode_rows + restored * work.restored_tokens)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         raise AssertionError("a policy must not calibrate the model")
@@ -76,7 +76,7 @@ def test_they_resume_only_when_there_is_room_for_a_while() -> None:
 
 def test_no_more_resume_than_a_step_can_restore() -> None:
     state = four(10_000, COSTLY, missing=144)
-    memory = dataclasses.replace(state.memory, transient_tokens=150)
+    memory = dataclasses.replace(state.memory, max_restored_tokens=150)
     assert participants(dataclasses.replace(state, memory=memory), active=2) == 3
 
 
@@ -94,7 +94,7 @@ def test_fcfs_pauses_and_resumes_them() -> None:
     policy = Fcfs()
     crowded = four(30 * BLOCK, COSTLY)
     batch = policy.batch(crowded)
-    assert batch == Batch(join=(), pause=(2, 3))
+    assert batch == Batch(admit=(), pause=(2, 3))
     ratios = policy.ratio(crowded, batch)
     assert not ratios.running[:2].any() and (ratios.running[2:] > 0.8).all()
     two_left = make_state(
@@ -107,7 +107,7 @@ def test_fcfs_pauses_and_resumes_them() -> None:
 
 def test_nobody_joins_while_somebody_is_paused() -> None:
     crowded = dataclasses.replace(four(30 * BLOCK, COSTLY), waiting=requests([16]))
-    assert Fcfs().batch(crowded).join == ()
+    assert Fcfs().batch(crowded).admit == ()
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -122,4 +122,4 @@ def test_answers_are_valid_and_fit_whenever_somebody_is_paused(seed: int) -> Non
         assert batch.pause[0] > 0 and batch.pause[-1] == len(state.running) - 1
         kept = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
         active = batch.pause[0]
-        assert kept[:active].sum() <= state.memory.transient_tokens
+        assert kept[:active].sum() <= state.memory.max_restored_tokens

@@ -44,17 +44,17 @@ def test_work_counts_who_runs_and_who_joins() -> None:
         requests([50, 400]),
         device_tokens=4096,
     )
-    batch = Batch(join=(1,), pause=(1,))
+    batch = Batch(admit=(1,), pause=(1,))
     work = step_work(state, batch, Ratios(np.array([0.5, 0.5, 0.0]), np.array([0.1])))
     assert work.decode_rows == 3  # 100, 300 and 400
     assert work.decode_tokens == 800
-    assert work.span_rows == 48 + 0 + 32
-    assert work.span_squares == 48**2 + 32**2
-    assert work.span_prefix == 48 * 32
+    assert work.restored_tokens == 48 + 0 + 32
+    assert work.restored_squares == 48**2 + 32**2
+    assert work.restored_prefix == 48 * 32
     assert work.swap_tokens == 0
 
 
 def test_with_a_host_tier_spans_are_fetched() -> None:
     state = make_state(requests([100]), device_tokens=4096, host_tokens=4096)
-    work = step_work(state, Batch(join=()), Ratios(np.array([0.5]), np.zeros(0)))
-    assert work.swap_tokens == work.span_rows == 48
+    work = step_work(state, Batch(admit=()), Ratios(np.array([0.5]), np.zeros(0)))
+    assert work.swap_tokens == work.restored_tokens == 48

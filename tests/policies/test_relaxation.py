@@ -111,7 +111,7 @@ def test_the_next_problem_starts_where_the_last_one_ended(
 def test_a_policy_uses_it_if_told_to() -> None:
     state = crowd(24, "mixtral-8x7b-tp2")
     policies = Fcfs(lookahead=0, pause=False), Fcfs(lookahead=0, pause=False, solver="slsqp")
-    exact, local = (len(policy.batch(state).join) for policy in policies)
+    exact, local = (len(policy.batch(state).admit) for policy in policies)
     assert local < exact
 
 

@@ -25,7 +25,7 @@ STEP_S, ROW_S, PREFILL_ROW_S = 0.008, 0.0002, 0.0001
 
 class Linear(LatencyModel):
     def step_seconds(self, work: StepWork) -> FloatArray:
-        rows = ROW_S * work.decode_rows + PREFILL_ROW_S * (work.prefill_rows + work.span_rows)
+        rows = ROW_S * work.decode_rows + PREFILL_ROW_S * (work.prefill_rows + work.restored_tokens)
         return np.asarray(STEP_S + rows)
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -99,8 +99,8 @@ class Loop:
         ratios = self.policy.ratio(state, batch)
         check_ratios(state, batch, ratios)
         targets = planned_tokens(state.running, ratios.running, BLOCK)
-        if batch.join:
-            self._prefill([waiting[w] for w in batch.join], waiting)
+        if batch.admit:
+            self._prefill([waiting[w] for w in batch.admit], waiting)
         else:
             self._decode(set(batch.pause), targets.tolist())
 

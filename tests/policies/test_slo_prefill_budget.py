@@ -28,9 +28,9 @@ def scene(now_s: float, urgent_runs: bool = True) -> SystemState:
 
 def test_a_long_prompt_waits_until_its_time_is_saved_up() -> None:
     policy = SloPriority()
-    assert policy.batch(scene(0.0)).join == ()
-    assert policy.batch(scene(0.5 * 0.1 / SHARE)).join == ()
-    assert policy.batch(scene(1.5 * 0.1 / SHARE)).join == (0,)
+    assert policy.batch(scene(0.0)).admit == ()
+    assert policy.batch(scene(0.5 * 0.1 / SHARE)).admit == ()
+    assert policy.batch(scene(1.5 * 0.1 / SHARE)).admit == (0,)
 
 
 def test_what_a_prompt_took_has_to_be_saved_up_again() -> None:
@@ -53,14 +53,14 @@ def test_an_offer_that_the_server_did_not_take_costs_nothing() -> None:
 
 
 def test_without_urgent_requests_prompts_do_not_wait() -> None:
-    assert SloPriority().batch(scene(0.0, urgent_runs=False)).join == (0, 1, 2)
+    assert SloPriority().batch(scene(0.0, urgent_runs=False)).admit == (0, 1, 2)
 
 
 def test_prompts_are_computed_a_few_at_a_time_while_urgent_requests_are_expected() -> None:
     policy = SloPriority()
     policy.batch(scene(0.0))
-    assert policy.batch(scene(1.0, urgent_runs=False)).join == (0,)
-    assert policy.batch(scene(2 * MEMORY_S, urgent_runs=False)).join == (0, 1, 2)
+    assert policy.batch(scene(1.0, urgent_runs=False)).admit == (0,)
+    assert policy.batch(scene(2 * MEMORY_S, urgent_runs=False)).admit == (0, 1, 2)
 
 
 def test_urgent_requests_decode_through_a_stream_of_long_prompts() -> None:

@@ -1,4 +1,4 @@
-"""slo-priority as a whole: who joins, who keeps what, and what a served trace looks like."""
+"""slo-priority as a whole: who is admitted, who keeps what, and what a served trace looks like."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_urgent_requests_join_a_full_server() -> None:
     running = requests([256] * 8)
     waiting = requests([256] * 4, request_id=np.arange(8, 12), priority=[0, 0, 1, 0])
     state = make_state(running, waiting, device_tokens=8 * 256 + 64, latency=CpuServer())
-    assert SloPriority().batch(state).join == (2,)
-    assert Fcfs().batch(state).join == ()
+    assert SloPriority().batch(state).admit == (2,)
+    assert Fcfs().batch(state).admit == ()
 
 
 def test_less_urgent_requests_give_up_their_kv_first() -> None:

@@ -29,13 +29,13 @@ def four(blocks: int, paused: int = 0) -> SystemState:
 
 def test_all_run_and_all_join_while_all_fit() -> None:
     batch = WholeRequests().batch(four(44))
-    assert batch.pause == () and batch.join == (0,)
+    assert batch.pause == () and batch.admit == (0,)
 
 
 def test_the_last_is_evicted_whole_and_nobody_joins() -> None:
     policy, state = WholeRequests(), four(43)
     batch = policy.batch(state)
-    assert batch.pause == (3,) and batch.join == ()
+    assert batch.pause == (3,) and batch.admit == ()
     ratios = policy.ratio(state, batch).running
     evicted = planned_tokens(state.running, ratios, BLOCK)
     assert evicted.tolist() == [0, 0, 0, evictable_tokens(state.running, BLOCK)[3]]
@@ -54,7 +54,7 @@ def test_it_resumes_only_when_all_of_it_fits_with_room_to_grow() -> None:
     policy.batch(four(43))
     assert policy.batch(four(47, paused=1)).pause == (3,)  # 44 and a further block of all four
     back = policy.batch(four(48, paused=1))
-    assert back.pause == () and back.join == (0,)
+    assert back.pause == () and back.admit == (0,)
 
 
 def test_paused_requests_resume_in_order() -> None:

@@ -25,7 +25,7 @@ class Backwards(Stock):
         super().__init__()
 
     def batch(self, state):
-        return Batch(join=tuple(-1 - i for i in range(len(state.waiting))))
+        return Batch(admit=tuple(-1 - i for i in range(len(state.waiting))))
 """
 
 
@@ -119,10 +119,10 @@ def test_what_cannot_be_run(command: str, arguments: tuple[str, ...], told: str)
 def test_bench_tells_its_figures_and_the_papers() -> None:
     told = document(run("bench", "fixed-ratio", "--json"))
     assert (told["running"], told["waiting"]) == (256, 1024)
-    assert told["paper"] == {"decision_mean_us": [4580.0, 6040.0], "threads_us": 30.0}
+    assert told["paper"] == {"decision_mean_us": [4580.0, 6040.0], "split_us": 30.0}
     (figures,) = told["policies"]
     assert figures["policy"] == "fixed-ratio"
-    for kind in ("decision", "steady", "threads", "checks"):
+    for kind in ("decision", "steady", "split", "checks"):
         timing = figures[kind]
         assert timing["calls"] == 200
         assert 0 < timing["p50_us"] <= timing["p99_us"]

@@ -90,4 +90,4 @@ def test_two_ranks_that_cannot_share_the_model_are_told_of() -> None:
 
 def test_a_baseline_must_preempt() -> None:
     assert all("retractions" in s.needs for s in settings("float32", RECOMPUTE))
-    assert all("sat_out" in s.needs for s in settings("float32", HCACHE))
+    assert all("pauses" in s.needs for s in settings("float32", HCACHE))

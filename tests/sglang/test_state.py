@@ -69,7 +69,7 @@ class Server:
 
     def facts(self) -> tuple[Any, ...]:
         """What an adjustment changes."""
-        policy = self.iteration.controller.safe.policy
+        policy = self.iteration.controller.guard.policy
         stands = self.iteration.decided.stands
         return self.table.unit_limit, policy, self.policy_name(), stands
 
@@ -131,7 +131,7 @@ def test_a_pool_size_is_rounded_down_to_whole_blocks(
 
 def test_a_ratio_becomes_the_fixed_ratio_policy(server: Server) -> None:
     assert server.adjust(ellm_ratio=0.25)
-    policy = server.iteration.controller.safe.policy
+    policy = server.iteration.controller.guard.policy
     assert isinstance(policy, FixedRatio) and server.policy_name() == "fixed-ratio"
 
 
@@ -194,15 +194,15 @@ def test_ranks_other_than_the_first_are_asked_nothing_and_agree_all_the_same(
     for rank in range(2):
         server = Server(rank)
         server.iteration.decided = Decided(stands=True)
-        before = server.iteration.controller.safe
+        before = server.iteration.controller.guard
         server.control("policy", name="fcfs", options=options)
-        assert (server.iteration.controller.safe is before) == (rank > 0 or bool(options))
+        assert (server.iteration.controller.guard is before) == (rank > 0 or bool(options))
         settled.append(server.iteration.decided.stands)
     assert settled == [False, False]
 
 
 def test_a_policy_that_cannot_be_made_leaves_the_one_before_in_force(server: Server) -> None:
-    before = server.iteration.controller.safe
+    before = server.iteration.controller.guard
     answer = server.control("policy", name="fcfs", options={"lookahead": math.nan})
     assert not answer.success and "lookahead: nan is not a finite number" in answer.error
-    assert server.iteration.controller.safe is before
+    assert server.iteration.controller.guard is before

@@ -76,7 +76,7 @@ def _check_owners(plane: Plane, live: list[Any]) -> None:
     held = table.references(np.arange(table.num_blocks + 1, dtype=np.int32))
     if len(wrong := np.flatnonzero(references != held)):
         b = int(wrong[0])
-        raise Unaccounted(f"block {b} has {held[b]} references, {references[b]} are owed")
+        raise Unaccounted(f"block {b} has {held[b]} references, {references[b]} are excess")
 
 
 def _blocks_of_tree(plane: Plane) -> Any:
@@ -116,7 +116,7 @@ def check_empty(plane: Plane) -> None:
     left = {
         "units": table.used_units,
         "blocks": table.num_blocks - table.free_blocks,
-        "missing units": table.none_units,
+        "missing units": table.missing_units,
         "sequences": len(table.sequence_ids),
         "host units": host.num_units - host.free_units,
         "rows": plane.req_to_token_pool.size - plane.req_to_token_pool.available_size(),

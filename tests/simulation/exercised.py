@@ -139,6 +139,6 @@ class Exercised:
             self._counts[name] += getattr(totals, name)
         iteration = self._plane.context.iteration
         assert iteration is not None
-        failures = iteration.controller.safe.failures
+        failures = iteration.controller.guard.failures
         self._counts["policy failures"] += sum(failures.values())
         self._counts["turns"] += self._scheduler.forward_ct

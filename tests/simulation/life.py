@@ -38,7 +38,7 @@ from tests.simulation.scheduler import SimulatedScheduler
 from tests.simulation.stamps import POISON, token_of
 
 MOST_TURNS = 600
-"""Turns after the last event in which all requests must have ended."""
+"""PhaseChanges after the last event in which all requests must have ended."""
 
 
 class Stuck(AssertionError):  # noqa: N818 (what it is, not what it does)
@@ -112,7 +112,7 @@ class Life:
             hardware=hardware,
             max_running=self.configuration.max_running,
             tpot_slo_s=0.1,
-            transient_tokens=self.plane.elastic.transient_tokens,
+            max_restored_tokens=self.plane.elastic.max_restored_tokens,
         )
         steps = StepLog(RooflineLatencyModel(model, hardware), self.clock.perf_counter)
         loop = ControlLoop(self._policy(), math.inf, steps, limits)

@@ -18,7 +18,7 @@ from ellm_sgl.policies import Fcfs, Policy, SystemState
 from tests.simulation.configuration import Configuration
 from tests.simulation.events import Arrive, Event, Step
 
-MOST_RESTORED = 16_384
+MAX_RESTORED = 16_384
 """Of a step; the simulator allows as many at least."""
 PROMPTS = (40, 25, 13, 60, 8, 31, 22, 47, 5, 17)
 MOST_OUTPUT = (30, 36, 24, 18, 36, 30, 12, 24, 36, 20)
@@ -27,7 +27,7 @@ SERVER = Configuration(
     radix=False,
     policy="fcfs",
     max_running=6,
-    max_prefill=MOST_RESTORED,
+    max_prefill=MAX_RESTORED,
 )
 
 
@@ -69,11 +69,11 @@ def _told(state: SystemState, decision: Decision) -> tuple[Any, ...]:
         waiting.priority.tolist(),
         waiting.tokens.tolist(),
         state.memory,
-        [int(waiting.priority[i]) for i in decision.join],
+        [int(waiting.priority[i]) for i in decision.admit],
         sorted(int(running.priority[i]) for i in decision.pause),
         decision.ratios,
-        decision.joining_ratio,
-        decision.threads,
+        decision.admitted_ratio,
+        decision.split,
     )
 
 
@@ -114,7 +114,7 @@ def _simulated(server: Configuration, outputs: list[int], limits: Any) -> Record
         block_tokens=server.block_tokens,
         layer_group=server.layer_group,
         max_running=server.max_running,
-        chunk_tokens=MOST_RESTORED,
+        chunk_tokens=MAX_RESTORED,
         conservativeness=0.1,
         stride=1,
     )

@@ -98,7 +98,7 @@ class Server:
         new = [NewTokens(0, start, end)]
         plan = plan_step(table, new, restoration, lambda _, a, b: np.array(self.tokens[a:b]))
         self.projected += restoration.projected_units
-        self.recomputed += plan.span_rows
+        self.recomputed += plan.recomputed_rows
         out = self._run(plan, start)
         table.return_units(restoration.borrowed)
         table.check_integrity()

@@ -17,7 +17,7 @@ from tests.steps import Step, recomputing, rows_of, steps
 
 def tensors_of(plan: StepPlan) -> list[torch.Tensor]:
     """All tensors of a plan, copied."""
-    tensors = [plan.span_token_ids, plan.span_positions]
+    tensors = [plan.recomputed_token_ids, plan.recomputed_positions]
     for group in plan.groups:
         rows = group.write_rows
         rows = torch.arange(plan.new_rows)[rows] if isinstance(rows, slice) else rows
@@ -39,7 +39,7 @@ def test_a_decode_step_that_misses_nothing_is_planned_as_any_other(
     none = np.empty(0, np.int32)
     short = plan_step(table, new, None, no_tokens)
     usual = plan_step(table, new, Restoration.recomputing(none, none, groups), no_tokens)
-    assert short.new_rows == usual.new_rows == len(lengths) and short.span_rows == 0
+    assert short.new_rows == usual.new_rows == len(lengths) and short.recomputed_rows == 0
     assert all(map(torch.equal, tensors_of(short), tensors_of(usual)))
     for one, other in zip(short.groups, usual.groups, strict=True):
         assert (one.rows, one.requests, one.write_rows) == (
@@ -101,7 +101,7 @@ def test_rows_only_leave_and_always_from_the_end(step: Step) -> None:
     plan = step.plan()
     counts = [layout.rows for layout in plan.groups]
     assert counts == sorted(counts, reverse=True) and counts[-1] >= plan.new_rows
-    assert counts[0] == plan.new_rows + plan.span_rows
+    assert counts[0] == plan.new_rows + plan.recomputed_rows
     for layout in plan.groups:
         covered = [row for _, rows in rows_of(layout) for row in range(rows.row, rows.end_row)]
         assert sorted(covered) == list(range(layout.rows))
@@ -116,8 +116,8 @@ def test_a_span_row_keeps_its_row_and_position_in_every_group(step: Step) -> Non
                 continue
             span = slice(rows.row - plan.new_rows, rows.end_row - plan.new_rows)
             positions = list(range(rows.position, rows.end_position))
-            assert plan.span_positions[span].tolist() == positions
-            assert plan.span_token_ids[span].tolist() == step.tokens[i][positions].tolist()
+            assert plan.recomputed_positions[span].tolist() == positions
+            assert plan.recomputed_token_ids[span].tolist() == step.tokens[i][positions].tolist()
 
 
 @given(step=steps())
@@ -168,7 +168,7 @@ def test_a_block_placed_for_this_step_is_filled_by_it(step: Step) -> None:
 @given(step=steps(complete=True))
 def test_with_nothing_missing_the_step_is_sglangs_own(step: Step) -> None:
     plan = step.plan()
-    assert plan.span_rows == 0
+    assert plan.recomputed_rows == 0
     for layout in plan.groups:
         assert layout.rows == plan.new_rows and layout.write_rows == slice(0, plan.new_rows)
         assert not any(request.spans or request.unstored_new for request in layout.requests)
@@ -207,7 +207,7 @@ def test_spans_are_as_long_as_possible_and_end_where_the_new_tokens_begin() -> N
         RowRange(row=6, position=4, size=8),
     )
     assert plan.groups[1].requests[0].spans == plan.groups[0].requests[0].spans[:2]
-    assert plan.span_token_ids.tolist() == [*range(100, 104), 116, *range(104, 112)]
+    assert plan.recomputed_token_ids.tolist() == [*range(100, 104), 116, *range(104, 112)]
 
 
 @pytest.mark.parametrize("lost", [0, 3])

@@ -1,4 +1,4 @@
-"""`MixedRows`: span rows go through the model unseen, and what it computes stays the same."""
+"""`MixedRows`: recomputed rows go through the model unseen, and what it computes stays the same."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ NOT_DONE = {
     "fetched_units": "nothing was fetched from the host",
     "projected_units": "nothing was projected from hidden states",
     "retractions": "no request was retracted",
-    "sat_out": "no request sat out",
+    "pauses": "no request was paused",
     "aborted": "no stream was aborted in the middle",
 }
 """What it means that a count of `Comparison` is 0."""
@@ -68,7 +68,7 @@ def compare(
         fetched_units=gained("fetched_units_total"),
         projected_units=gained("projected_units_total"),
         retractions=gained("retractions_total"),
-        sat_out=gained("sat_out_total"),
+        pauses=gained("pauses_total"),
         aborted=sum(aborted),
         integrity=str(after["integrity"]),
     )

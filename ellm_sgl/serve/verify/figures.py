@@ -41,7 +41,7 @@ class Comparison:
     projected_units: int
     """Those of the fetched ones that came as hidden states."""
     retractions: int
-    sat_out: int
+    pauses: int
     """Times that a running request began to sit out."""
     aborted: int
     """Streams that were given up in the middle."""

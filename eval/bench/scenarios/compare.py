@@ -26,7 +26,7 @@ from ellm_sgl.eval.bench.scenario import Say, Setting
 
 LONGEST_WINDOW_S, WINDOWS = 1.0, 20
 """Of the plot: at least so many windows over a cell's longest run."""
-COUNTERS = ("sat_out", "recomputed_tokens", "fetched_units", "swap_stall_ms")
+COUNTERS = ("pauses", "recomputed_tokens", "fetched_units", "swap_stall_ms")
 FIGURES = ("slo_attainment", "longest_pause_s", "preempted", *COUNTERS[1:], SAME_OUTPUT)
 """Of a run in the JSON document, beside its `summary`."""
 
@@ -103,7 +103,7 @@ class Compare(Oversubscribed):
         found = loads.figures(outcomes) | {
             "slo_attainment": float(np.mean(in_time)),
             "longest_pause_s": max(gaps, default=0.0),
-            "preempted": counted["retracted"] + counted["sat_out"],
+            "preempted": counted["retracted"] + counted["pauses"],
             **{name: counted[name] for name in COUNTERS[1:]},
         }
         detail = {"summary": asdict(summarize(outcomes)), "tokens_at_s": times.tolist()}

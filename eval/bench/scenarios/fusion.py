@@ -62,7 +62,7 @@ class Fusion(Scenario[ServerProcess, Prompts]):
         steps = loads.full_steps(server, len(load), OUTPUT_TOKENS)
         return Taken({
             "step_ms": 1e3 * statistics.median(s["seconds"] for s in steps),
-            "recomputed_rows": statistics.mean(s["span_rows"] for s in steps),
+            "recomputed_rows": statistics.mean(s["restored_tokens"] for s in steps),
         }, outputs)  # fmt: skip
 
     def document(self, result: Result) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Pressure(Scenario[ServerProcess, list[Request]]):
         found = loads.figures(loads.replayed(server, load))
         state = server.state()
         steps = [s for s in server.steps() if s["decode_rows"]]
-        r = [s["span_rows"] / max(s["decode_tokens"], 1) for s in steps]
+        r = [s["restored_tokens"] / max(s["decode_tokens"], 1) for s in steps]
         b = [int(s["decode_rows"]) for s in steps]
         step_ms = [s["seconds"] * 1e3 for s in steps]
         trace = {

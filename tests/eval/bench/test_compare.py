@@ -72,7 +72,7 @@ def outcome(seconds: float, tokens: int = 11) -> Outcome:
 
 
 def run(server: str, seconds: float, number: int = 0) -> Sample:
-    counted = {"retracted": 1, "sat_out": 2, "recomputed_tokens": 0, "fetched_units": 0,
+    counted = {"retracted": 1, "pauses": 2, "recomputed_tokens": 0, "fetched_units": 0,
                "swap_stall_ms": 0}  # fmt: skip
     taken = SCENARIO.taken([outcome(seconds), outcome(seconds / 2)], counted)
     ((setting, one),) = _compared([(Setting(server, server), taken)], AMPLE)
