@@ -16,6 +16,9 @@ import numpy.typing as npt
 
 from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
 
+ALL_THREADS = 1024
+"""T, of which δ recompute."""
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -43,9 +46,9 @@ class Requests:
     priority: IntArray
     """Larger is more urgent, whatever SGLang's own order of priorities is; 0 if none was given."""
     tpot_slo_s: FloatArray
-    """Wanted average time per output token, in seconds; inf if none was given."""
+    """SLO on the average time per output token, in seconds; inf if none was given."""
     ttft_slo_s: FloatArray
-    """Wanted time to first token, in seconds; inf if none was given."""
+    """SLO on the time to first token, in seconds; inf if none was given."""
     tpot_s: FloatArray
     """Measured average time per output token so far, in seconds; nan before the second token."""
 
@@ -119,8 +122,8 @@ class Batch:
     """Positions in `state.waiting` of the requests to admit, in the order to admit them. The
     server admits a prefix of these: fewer, if one iteration has no room for all."""
     pause: tuple[int, ...] = ()
-    """Positions in `state.running` of the requests that sit out this step. Their KV stays, but
-    for what their ratio gives up: a step restores nothing of theirs."""
+    """Positions in `state.running` of the requests that pause for this step. Their KV stays,
+    but for what their ratio evicts: a step restores nothing of theirs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +153,16 @@ class Threads:
     """δ: of T = 1,024 threads (or the same share of cores), those given to recomputation;
     a multiple of 32, at least 32 and at most 992."""
 
+    @property
+    def recompute_share(self) -> float:
+        """φ = l2 / (l1 + l2): the share of the layers that are recomputed, 0..1."""
+        return self.recompute_layers / (self.swap_layers + self.recompute_layers)
+
+    @property
+    def delta_share(self) -> float:
+        """δ as a share of the processor, 0..1."""
+        return self.delta / ALL_THREADS
+
 
 class Policy(ABC):
     """Decides who runs, how much of each request stays cached, and how a step is divided.
@@ -164,11 +177,11 @@ class Policy(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A promise is of those answers alone that it was made for."""
         super().__init_subclass__(**kwargs)
-        if "keeps_what_fits" not in vars(cls) and vars(cls).keys() & {"batch", "ratio"}:
+        if "idle_without_pressure" not in vars(cls) and vars(cls).keys() & {"batch", "ratio"}:
             # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
-            cls.keeps_what_fits = Policy.keeps_what_fits  # type: ignore[method-assign]
+            cls.idle_without_pressure = Policy.idle_without_pressure  # type: ignore[method-assign]
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         """Promise that once all run and all is cached it stays so, while nobody waits and there is
         room for a block more of every request. The server then does not ask before such a time
         ends: on a CPU, 5 % of a short step. A subclass that answers `batch` or `ratio` itself
@@ -177,7 +190,7 @@ class Policy(ABC):
 
     @abstractmethod
     def batch(self, state: SystemState) -> Batch:
-        """Which waiting requests join, and which running requests sit out this step."""
+        """Which waiting requests join, and which running requests pause for this step."""
 
     @abstractmethod
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:

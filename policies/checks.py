@@ -1,7 +1,7 @@
 """Checks of a policy's answers, made before any of them is applied.
 
 Tens of microseconds at 256 running and 1,024 waiting requests. What they let through, the server
-can apply; whether it is wise is the policy's affair (see `ellm_sgl.policies.testing.conformance`).
+can apply; whether it is wise is the policy's affair (see `ellm_sgl.policies.testing`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ellm_sgl.policies.base import Batch, Ratios, SystemState, Threads
-from ellm_sgl.policies.work_split import ALL_THREADS, WARP
+from ellm_sgl.policies.base import ALL_THREADS, Batch, Ratios, SystemState, Threads
+from ellm_sgl.policies.work_split import WARP
 
 MAX_SWAP_LAYERS = 3
 MAX_RECOMPUTE_LAYERS = 2
@@ -148,10 +148,10 @@ def _is_integer(kind: type) -> bool:
     return issubclass(kind, (int, np.integer)) and kind is not bool
 
 
-def _wrong_type(name: str, wanted: str, value: object) -> InvalidAnswer:
+def _wrong_type(name: str, expected: str, value: object) -> InvalidAnswer:
     found = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else repr(value)
     if len(found) > 80:
         found = f"{found[:80]}…"
     return InvalidAnswer(
-        "type", f"{name} is {found} ({type(value).__name__}); return {wanted} instead"
+        "type", f"{name} is {found} ({type(value).__name__}); return {expected} instead"
     )

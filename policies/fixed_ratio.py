@@ -18,7 +18,7 @@ class FixedRatio(Policy):
 
     Args:
         ratio: r, at least 0 and below 1. 0 caches all that fits.
-        layers: (l1, l2), the split between fetched and recomputed layers; planned anew for each
+        layers: (l1, l2), the split between fetched and recomputed layers; planned for each
             step unless given.
     """
 
@@ -29,7 +29,7 @@ class FixedRatio(Policy):
         self._ratio = ratio
         self._layers = layers
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         return self._ratio == 0.0
 
     def batch(self, state: SystemState) -> Batch:

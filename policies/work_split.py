@@ -7,14 +7,13 @@ Python floats only: this is asked every step, and must take microseconds.
 from __future__ import annotations
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import SystemState, Threads
+from ellm_sgl.policies.base import ALL_THREADS, SystemState, Threads
 
 SWAP_ALL, RECOMPUTE_ALL = (1, 0), (0, 1)
 
 CONFIGURATIONS = (SWAP_ALL, (3, 1), (2, 1), (3, 2), (1, 1), (2, 2), (1, 2), RECOMPUTE_ALL)
 """(l1, l2): the six that the paper considers, and the two ends. By growing share recomputed."""
 
-ALL_THREADS = 1024
 WARP = 32
 
 

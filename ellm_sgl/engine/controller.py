@@ -39,7 +39,7 @@ class Decision:
     """Seconds of the link that the coming step may spend on fetching for requests that sit it
     out. Decided here because it comes from a clock, and ranks must agree."""
     settles: bool
-    """Whether it keeps everything and stands while all fits (`Policy.keeps_what_fits`)."""
+    """Whether it keeps everything and stands while all fits (`Policy.idle_without_pressure`)."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class ControlLoop:
         """Ask about one iteration; never fails, never takes much longer than the budget."""
         last = self.steps.last
         ahead_s = 0.0 if last is None else LINK_SHARE * last.seconds
-        return _decision(state, self.safe.answer(state), self.safe.keeps_what_fits, ahead_s)
+        return _decision(state, self.safe.answer(state), self.safe.idle_without_pressure, ahead_s)
 
 
 def _decision(
-    state: SystemState, answer: Answer, keeps_what_fits: bool, fetch_ahead_s: float
+    state: SystemState, answer: Answer, idle_without_pressure: bool, fetch_ahead_s: float
 ) -> Decision:
     join = answer.batch.join
     keeps_all = not answer.batch.pause and not answer.ratios.running.any()
@@ -118,7 +118,7 @@ def _decision(
         joining_ratio=_weighted(answer.ratios.joining, state.waiting.tokens[list(join)]),
         threads=answer.threads,
         fetch_ahead_s=fetch_ahead_s,
-        settles=keeps_what_fits and keeps_all,
+        settles=idle_without_pressure and keeps_all,
     )
 
 

@@ -86,16 +86,16 @@ class SafePolicy:
         self._pending: Future[Any] | None = None
         """A question that was not answered in time. None other is put before it has been."""
         self._logged: dict[str, float] = {}
-        self.keeps_what_fits = self._promises()
-        """`Policy.keeps_what_fits`; not if asking it fails."""
+        self.idle_without_pressure = self._promises()
+        """`Policy.idle_without_pressure`; not if asking it fails."""
 
     def _promises(self) -> bool:
         try:
-            return self._in_time(FIRST_ANSWER_S, lambda: bool(self.policy.keeps_what_fits()))
+            return self._in_time(FIRST_ANSWER_S, lambda: bool(self.policy.idle_without_pressure()))
         except OverdueError:
             self._never_answered()
         except Exception:
-            logger.warning("policy %s: keeps_what_fits raised", type(self.policy).__name__)
+            logger.warning("policy %s: idle_without_pressure raised", type(self.policy).__name__)
         return False
 
     def warm_up(self, state: SystemState) -> None:

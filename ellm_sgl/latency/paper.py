@@ -1,15 +1,16 @@
-"""The eLLM paper's cost model, Eqs. (2)-(4) and (6)-(9), as printed (EuroSys'26).
+"""The eLLM paper's cost model, Eqs. (2)-(4), (8) and (9), as printed (EuroSys'26).
 
 FLOPs only: no bandwidth, no overheads. Where the printed equations are loose, they stay so here,
 and `RooflineLatencyModel` does it right:
 
-- (2), (3), (7)-(9) charge the output head, 2 h V, for every token of a request. Only the row that
+- (2), (3), (8), (9) charge the output head, 2 h V, for every token of a request. Only the row that
   decodes needs logits.
 - 24 h² per layer and token is a dense MLP of width 4 h beside four h x h projections. Gated MLPs,
   grouped K and V heads and experts have other sizes.
 - 4 h per (row, token) pair takes h for heads x head_dim; 4 h s² r² charges all pairs of a
   span, though half of them are masked, and no pair with the tokens before the span.
-- (7) and (8) should agree with (2) at l2 = L. (8) does; in (7) l2 / L stands where l2 should.
+- (7), the time of (8), is left out: it should agree with (2) at l2 = L as (8) does, but l2 / L
+  stands where l2 should.
 - Weights and KV that have to be read from memory cost nothing, so T / b does not depend on b, and
   is least at r = 0 whatever the machine.
 """
@@ -42,42 +43,6 @@ def decode_flops(shape: ModelShape, rows: Quantity, tokens: Quantity) -> Quantit
         tokens: Σ s_i.
     """
     return decode_layers_flops(shape, rows, tokens, shape.layers)
-
-
-def swap_seconds(
-    shape: ModelShape, profile: HardwareProfile, tokens: Quantity, swap_layers: int
-) -> Quantity:
-    """T_swap of Eq. (6): (α k + β) l1 / L, in seconds.
-
-    Args:
-        shape: gives L and, with the link's bandwidth, α.
-        profile: gives the link's bandwidth and β, its latency.
-        tokens: k, tokens whose KV is fetched.
-        swap_layers: l1.
-    """
-    alpha = shape.kv_bytes_per_token / profile.link_bytes_per_s
-    return (alpha * tokens + profile.link_latency_s) * (swap_layers / shape.layers)
-
-
-def recompute_seconds(
-    shape: ModelShape,
-    profile: HardwareProfile,
-    span_rows: Quantity,
-    span_squares: Quantity,
-    recompute_layers: int,
-) -> Quantity:
-    """T_rec of Eq. (7), in seconds: lacks the factor L that Eq. (2) has.
-
-    Args:
-        shape: h, L and V.
-        profile: gives FLOPS.
-        span_rows: Σ s_i r_i.
-        span_squares: Σ s_i² r_i².
-        recompute_layers: l2.
-    """
-    h, share = shape.hidden, recompute_layers / shape.layers
-    layers = (24 * h**2 * span_rows + 4 * h * span_squares) * share
-    return (layers + 2 * h * shape.vocabulary * span_rows) / profile.flops
 
 
 def recompute_layers_flops(

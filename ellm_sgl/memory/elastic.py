@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.memory.page_table import PageTable
 from ellm_sgl.memory.shape import NONE, IntArray
+from ellm_sgl.memory.totals import Totals
 from ellm_sgl.policies import MemoryState
 from ellm_sgl.policies.planned import evictable
 
@@ -29,32 +29,6 @@ Save = Callable[[IntArray, IntArray], None]
 
 Reclaim = Callable[[int], int]
 """Frees about so many tokens of cached prefixes that nobody uses; returns tokens freed."""
-
-
-@dataclass
-class Totals:
-    """Counters since start, in the units of their names."""
-
-    evicted_units: int = 0
-    saved_units: int = 0
-    """Units copied to the host tier."""
-    restored_units: int = 0
-    recomputed_tokens: int = 0
-    fetched_units: int = 0
-    """Units streamed in from the host tier,"""
-    fetched_ahead_units: int = 0
-    """and those of them that came for requests which sat the step out."""
-    borrowed_units: int = 0
-    """Units of the ring that fetched units pass through, summed over steps."""
-    projected_units: int = 0
-    """Fetched units that came as hidden states."""
-    swap_stall_s: float = 0.0
-    """Seconds that steps waited for units from the host tier."""
-    retractions: int = 0
-    sat_out: int = 0
-    """Times that a running request began to sit out."""
-    page_table_s: float = 0.0
-    """Seconds spent on bookkeeping: blocks and units found, given and freed, and steps planned."""
 
 
 class ElasticMemory:
@@ -215,6 +189,16 @@ class ElasticMemory:
         if self._save is not None and short > 0 and gain > 0:
             self.make_room(units + self.slots * (fetched + -(-short // gain)))
         return self.make_room(units)
+
+    def allocate(self, count: int) -> IntArray:
+        """So many new blocks, with units as far as there are any (`place`).
+
+        Raises:
+            OutOfBlocksError: the logical space is exhausted; nothing was changed.
+        """
+        blocks = self.table.allocate(count)
+        self.place(blocks)
+        return blocks
 
     def place(self, blocks: IntArray) -> int:
         """Give units to new blocks, making room first. The last blocks come first: they are

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.memory.free_list import FreeList
-from ellm_sgl.memory.shape import NONE, IntArray
+from ellm_sgl.memory.shape import NONE, IntArray, read_only
 
 
 class HostTier:
@@ -43,7 +43,8 @@ class HostTier:
         self, num_blocks: int, num_groups: int, num_units: int, hidden_groups: int = 0
     ) -> None:
         self.hidden_groups = hidden_groups
-        self.units: IntArray = np.full((num_blocks + 1, num_groups), NONE, np.int32)
+        self._units: IntArray = np.full((num_blocks + 1, num_groups), NONE, np.int32)
+        self.units: IntArray = read_only(self._units)
         """Of a hidden group, units of the `HiddenPool`; of the others, of the `KVPool`."""
         self.filling: IntArray = np.full(num_blocks + 1, NONE, np.int32)
         """Slot of the `HiddenPool` that each block's hidden states are captured in."""
@@ -86,7 +87,7 @@ class HostTier:
         if len(groups) > len(self._free):
             self._drop_duplicates(len(groups) - len(self._free), device)
         kept = groups[: len(self._free)]
-        self.units[block, kept] = self._free.take(len(kept))
+        self._units[block, kept] = self._free.take(len(kept))
         return kept
 
     # -- hidden states ----------------------------------------------------------------------
@@ -105,7 +106,7 @@ class HostTier:
         """These blocks are full and captured as a whole: from now on they are copies."""
         groups = np.arange(self.hidden_groups)
         slots = self.filling[blocks][:, None]
-        self.units[blocks, : self.hidden_groups] = slots * self.hidden_groups + groups
+        self._units[blocks, : self.hidden_groups] = slots * self.hidden_groups + groups
         self.filling[blocks] = NONE
 
     # -- both -------------------------------------------------------------------------------
@@ -116,11 +117,11 @@ class HostTier:
         self._free.give(units[units != NONE])
         slots = self._slots_of(blocks)
         self._slots.give(slots[slots != NONE])
-        self.units[blocks] = NONE
+        self._units[blocks] = NONE
         self.filling[blocks] = NONE
 
     def clear(self) -> None:
-        self.units[:] = NONE
+        self._units[:] = NONE
         self.filling[:] = NONE
         self._free = FreeList(self._free.capacity)
         self._slots = FreeList(self._slots.capacity)
@@ -154,7 +155,7 @@ class HostTier:
         blocks, groups = np.nonzero(kept)
         blocks, groups = blocks[:count], groups[:count]
         self._free.give(self.units[blocks, groups])
-        self.units[blocks, groups] = NONE
+        self._units[blocks, groups] = NONE
 
 
 def _all_there(owned: IntArray, free: FreeList) -> bool:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from ellm_sgl.memory.free_list import FreeList
 from ellm_sgl.memory.host_tier import HostTier
 from ellm_sgl.memory.sequence import Sequence
-from ellm_sgl.memory.shape import NONE, IntArray, PoolShape, PoolStatistics
+from ellm_sgl.memory.shape import NONE, IntArray, PoolShape, PoolStatistics, read_only
 
 Blocks = IntArray | SequenceABC[int]
 
@@ -71,8 +71,10 @@ class PageTable:
                 f"got {num_blocks} blocks and {num_units} units"
             )
         self.shape = shape
-        self.units: IntArray = np.full((num_blocks + 1, shape.num_groups), NONE, np.int32)
-        self.units[RESERVED] = RESERVED
+        self._units: IntArray = np.full((num_blocks + 1, shape.num_groups), NONE, np.int32)
+        self._units[RESERVED] = RESERVED
+        self.units: IntArray = read_only(self._units)
+        """[blocks + 1, groups]: each block's unit in each group, or `NONE`; read-only."""
         # Asked for far more often than it changes, and numpy is slow along an axis this short.
         self._lacking: IntArray = np.full(num_blocks + 1, shape.num_groups, np.int32)
         """Groups of each block without a unit."""
@@ -209,7 +211,7 @@ class PageTable:
             return ids[:0]
         ids = ids[:fitting]
         rows, groups = np.nonzero(self.units[ids] == NONE)
-        self.units[ids[rows], groups] = self._free_units.take(len(rows))
+        self._units[ids[rows], groups] = self._free_units.take(len(rows))
         self._lacking[ids] = 0
         self._none_units -= len(rows)
         return ids
@@ -249,7 +251,7 @@ class PageTable:
         """
         if self._refs[block] == 0:
             raise IntegrityError(f"evict of block {block}, which is not allocated")
-        row = self.units[block, groups if groups is not None else slice(None)]
+        row = self._units[block, groups if groups is not None else slice(None)]
         held = row[row != NONE]
         self._free_units.give(held)
         row[row != NONE] = NONE
@@ -274,8 +276,8 @@ class PageTable:
                 f"adopt by block {destination} of block {source}: not both are computed in full"
             )
         gaps = (self.units[destination] == NONE) & (self.units[source] != NONE)
-        self.units[destination, gaps] = self.units[source, gaps]
-        self.units[source, gaps] = NONE
+        self._units[destination, gaps] = self.units[source, gaps]
+        self._units[source, gaps] = NONE
         moved = int(np.count_nonzero(gaps))
         self._lacking[destination] -= moved
         self._lacking[source] += moved
@@ -343,7 +345,7 @@ class PageTable:
         self._sequences.clear()
         self._refs[:] = 0
         self._computed[:] = 0
-        self.units[1:] = NONE
+        self._units[1:] = NONE
         self._lacking[1:] = self.shape.num_groups
         self._none_units = 0
         self._free_blocks = FreeList(self.num_blocks)
@@ -580,7 +582,7 @@ class PageTable:
     def _give_back_units(self, blocks: IntArray) -> None:
         units = self.units[blocks]
         self._free_units.give(units[units != NONE])
-        self.units[blocks] = NONE
+        self._units[blocks] = NONE
         self._lacking[blocks] = self.shape.num_groups
 
     def _refuse_unmappable(self, blocks: IntArray) -> None:

@@ -76,3 +76,10 @@ class PoolStatistics:
     """Units in use / units total, 0..1; above 1 while a lowered limit is exceeded."""
     fragmentation: float
     """Share of token places in the mapped blocks that hold no token (tail blocks), 0..1."""
+
+
+def read_only(array: IntArray) -> IntArray:
+    """A view of `array` that its readers cannot write to."""
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -18,7 +18,7 @@ from ellm_sgl.config.click_types import MILLISECONDS
 from ellm_sgl.config.ranges import read_json, shown
 
 if TYPE_CHECKING:
-    from ellm_sgl.policies.testing.conformance import ConformanceReport
+    from ellm_sgl.policies.testing import ConformanceReport
     from ellm_sgl.serve.policies_bench import PolicyBench, Timing
 
 _MARKS = {"passed": "[green]passed[/green]", "failed": "[red]FAILED[/red]", "skipped": "skipped"}
@@ -108,7 +108,7 @@ def _described(name: str) -> dict[str, str | None]:
 def check(name: str, options: dict[str, Any], states: int, budget_ms: float, as_json: bool) -> None:
     """Run the conformance kit on a policy. Exit status 0 only if no check failed."""
     from ellm_sgl.policies.registry import create
-    from ellm_sgl.policies.testing.conformance import examine
+    from ellm_sgl.policies.testing import examine
 
     try:
         create(name, options)

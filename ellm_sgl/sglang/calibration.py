@@ -21,12 +21,10 @@ import torch
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
 from ellm_sgl.latency.fit import fit_profile
 from ellm_sgl.memory import KVPool, PageTable
-from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.context import Context
 from ellm_sgl.step import (
-    MixedRows,
     NewTokens,
     Restoration,
-    SeparateRows,
     StepPlan,
     plan_step,
 )
@@ -128,7 +126,7 @@ def shape_of(model_path: str, dtype: str) -> ModelShape:
 
 
 def calibrate(
-    runner: ModelRunner, rows: MixedRows | SeparateRows, shape: ModelShape, seconds: float = 3.0
+    runner: ModelRunner, ours: Context, shape: ModelShape, seconds: float = 3.0
 ) -> HardwareProfile:
     """Measure what this rank's device sustains with the model loaded. Nothing may be running.
 
@@ -136,7 +134,7 @@ def calibrate(
 
     Args:
         runner: has its model, pool and attention backend.
-        rows: the hooks on the model's decoder, as used for serving.
+        ours: executor and pool, as used for serving.
         shape: of the model.
         seconds: about how long to measure.
     """
@@ -145,7 +143,7 @@ def calibrate(
     # All ranks must run the same steps, since each waits for the others' part: rank 0 decides.
     decided = get_tp_group().broadcast_object
     guess: HardwareProfile = decided(measure_device(runner.device))
-    steps = SyntheticSteps(runner, rows)
+    steps = SyntheticSteps(runner, ours)
     mixes = _affordable(shape, guess, steps, seconds)
     steps.run(mixes[0])  # on a GPU the very first step compiles kernels, for seconds
     deadline = time.perf_counter() + seconds
@@ -202,10 +200,10 @@ class SyntheticSteps:
     Their page table is a private one over the first units of the real pool.
     """
 
-    def __init__(self, runner: ModelRunner, rows: MixedRows | SeparateRows) -> None:
+    def __init__(self, runner: ModelRunner, ours: Context) -> None:
         self._runner = runner
-        self._rows = rows
-        self._pool: KVPool = runtime.current().pool
+        self._executor = ours.executor
+        self._pool: KVPool = ours.pool
         self._context: int = runner.model_config.context_len
         self._cleared = 0
 
@@ -237,17 +235,12 @@ class SyntheticSteps:
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> None:
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-        ours = runtime.current()
-        ours.plan = plan
-        try:
-            with (
-                torch.no_grad(),
-                forward_context(ForwardContext(attn_backend=self._runner.attn_backend)),
-                self._rows.running(plan),
-            ):
-                self._runner.model.forward(batch.input_ids, batch.positions, batch)
-        finally:
-            ours.plan = None
+        with (
+            torch.no_grad(),
+            forward_context(ForwardContext(attn_backend=self._runner.attn_backend)),
+            self._executor.execute(plan),
+        ):
+            self._runner.model.forward(batch.input_ids, batch.positions, batch)
 
     def _requests(self, mix: Mix) -> tuple[PageTable, list[NewTokens]]:
         shape = self._pool.shape

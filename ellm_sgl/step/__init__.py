@@ -1,7 +1,9 @@
 """From page table to rows: the step plan, and the rows' way through the model."""
 
-from ellm_sgl.step.hidden import Capture, HiddenStates, plan_capture
-from ellm_sgl.step.plan import NewTokens, StepPlan, plan_step
+from ellm_sgl.step.executor import Executor
+from ellm_sgl.step.hidden import HiddenStates, plan_capture
+from ellm_sgl.step.plan import Capture, NewTokens, StepPlan, plan_step
+from ellm_sgl.step.planner import Planner
 from ellm_sgl.step.restoration import (
     GroupTransfer,
     Missing,
@@ -17,12 +19,14 @@ __all__ = [
     "AnyStreamer",
     "Capture",
     "DeviceStreamer",
+    "Executor",
     "GroupTransfer",
     "HiddenStates",
     "Missing",
     "MixedRows",
     "NativeStreamer",
     "NewTokens",
+    "Planner",
     "Restoration",
     "SeparateRows",
     "StepPlan",

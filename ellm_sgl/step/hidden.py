@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,24 +23,12 @@ import torch
 from torch import nn
 
 from ellm_sgl.memory import NONE, HiddenPool, KVPool, PageTable
-from ellm_sgl.step.plan import StepPlan
+from ellm_sgl.step.plan import Capture, StepPlan
 from ellm_sgl.step.restoration import GroupTransfer
 
 Projection = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(layer, what its projections are given [n, hidden], positions [n]) → K, V as the layer would
 write them to the pool, each [n, kv_heads * head_dim]."""
-
-
-@dataclass(frozen=True)
-class Capture:
-    """Which rows of a step have their hidden states kept, and where; the same in all layers."""
-
-    rows: torch.Tensor
-    """int64 [n]: rows of the step."""
-    slots: torch.Tensor
-    """int64 [n]: slots of the `HiddenPool`."""
-    offsets: torch.Tensor
-    """int64 [n]: place in the block, 0..block_tokens-1."""
 
 
 def plan_capture(table: PageTable, seq_ids: Sequence[int], plan: StepPlan) -> Capture:

@@ -39,8 +39,23 @@ class NewTokens(NamedTuple):
     end: int
 
 
+NO_UNITS: IntArray = np.empty(0, np.int32)
+
+
+class Capture(NamedTuple):
+    """Which rows of a step have their hidden states kept, and where; the same in all layers."""
+
+    rows: torch.Tensor
+    """int64 [n]: rows of the step."""
+    slots: torch.Tensor
+    """int64 [n]: slots of the `HiddenPool`."""
+    offsets: torch.Tensor
+    """int64 [n]: place in the block, 0..block_tokens-1."""
+
+
 class StepPlan(NamedTuple):
-    """One forward pass. A snapshot: later changes of the page table do not reach it."""
+    """All that one forward pass needs and holds. A snapshot: later changes of the page table do not
+    reach it. `Executor.execute` runs it, and gives back what it has borrowed."""
 
     new_rows: int
     span_token_ids: torch.Tensor
@@ -55,6 +70,14 @@ class StepPlan(NamedTuple):
     """(tokens, first position) of each run of consecutive tokens that this step restores."""
     fetched_tokens: int = 0
     """Tokens times layer groups whose KV is fetched."""
+    borrowed: IntArray = NO_UNITS
+    """int32 [n]: device units that the step passes fetched units through, and gives back."""
+    fetched_ahead: GroupTransfer | None = None
+    """What comes from the host beside this step, for a later one."""
+    capture: Capture | None = None
+    """Rows whose hidden states are kept; None where only KV is."""
+    delta: float = 0.5
+    """δ as a share of the processor, 0..1: what begins with the recomputed rows."""
 
     @property
     def span_rows(self) -> int:
@@ -129,6 +152,7 @@ def plan_step(
         span_positions=_tensor(rows.position[rows.new :], device),
         groups=rows.in_groups(device),
         transfers=restoration.transfers,
+        borrowed=restoration.borrowed,
         restored=tuple((s.end - s.start, s.start) for s in restored),
         fetched_tokens=fetched_units * block_tokens,
     )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ellm_sgl.client.traces import FloatArray, IntArray
-from ellm_sgl.engine.step_log import StepLog, Turns
+from ellm_sgl.engine.step_log import Turns
 from ellm_sgl.eval.simulator.admission import (
     Candidate,
     Chunk,
@@ -75,8 +75,6 @@ class Simulation:
         self._under_way: UnderWay | None = None
         self._full = False
         """SGLang's `batch_is_full`: nobody is considered until somebody has left."""
-        self._refused_at: int | None = None
-        """Room when memory last ran out for those who wait."""
         self._step_s = 0.0
         """Time of the latest decode step."""
 
@@ -100,7 +98,7 @@ class Simulation:
         if not self._running and not len(self._waiting) and self._under_way is None:
             self._rest()
             return
-        turn = self.mode.turn(self.clock.now_s, self._running, self._waiting)
+        turn = self.mode.turn(self._running, self._waiting)
         if turn.back:
             self._fetch(turn.back)
         chunks = self._admit(turn.join)
@@ -124,7 +122,7 @@ class Simulation:
                 self.progress.refused[request] = True
                 self.record.ended += 1
                 continue
-            self.mode.arrived(request, self.clock.now_s)
+            self.mode.arrived(request)
             taken.append(request)
         self._arrived = due
         if taken:
@@ -140,15 +138,14 @@ class Simulation:
     def _rest(self) -> None:
         """Nothing to do until the next arrival."""
         self.record.rest()
-        if isinstance(self.mode, Elastic):
-            self.mode.loop.steps.idle()
+        self.mode.idle()
         if self._arrived < len(self.load):
             self.clock.now_s = max(self.clock.now_s, float(self.load.at_s[self._arrived]))
 
     # -- admission --------------------------------------------------------------------------
 
     def _admit(self, join: Sequence[int]) -> tuple[Chunk, ...]:
-        self._open_or_close(join)
+        self._full = self.mode.closed(self._full, len(self._waiting) > 0)
         if self._full:
             join = []
         if not join and self._under_way is None:
@@ -168,20 +165,8 @@ class Simulation:
         )
         if admitted.full:
             self._full = True
-            self._refused_at = budget.eventually
+            self.mode.refused(budget)
         return self._started(admitted.chunks)
-
-    def _open_or_close(self, join: Sequence[int]) -> None:
-        """As `Deciding._open_or_close`: the policy may open a full batch again."""
-        if not isinstance(self.mode, Elastic):
-            return
-        if not join:
-            self._full = len(self._waiting) > 0
-            self._refused_at = None
-        elif self._full and (
-            self._refused_at is None or self.mode.budget().eventually > self._refused_at
-        ):
-            self._full = False
 
     def _candidate(self, request: int) -> Candidate:
         return Candidate(
@@ -272,7 +257,7 @@ class Simulation:
         self._step_s = float(seconds[-1])
         self.clock.now_s = float(ends[-1])
         self._tokens_came(ids, ends)
-        self.mode.decoded(ids, self.clock.now_s)
+        self.mode.decoded(ids)
         self.record.decode(ends, float(seconds.sum()), len(ids), len(self._waiting), work)
         self._ratio.decay(fitting)
         self._end_finished()
@@ -312,10 +297,10 @@ class Simulation:
     def _log(self, work: StepWork) -> None:
         """Tell the control loop; several steps count as their first."""
         if isinstance(self.mode, Elastic):
-            steps: StepLog = self.mode.loop.steps
+            iteration = self.mode.iteration
             first = {name: float(np.ravel(value)[0]) for name, value in vars(work).items()}
             one = StepWork(**first)
-            steps.start(self._device.restored(one) if self.settings.unevenness else one)
+            iteration.started(self._device.restored(one) if self.settings.unevenness else one)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -343,7 +328,7 @@ class Simulation:
         self._running.remove(request)
         self.mode.leave(request)
         self.progress.kv_tokens[request] = 0
-        self.mode.retracted(request, self.clock.now_s)
+        self.mode.retracted(request)
         self.record.retractions += 1
         self._full = False
         if self.mode.swaps:

@@ -61,21 +61,31 @@ class Mode(ABC):
         self.load = load
         self.progress = progress
 
-    def arrived(self, request: int, now_s: float) -> None:  # noqa: B027 (optional)
+    def arrived(self, request: int) -> None:  # noqa: B027 (optional)
         """A request has come. Not every mode keeps a book."""
 
-    def decoded(self, ids: IntArray, now_s: float) -> None:  # noqa: B027 (optional)
+    def decoded(self, ids: IntArray) -> None:  # noqa: B027 (optional)
         """These requests have just got a token each."""
 
-    def retracted(self, request: int, now_s: float) -> None:  # noqa: B027 (optional)
+    def retracted(self, request: int) -> None:  # noqa: B027 (optional)
         """A running request waits again; `leave` comes before."""
 
     def ended(self, request: int) -> None:  # noqa: B027 (optional)
         """A request has all its tokens; `leave` comes before."""
 
     @abstractmethod
-    def turn(self, now_s: float, running: Sequence[int], waiting: IntArray) -> Turn:
+    def turn(self, running: Sequence[int], waiting: IntArray) -> Turn:
         """Asked once per iteration."""
+
+    def closed(self, closed: bool, anybody_waits: bool) -> bool:
+        """Whether SGLang looks at nobody who waits, as `closed` says it has until now."""
+        return closed
+
+    def refused(self, budget: Budget) -> None:  # noqa: B027 (optional)
+        """Memory or places ran out before the queue did."""
+
+    def idle(self) -> None:  # noqa: B027 (optional)
+        """Nothing is done until the next request arrives."""
 
     @abstractmethod
     def budget(self) -> Budget:

@@ -23,7 +23,7 @@ from ellm_sgl.eval.simulator.restoring import (
     fetch_seconds,
     hcache_seconds,
 )
-from ellm_sgl.eval.simulator.whole import WholeRequests
+from ellm_sgl.eval.simulator.whole import WholeRequestMode
 from ellm_sgl.latency import (
     HardwareProfile,
     LatencyModel,
@@ -167,7 +167,7 @@ def build_mode(
         }[settings.mode]
         _check_size(machine, pool, device_blocks)
         table = PageTable(pool, device_blocks, units)
-        return WholeRequests(table, load, progress, fetch)
+        return WholeRequestMode(table, load, progress, fetch)
     longest = int((load.prompt_tokens + load.output_tokens).max(initial=1))
     transient = max(longest, LEAST_TRANSIENT)
     logical = max(
@@ -185,7 +185,7 @@ def build_mode(
         StepLog(policy_model(machine, settings), clock),
         ServerLimits(shape, known, settings.max_running, settings.tpot_slo_s, transient),
     )
-    return Elastic(table, load, progress, loop, transient)
+    return Elastic(table, load, progress, loop, transient, clock)
 
 
 def _check_size(machine: Machine, pool: PoolShape, blocks: int) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.work_split import plan_threads
+from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, Threads, plan_threads
 
 
 class ShortestFirst(Policy):

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 from shortest_first import ShortestFirst
 
-from ellm_sgl.policies.testing.conformance import check_policy
-from ellm_sgl.policies.testing.generate import make_state, requests
+from ellm_sgl.policies.testing import (
+    Check,
+    Factory,
+    make_state,
+    parametrize_with_checks,
+    requests,
+)
 
 
-def test_it_keeps_the_rules() -> None:
-    check_policy(ShortestFirst, budget_ms=None)  # timing is for a quiet machine
+@parametrize_with_checks([ShortestFirst])
+def test_it_keeps_the_rules(policy: Factory, check: Check) -> None:
+    check(policy)
 
 
 def test_the_shortest_joins_first() -> None:

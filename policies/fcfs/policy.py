@@ -8,29 +8,33 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.fcfs.batch_size import BatchProblem
-from ellm_sgl.policies.fcfs.feasible import (
+from ellm_sgl.policies.fcfs.relaxation import Relaxation
+from ellm_sgl.policies.pausing.choice import evicted_tokens, participants
+from ellm_sgl.policies.pausing.rotation import (
+    JOINING_RATIO,
+    Rotation,
+    RotationDecision,
+    can_rotate,
+)
+from ellm_sgl.policies.problem.batch_size import BatchProblem
+from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
-    Lineup,
+    Candidates,
     eventual_ratio,
     least_span_tokens,
-    line_up,
     share_for,
     spans,
     step_limit_s,
     unowned_tokens,
     work_of,
 )
-from ellm_sgl.policies.fcfs.relaxation import Relaxation
-from ellm_sgl.policies.pausing.choice import given_up, participants
-from ellm_sgl.policies.pausing.rotation import JOINING_RATIO, Rotation, Turn, can_rotate
 from ellm_sgl.policies.work_split import plan_threads
 
 HOLD = 1 / 32
-"""A share stays while what it gives up is enough, and at most this part more than enough."""
+"""A share stays while what it evicts is enough, and at most this part more than enough."""
 
 SOLVE_EVERY = 16
-"""Iterations after which the batch question is solved anew though nothing else has changed."""
+"""Iterations after which the batch question is solved again though nothing else has changed."""
 
 NOBODY = np.zeros(0)
 
@@ -44,31 +48,31 @@ class Fcfs(Policy):
       put them off. b / T decides whether more join than that, at the price of restoration.
     - A request must fit not only now but after `lookahead` further steps, in which all grow: the
       paper takes current lengths, and so admits requests that soon push each other out.
-    - Where memory no longer holds those that run, the last of them sit out, their KV given up, if
-      more tokens per second are decoded so than by restoring part of everyone in every step.
+    - Where memory no longer holds those that run, the last of them pause, their KV evicted, if more
+      tokens per second are decoded so than by restoring part of everyone in every step.
       Otherwise running requests stay, also where memory or SLO admit no answer; then nobody
       joins. A request that would be alone joins whatever it needs.
 
-    How much of each stays cached: all give up the same share ρ of what they may give up (their
-    blocks but shared ones and the last), the least share that fits; r_i = ρ e_i / s_i in whole
+    How much of each stays cached: the same share ρ of what can be evicted of each (its blocks but
+    shared ones and the last) is evicted, the least share that fits; r_i = ρ e_i / s_i in whole
     blocks, hence ρ = r but for the last block where nothing is shared. The share rises only when
     it must, and falls when `HOLD` less would do, so that a steady load gives a steady ratio.
-    There is no slack on top: every block given up is computed again in every step.
+    There is no slack on top: every evicted block is computed again in every step.
 
     Args:
         lookahead: steps; 0 is the paper's problem.
-        sit_out: whether running requests may sit out; False is the paper's problem.
+        pause: whether running requests may pause; False is the paper's problem.
         solver: "scan" looks at every batch size, which is exact. "slsqp" is the paper's way: a
             local optimum of the continuous relaxation, from the last one on, then the best of
             the whole batch sizes near it.
         rotate: where there is a host tier and every request has a TPOT SLO, more requests run than
-            memory holds, and take turns on the device (`rotation`).
+            memory holds, and rotate on the device (`pausing.rotation`).
     """
 
     def __init__(
         self,
         lookahead: int = 128,
-        sit_out: bool = True,
+        pause: bool = True,
         solver: str = "scan",
         rotate: bool = False,
     ) -> None:
@@ -76,80 +80,84 @@ class Fcfs(Policy):
         if solver not in ("scan", "slsqp"):
             raise ValueError(f'solver must be "scan" or "slsqp", got {solver!r}')
         self._lookahead = lookahead
-        self._sit_out = sit_out
+        self._may_pause = pause
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
         self._answered: _Standing | None = None
         """How many may join. They may wait for the server's own admission many steps long; and if
         nobody may, running requests only grow: it gets no easier."""
-        self._first_out: int | None = None
-        """Id of the first running request that sits out."""
+        self._first_paused: int | None = None
+        """Id of the first running request that pauses."""
         self._counted: _Standing | None = None
         """Who takes part."""
-        self._out_span: IntArray | None = None
-        """n_i of the running requests while some sit out; computed with `_counted`."""
+        self._paused_span: IntArray | None = None
+        """n_i of the running requests while some pause; computed with `_counted`."""
         self._rotation = Rotation() if rotate else None
-        self._turn: Turn | None = None
-        """What rotation wants of this iteration; None where it does not apply."""
+        self._rotated: RotationDecision | None = None
+        """This iteration's rotation; None where it does not apply."""
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         return self._rotation is None
 
     def batch(self, state: SystemState) -> Batch:
         count = len(state.running)
-        self._turn = None
+        self._rotated = None
         if count and self._rotation is not None and can_rotate(state):
-            self._turn = self._rotation.turn(state)
-            return self._turn.batch()
-        if count and self._sit_out:
+            self._rotated = self._rotation.decide(state)
+            return self._rotated.batch()
+        if count and self._may_pause:
             active = self._active(state)
             memory = (state.memory.device_tokens,)
             if self._counted is None or not self._counted.still_holds(state, memory):
                 active = participants(state, active)
                 self._counted = _Standing(state.running.request_id, memory)
-                self._out_span = None
+                self._paused_span = None
             if active < count:
-                self._first_out = int(state.running.request_id[active])
+                self._first_paused = int(state.running.request_id[active])
                 return Batch(join=(), pause=tuple(range(active, count)))
-        self._first_out = None
+        self._first_paused = None
         most = min(len(state.waiting), state.max_running - len(state.running))
         if most <= 0:
             return Batch(join=())
         return Batch(join=tuple(range(self._joining(state, most))))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        if self._turn is not None:
-            return self._ratios_of(state, batch, self._turn)
+        if self._rotated is not None:
+            return self._ratios_of(state, batch, self._rotated)
         if batch.pause:
-            if self._out_span is None:
+            if self._paused_span is None:
                 active = len(state.running) - len(batch.pause)
-                self._out_span = _spans_while_some_sit_out(state, active)
-            given = self._out_span
-            ratios = np.where(given > 0, (given + 0.5) / state.running.tokens, 0.0)
+                self._paused_span = _spans_while_some_pause(state, active)
+            evicted = self._paused_span
+            ratios = np.where(evicted > 0, (evicted + 0.5) / state.running.tokens, 0.0)
             return Ratios(running=ratios, joining=NOBODY)
-        lineup = line_up(state, batch.join)
+        candidates = Candidates.of(state, batch.join)
         count = len(state.running)
-        span = self._spans(state, lineup, batch, 0)
+        span = self._spans(state, candidates, batch, 0)
         joining = np.zeros(len(batch.join))
         if batch.join and self._lookahead:
             joining += eventual_ratio(state, batch.join, self._lookahead)
         if span is None:
             return Ratios(running=np.zeros(count), joining=joining)
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
-        ratios = np.where(span > 0, (span + 0.5) / lineup.tokens, 0.0)
+        ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
         return Ratios(running=ratios[:count], joining=np.maximum(ratios[count:], joining))
 
-    def _ratios_of(self, state: SystemState, batch: Batch, turn: Turn) -> Ratios:
-        """Who is out gives up all; those inside the same share, the least that fits; the one that
-        comes nothing, so that its KV is fetched."""
-        lineup = line_up(state, [])
-        gone, inside = turn.gone(), ~turn.out
-        held = int(np.where(gone, lineup.charged - lineup.evictable, lineup.charged)[~inside].sum())
-        span = np.where(gone, lineup.evictable, 0)
-        given = self._spans(state, lineup.only(inside), batch, held)
-        if given is not None:
-            span[inside] = given
-        ratios = np.where(span > 0, (span + 0.5) / lineup.tokens, 0.0)
+    def _ratios_of(self, state: SystemState, batch: Batch, rotated: RotationDecision) -> Ratios:
+        """Of paused requests all is evicted; of active ones the same share, the least that fits; of
+        the resuming one nothing, so that its KV is fetched."""
+        candidates = Candidates.of(state, [])
+        evicted, active = rotated.evicted(), ~rotated.paused
+        held = int(
+            np.where(evicted, candidates.charged - candidates.evictable, candidates.charged)[
+                ~active
+            ].sum()
+        )
+        span = np.where(evicted, candidates.evictable, 0)
+        partial = self._spans(state, candidates.only(active), batch, held)
+        if partial is not None:
+            span[active] = partial
+        ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
         return Ratios(running=ratios, joining=np.full(len(batch.join), JOINING_RATIO))
 
     def threads(self, state: SystemState, plan: StepWork) -> Threads:
@@ -172,53 +180,57 @@ class Fcfs(Policy):
 
     def _active(self, state: SystemState) -> int:
         """How many took part in the step before, of those that still run; all of them count as
-        taking part if nobody sat out."""
-        if self._first_out is None:
+        taking part if nobody paused."""
+        if self._first_paused is None:
             return len(state.running)
-        return max(1, int(np.searchsorted(state.running.request_id, self._first_out)))
+        return max(1, int(np.searchsorted(state.running.request_id, self._first_paused)))
 
     def _spans(
-        self, state: SystemState, lineup: Lineup, batch: Batch, held: int
+        self, state: SystemState, candidates: Candidates, batch: Batch, held: int
     ) -> IntArray | None:
         """n_i of each request; None if all is cached. Keeps or renews the share.
 
         Args:
-            held: device tokens of running requests that are not in the line-up.
+            held: device tokens of running requests that are not among the candidates.
         """
         memory, block = state.memory, state.memory.block_tokens
-        short = int(lineup.charged.sum()) + held + unowned_tokens(state) - memory.device_tokens
+        short = int(candidates.charged.sum()) + held + unowned_tokens(state) - memory.device_tokens
         if short <= 0:
             self._share = 0.0
             return None
-        most = min(int(lineup.evictable.sum()), memory.transient_tokens) // block * block
+        most = min(int(candidates.evictable.sum()), memory.transient_tokens) // block * block
         least = min(float(least_span_tokens(memory, np.float64(short))), most)
         enough = min(least * HOLD, most - least)
-        span = spans(lineup, self._share, block)
+        span = spans(candidates, self._share, block)
         spare = span.sum() - least
-        if 0 <= spare <= block or (0 <= spare <= enough and _in_time(state, batch, lineup, span)):
+        if 0 <= spare <= block or (
+            0 <= spare <= enough and _in_time(state, batch, candidates, span)
+        ):
             return span
-        self._share = share_for(lineup, least, block)
-        return spans(lineup, self._share, block)
+        self._share = share_for(candidates, least, block)
+        return spans(candidates, self._share, block)
 
 
-def _spans_while_some_sit_out(state: SystemState, active: int) -> IntArray:
-    """n_i: the last ones give up what the others need; if that is not enough, all of those that
-    run give up the same share."""
-    lineup = line_up(state, [])
+def _spans_while_some_pause(state: SystemState, active: int) -> IntArray:
+    """n_i: of the last ones what the others need is evicted; if that is not enough, the same share
+    of all those that run."""
+    candidates = Candidates.of(state, [])
     block = state.memory.block_tokens
-    span = given_up(state, active)
-    short = lineup.charged.sum() + unowned_tokens(state) - state.memory.device_tokens
+    span = evicted_tokens(state, active)
+    short = candidates.charged.sum() + unowned_tokens(state) - state.memory.device_tokens
     missing = float(least_span_tokens(state.memory, np.float64(short - span.sum())))
     if missing > 0.0:
-        first = lineup.first(active)
+        first = candidates.first(active)
         span[:active] = spans(first, share_for(first, missing, block), block)
     return span
 
 
-def _in_time(state: SystemState, batch: Batch, lineup: Lineup, span: IntArray) -> bool:
+def _in_time(state: SystemState, batch: Batch, candidates: Candidates, span: IntArray) -> bool:
     """Whether the step keeps the SLO by the latency model's estimate."""
     limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.join)])[-1]
-    return limit_s == np.inf or bool(state.latency.step_seconds(work_of(lineup, span)) <= limit_s)
+    return limit_s == np.inf or bool(
+        state.latency.step_seconds(work_of(candidates, span)) <= limit_s
+    )
 
 
 @dataclass(eq=False)

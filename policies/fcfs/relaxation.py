@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray
-from ellm_sgl.policies.fcfs.batch_size import BatchProblem
+from ellm_sgl.policies.problem.batch_size import BatchProblem
 
 NEIGHBOURS = 8
 """Whole batch sizes that are looked at on either side of the continuous optimum."""

@@ -1,1 +1,2 @@
-"""Which running requests pause, and when they resume: shared by the built-in policies."""
+"""Which running requests `fcfs` pauses, and when they resume: all in order where restoring parts of
+everyone costs more (`choice`), or in rotation while their SLO leaves time (`rotation`)."""

@@ -1,7 +1,7 @@
 """Which running requests take part, when memory cannot hold them all.
 
-To restore part of every request in every step may cost more than to let the last ones sit out,
-without their KV, until there is room for them again. The latency model decides: the first k
+To restore part of every request in every step may cost more than to pause the last ones, without
+their KV, until there is room for them again. The latency model decides: the first k
 requests run for which k / T(k, r(k)) is best.
 """
 
@@ -12,14 +12,14 @@ import dataclasses
 import numpy as np
 
 from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
-from ellm_sgl.policies.fcfs.batch_size import BatchProblem
-from ellm_sgl.policies.fcfs.feasible import line_up, unowned_tokens
+from ellm_sgl.policies.problem.batch_size import BatchProblem
+from ellm_sgl.policies.problem.candidates import Candidates, unowned_tokens
 
 GAIN = 0.05
-"""Requests begin to sit out when that decodes so much more per second."""
+"""Requests begin to pause when that decodes so much more per second."""
 
-RETURN_STEPS = 64
-"""They come back when all that run then fit, fully cached, for so many further steps."""
+RESUME_STEPS = 64
+"""They resume when all that run then fit, fully cached, for so many further steps."""
 
 
 def participants(state: SystemState, active: int) -> int:
@@ -37,19 +37,19 @@ def participants(state: SystemState, active: int) -> int:
     best = int(value[:active].argmax()) + 1
     if value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
-    return max(active, _returning(state, active))
+    return max(active, _resumed(state, active))
 
 
-def given_up(state: SystemState, active: int) -> IntArray:
-    """Tokens of KV that each running request gives up, so that the first `active` are cached as
-    far as they can be: the last requests give up most. All zero for those that take part."""
+def evicted_tokens(state: SystemState, active: int) -> IntArray:
+    """Tokens of KV to evict of each running request, so that the first `active` are cached as far
+    as they can be: most of the last requests. All zero for those that take part."""
     count = len(state.running)
-    lineup = line_up(state, [])
-    short = _short_tokens(state, RETURN_STEPS)[active] + int(lineup.evictable[active:].sum())
-    wanted = max(short, 0)
-    after = np.cumsum(lineup.evictable[::-1])[::-1] - lineup.evictable  # by later requests
+    candidates = Candidates.of(state, [])
+    short = _short_tokens(state, RESUME_STEPS)[active] + int(candidates.evictable[active:].sum())
+    needed = max(short, 0)
+    after = np.cumsum(candidates.evictable[::-1])[::-1] - candidates.evictable  # by later requests
     block = state.memory.block_tokens
-    tokens = np.clip(-(-(wanted - after) // block) * block, 0, lineup.evictable)
+    tokens = np.clip(-(-(needed - after) // block) * block, 0, candidates.evictable)
     tokens[: min(active, count)] = 0
     return np.asarray(tokens, np.int64)
 
@@ -67,16 +67,16 @@ def _problem(state: SystemState) -> BatchProblem:
 def _short_tokens(state: SystemState, ahead: int) -> FloatArray:
     """Device tokens missing if the first k requests are cached, `ahead` steps on, while the
     others hold only what cannot be evicted."""
-    lineup = line_up(state, [], ahead)
-    held = float((lineup.charged - lineup.evictable).sum())
-    cached = np.concatenate(([0.0], np.cumsum(lineup.evictable, dtype=np.float64)))
+    candidates = Candidates.of(state, [], ahead)
+    held = float((candidates.charged - candidates.evictable).sum())
+    cached = np.concatenate(([0.0], np.cumsum(candidates.evictable, dtype=np.float64)))
     return cached + (held + unowned_tokens(state) - state.memory.device_tokens)
 
 
-def _returning(state: SystemState, active: int) -> int:
-    """The largest number of requests that fit for a while, and of which those that come back
+def _resumed(state: SystemState, active: int) -> int:
+    """The largest number of requests that fit for a while, and of which those that resume
     can be restored in one step."""
-    fits = _short_tokens(state, RETURN_STEPS)[1:] <= 0.0
+    fits = _short_tokens(state, RESUME_STEPS)[1:] <= 0.0
     back = np.cumsum(np.where(np.arange(len(fits)) < active, 0, state.running.uncached_tokens))
     possible = np.flatnonzero(fits & (back <= state.memory.transient_tokens))
     return int(possible[-1]) + 1 if len(possible) else 1

@@ -1,19 +1,19 @@
 """Which requests are on the device, when more run than it holds and their SLO leaves time.
 
-Where the TPOT SLO is much longer than a step, a request that has decoded ahead of its SLO can sit
-out, its KV on the host, while others decode; it comes back, its KV fetched beside the steps of
+Where the TPOT SLO is much longer than a step, a request that has decoded ahead of its SLO can
+pause, its KV on the host, while others decode; it resumes, its KV fetched beside the steps of
 these, before a reader at the SLO's pace would have to wait. So more requests run than memory holds
 and start earlier, while steps stay as large as memory allows.
 
 ```
- request  1   inside ──────▶ out (host) ─ ─ ─ ─ ─ ─▶ coming (fetched) ▶ inside ───
- request  2   inside ────────────────▶ out ─ ─ ─ ─ ─ ─ ─ ─ ─▶ coming ▶ inside ───
- request  9   waits for room ▶ prefill ▶ inside ─────────▶ out ─ ─ ─ ─ ─ ─
+ request  1   active ──────▶ paused (host) ─ ─ ─ ─ ─▶ resuming (fetched) ▶ active ───
+ request  2   active ────────────────▶ paused ─ ─ ─ ─ ─ ─ ─ ─▶ resuming ▶ active ───
+ request  9   waits for room ▶ prefill ▶ active ─────────▶ paused ─ ─ ─ ─ ─ ─
 ```
 
 Slack is the time by which a request is ahead of its SLO: SLO × tokens − time since the first one.
-It grows by SLO − T in a step of T seconds inside, and falls by T outside. Whoever has most leaves,
-whoever has least comes back: earliest deadline first, one at a time over the link.
+It grows by SLO − T in an active step of T seconds, and falls by T in a paused one. Whoever has most
+pauses, whoever has least resumes: earliest deadline first, one at a time over the link.
 """
 
 from __future__ import annotations
@@ -26,172 +26,173 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, FloatArray, IntArray, SystemState
-from ellm_sgl.policies.pausing.limits import AHEAD, BoolArray, Deadlines, Memory, paying_share
+from ellm_sgl.policies.pausing.limits import AHEAD, BoolArray, Deadlines, Memory, excess_share
 
 logger = logging.getLogger(__name__)
 
-LEFT_SHARE = 0.05
-"""Share of memory that those who are out may keep (the block being filled, of each) before nobody
-leaves for a newcomer any more: it makes steps smaller."""
+KEPT_SHARE = 0.05
+"""Share of memory that paused requests may keep (the block being filled, of each) before none
+pauses for a newcomer any more: it makes steps smaller."""
 MOST_WAITS = 4
 """Iterations without anything fetched (a prefill takes one) after which the rest of a request's KV
 is left to the step itself: the host does not have it."""
 JOINING_RATIO = 0.99
 """What those who join are said to be brought to: SGLang's admission then reserves next to nothing
-for tokens to come. Room for these is made by sending somebody out."""
+for tokens to come. Room for these is made by pausing somebody."""
 SOLVE_EVERY = 16
-"""Iterations after which it is asked anew by how much those inside should exceed memory."""
+"""Iterations after which it is asked again by how much active requests should exceed memory."""
 NOBODY = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
-    """What rotation wants of one iteration."""
+class RotationDecision:
+    """Which requests pause, resume and join in one iteration."""
 
     join: int
     """So many of the first waiting requests join: there is room for them, and time."""
-    out: BoolArray
-    """Running requests that sit out,"""
-    coming: int | None
+    paused: BoolArray
+    """Running requests that pause,"""
+    resuming: int | None
     """and the position of that one of these whose KV is fetched meanwhile."""
 
     def batch(self) -> Batch:
-        return Batch(join=tuple(range(self.join)), pause=tuple(np.flatnonzero(self.out).tolist()))
+        pause = tuple(np.flatnonzero(self.paused).tolist())
+        return Batch(join=tuple(range(self.join)), pause=pause)
 
-    def gone(self) -> BoolArray:
-        """Those who give up all they may: who is out, but for the one that is fetched."""
-        gone = self.out.copy()
-        if self.coming is not None:
-            gone[self.coming] = False
-        return gone
+    def evicted(self) -> BoolArray:
+        """Requests to evict as far as can be: the paused ones, but for the one that is fetched."""
+        evicted = self.paused.copy()
+        if self.resuming is not None:
+            evicted[self.resuming] = False
+        return evicted
 
 
 class Rotation:
-    """Remembers from one iteration to the next who is out, and who of these is coming back."""
+    """Remembers from one iteration to the next who is paused, and who of these is resuming."""
 
     def __init__(self) -> None:
-        self._out: IntArray = np.empty(0, np.int64)
-        """Ids of the requests that are out, the coming one included."""
-        self._coming = NOBODY
+        self._paused: IntArray = np.empty(0, np.int64)
+        """Ids of the paused requests, the resuming one included."""
+        self._resuming = NOBODY
         self._missing = 0
-        """Tokens that the coming one still lacked in the iteration before."""
+        """Tokens that the resuming one still lacked in the iteration before."""
         self._waits = 0
         """Iterations in which nothing was fetched."""
         self._iterations = 0
-        self._paying_share = 0.0
+        self._excess_share = 0.0
 
-    def turn(self, state: SystemState) -> Turn:
-        """Who is inside for the next step, and how many join."""
+    def decide(self, state: SystemState) -> RotationDecision:
+        """Who is active in the next step, and how many join."""
         ids = state.running.request_id
-        out = np.isin(ids, self._out)
-        found = np.flatnonzero(out & (ids == self._coming))
-        coming = int(found[0]) if len(found) else None
-        if coming is not None and self._has_come(state, coming):
-            out[coming], coming = False, None
-        if out.all():  # whoever was inside has ended
-            back = int(state.running.waited_s.argmax()) if coming is None else coming
-            out[back], coming = False, None
+        paused = np.isin(ids, self._paused)
+        found = np.flatnonzero(paused & (ids == self._resuming))
+        resuming = int(found[0]) if len(found) else None
+        if resuming is not None and self._is_back(state, resuming):
+            paused[resuming], resuming = False, None
+        if paused.all():  # whoever was active has ended
+            back = int(state.running.waited_s.argmax()) if resuming is None else resuming
+            paused[back], resuming = False, None
         if self._iterations % SOLVE_EVERY == 0:
-            self._paying_share = paying_share(state)
+            self._excess_share = excess_share(state)
         self._iterations += 1
-        seating = _Seating(state, out, coming, self._paying_share)
-        seating.make_room_to_grow()
-        seating.call_back_in_time()
-        join = seating.joining()
+        rotation = _RotationState(state, paused, resuming, self._excess_share)
+        rotation.make_room_to_grow()
+        rotation.resume_in_time()
+        join = rotation.joining()
         if join == 0:
-            seating.call_back_if_free()
-        self._remember(state, seating)
-        return Turn(join, seating.out, seating.coming)
+            rotation.resume_if_free()
+        self._remember(state, rotation)
+        return RotationDecision(join, rotation.paused, rotation.resuming)
 
-    def _has_come(self, state: SystemState, coming: int) -> bool:
+    def _is_back(self, state: SystemState, resuming: int) -> bool:
         """All its KV is there; or nothing more of it comes, because the host does not have it."""
-        missing = int(state.running.uncached_tokens[coming])
+        missing = int(state.running.uncached_tokens[resuming])
         self._waits = self._waits + 1 if missing >= self._missing else 0
         self._missing = missing
         return missing == 0 or self._waits >= MOST_WAITS
 
-    def _remember(self, state: SystemState, seating: _Seating) -> None:
-        ids, coming = state.running.request_id, seating.coming
-        self._out = ids[seating.out]
-        now = NOBODY if coming is None else int(ids[coming])
-        if now != self._coming:
+    def _remember(self, state: SystemState, rotation: _RotationState) -> None:
+        ids, resuming = state.running.request_id, rotation.resuming
+        self._paused = ids[rotation.paused]
+        now = NOBODY if resuming is None else int(ids[resuming])
+        if now != self._resuming:
             self._waits = 0
-            self._missing = 0 if coming is None else int(state.running.tokens[coming])
-        self._coming = now
+            self._missing = 0 if resuming is None else int(state.running.tokens[resuming])
+        self._resuming = now
 
 
-class _Seating:
+class _RotationState:
     """One iteration's decision in the making."""
 
     def __init__(
-        self, state: SystemState, out: BoolArray, coming: int | None, paying: float
+        self, state: SystemState, paused: BoolArray, resuming: int | None, excess: float
     ) -> None:
         self.state = state
-        self.out = out
-        self.coming = coming
-        self.memory = Memory.of(state, paying)
-        self.deadlines = Deadlines.of(state, ~out)
+        self.paused = paused
+        self.resuming = resuming
+        self.memory = Memory.of(state, excess)
+        self.deadlines = Deadlines.of(state, ~paused)
         self._expects = False
-        """Somebody has left for a request that is to join in the next iteration."""
+        """Somebody pauses for a request that is to join in the next iteration."""
 
     def make_room_to_grow(self) -> None:
-        """Send out those with most slack until those who stay have room for AHEAD more steps."""
-        leaving = self._leaving(self.coming, 0)
-        if leaving is None and self.coming is not None:
-            self.coming = None
-            leaving = self._leaving(None, 0)
-        self._send_out(leaving)
+        """Pause those with most slack until the active ones have room for AHEAD more steps."""
+        pausing = self._to_pause(self.resuming, 0)
+        if pausing is None and self.resuming is not None:
+            self.resuming = None
+            pausing = self._to_pause(None, 0)
+        self._pause(pausing)
 
-    def call_back_in_time(self) -> None:
+    def resume_in_time(self) -> None:
         """Fetch the one whose deadline is the earliest, if it cannot be put off any longer; others
-        leave for it if they are further ahead."""
-        if self.coming is not None or self.deadlines.spare_s(self.out) > 0.0:
+        pause for it if they are further ahead."""
+        if self.resuming is not None or self.deadlines.spare_s(self.paused) > 0.0:
             return
         back = self._next()
-        leaving = self._leaving(back, 0)
+        pausing = self._to_pause(back, 0)
         slack, fetch = self.deadlines.slack_s, self.deadlines.fetch_s
-        if leaving is None or (slack[leaving] - fetch[leaving] <= slack[back] + fetch[back]).any():
+        if pausing is None or (slack[pausing] - fetch[pausing] <= slack[back] + fetch[back]).any():
             return
-        self._send_out(leaving)
-        self.coming = back
+        self._pause(pausing)
+        self.resuming = back
 
     def joining(self) -> int:
         """How many of the waiting requests join. If there is time for one, but no room, those
-        with most slack leave now, so that it joins in the next iteration."""
+        with most slack pause now, so that it joins in the next iteration."""
         running, waiting = self.state.running, self.state.waiting
-        inside = int(np.count_nonzero(~self.out))
-        places = min(self.deadlines.most_running(inside), self.state.max_running) - len(running)
+        active = int(np.count_nonzero(~self.paused))
+        places = min(self.deadlines.most_running(active), self.state.max_running) - len(running)
         first = waiting.tokens[: max(int(places), 0)]
         if not len(first):
             return 0
         block = self.state.memory.block_tokens
         room = np.cumsum(((first + AHEAD) // block + 1) * block)
         seconds = self._prefill_seconds(first)
-        in_time = np.searchsorted(seconds, self.deadlines.spare_s(self.out), side="right")
+        in_time = np.searchsorted(seconds, self.deadlines.spare_s(self.paused), side="right")
         fitting = np.searchsorted(room, self.memory.free(self._present()), side="right")
         if in_time and not fitting:
             self._make_way(int(room[0]), float(seconds[0]))
         return int(min(in_time, fitting))
 
-    def call_back_if_free(self) -> None:
+    def resume_if_free(self) -> None:
         """Fetch the one whose deadline is the earliest, if there is room for it anyway."""
-        if self.coming is None and self.out.any() and not self._expects:
+        if self.resuming is None and self.paused.any() and not self._expects:
             back = self._next()
-            leaving = self._leaving(back, 0)
-            if leaving is not None and not len(leaving):
-                self.coming = back
+            pausing = self._to_pause(back, 0)
+            if pausing is not None and not len(pausing):
+                self.resuming = back
 
     def _make_way(self, tokens: int, seconds: float) -> None:
-        """Those with most slack leave for so many tokens, if they can be back in time though a
+        """Those with most slack pause for so many tokens, if they can be back in time though a
         prefill of so many seconds holds all up."""
-        leaving = self._leaving(self.coming, tokens)
-        if leaving is None:
+        pausing = self._to_pause(self.resuming, tokens)
+        if pausing is None:
             return
-        out = self.out.copy()
-        out[leaving] = True
-        kept = int(self.memory.left[out].sum())
-        if kept <= LEFT_SHARE * self.memory.room and self.deadlines.spare_s(out) >= seconds:
-            self._send_out(leaving)
+        paused = self.paused.copy()
+        paused[pausing] = True
+        kept = int(self.memory.kept[paused].sum())
+        if kept <= KEPT_SHARE * self.memory.room and self.deadlines.spare_s(paused) >= seconds:
+            self._pause(pausing)
             self._expects = True
 
     def _prefill_seconds(self, tokens: IntArray) -> FloatArray:
@@ -201,39 +202,39 @@ class _Seating:
         return self.state.latency.step_seconds(work)
 
     def _next(self) -> int:
-        """Of those who are out, the one whose deadline is the earliest."""
-        return int(np.where(self.out, self.deadlines.slack_s, np.inf).argmin())
+        """Of those who are paused, the one whose deadline is the earliest."""
+        return int(np.where(self.paused, self.deadlines.slack_s, np.inf).argmin())
 
-    def _present(self, coming: int | None = None) -> BoolArray:
+    def _present(self, resuming: int | None = None) -> BoolArray:
         """Those who are on the device, or are being fetched."""
-        present = ~self.out
-        for one in (self.coming, coming):
+        present = ~self.paused
+        for one in (self.resuming, resuming):
             if one is not None:
                 present[one] = True
         return present
 
-    def _leaving(self, coming: int | None, tokens: int) -> IntArray | None:
-        """The fewest of those inside, by slack, without which so many tokens are free while this
-        one comes; None if all but one are not enough."""
-        present = self._present(coming)
+    def _to_pause(self, resuming: int | None, tokens: int) -> IntArray | None:
+        """The fewest of those that are active, by slack, without which so many tokens are free
+        while this one is fetched; None if all but one are not enough."""
+        present = self._present(resuming)
         short = tokens - self.memory.free(present)
-        inside = np.flatnonzero(~self.out)
-        by_slack = inside[np.argsort(-self.deadlines.slack_s[inside], kind="stable")][:-1]
-        freed = np.cumsum((self.memory.cached - self.memory.left)[by_slack])
+        active = np.flatnonzero(~self.paused)
+        by_slack = active[np.argsort(-self.deadlines.slack_s[active], kind="stable")][:-1]
+        freed = np.cumsum((self.memory.cached - self.memory.kept)[by_slack])
         count = 0 if short <= 0 else int(np.searchsorted(freed, short)) + 1
-        stay = ~self.out
+        stay = ~self.paused
         stay[by_slack[:count]] = False
-        if count > len(by_slack) or not self.memory.holds(stay, coming):
+        if count > len(by_slack) or not self.memory.holds(stay, resuming):
             return None
         return by_slack[:count]
 
-    def _send_out(self, leaving: IntArray | None) -> None:
-        if leaving is not None:
-            self.out[leaving] = True
+    def _pause(self, pausing: IntArray | None) -> None:
+        if pausing is not None:
+            self.paused[pausing] = True
 
 
 def can_rotate(state: SystemState) -> bool:
-    """Whether requests can take turns at all: the host keeps the KV of those that are out, and
+    """Whether requests can rotate at all: the host keeps the KV of those that pause, and
     every running request has an SLO. Says in the log, once per process, why not."""
     if state.memory.host_tokens == 0:
         _say_once("there is no host tier: give --ellm-host-kv-tokens")

@@ -8,11 +8,11 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, Requests, SystemState
-from ellm_sgl.policies.fcfs.batch_size import BatchProblem
-from ellm_sgl.policies.fcfs.feasible import least_span_tokens
+from ellm_sgl.policies.problem.batch_size import BatchProblem
+from ellm_sgl.policies.problem.candidates import least_span_tokens
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
-from ellm_sgl.policies.slo_priority.pace import Pace
-from ellm_sgl.policies.slo_priority.turns import MOST_STEPS_PER_TURN
+from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
+from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
 
 BRIEF_S = 0.1
 """Longest prefill of several requests while requests that are more urgent may come."""
@@ -21,16 +21,16 @@ MOST_JOINS = 64
 
 
 def joining(
-    state: SystemState, levels: Levels, lookahead: int, pace: Pace
+    state: SystemState, levels: Levels, lookahead: int, budget: PrefillBudget
 ) -> tuple[int, ...] | None:
-    """Positions in `state.waiting` of the requests that join, in order; None if those whose turn
-    it is have to wait for `pace`.
+    """Positions in `state.waiting` of the requests that join, in order; None if those first
+    in line have to wait for `budget`.
 
     In one iteration requests of one level join, since the first token of each has to wait for
     the prefill of all. How many is Eq. (1)'s answer; but of requests more urgent than some that
     run as many join as memory allows at the others' expense (see `_at_others_expense`). While
     more urgent requests run, the prefill of less urgent ones takes no longer than a step, or is
-    of one request, and `pace` says when.
+    of one request, and `budget` says when.
 
     Args:
         lookahead: steps that the batch chosen by Eq. (1) has to be good for.
@@ -40,7 +40,7 @@ def joining(
         return ()
     order, most_urgent = levels.order, levels.running.min(initial=LEVELS)
     head = levels.waiting[order[0]]
-    if head > most_urgent and not pace.affords(float(_prompts_s(state, order[:1])[0])):
+    if head > most_urgent and not budget.affords(float(_prompts_s(state, order[:1])[0])):
         order = order[levels.waiting[order] <= most_urgent]
         if len(order) == 0:
             return None
@@ -53,14 +53,14 @@ def joining(
     if several and level[0] < levels.running.max():
         lower = np.flatnonzero(levels.running > level[0])
         count = max(count, _at_others_expense(line, lower, lookahead // 2))
-    if pace.contended:
+    if budget.contended:
         held_up = level[0] > most_urgent
         prompts_s = _prompts_s(state, order)
         count = min(count, _within(prompts_s, _step_seconds(state) if held_up else BRIEF_S))
         if held_up:
-            pace.offer(line.waiting, np.diff(prompts_s, prepend=0.0))
+            budget.offer(line.waiting, np.diff(prompts_s, prepend=0.0))
         elif not levels.several:
-            pace.offer(line.waiting, np.full(len(order), np.inf))
+            budget.offer(line.waiting, np.full(len(order), np.inf))
     return tuple(order[: max(count, 0)].tolist())
 
 
@@ -75,7 +75,7 @@ def _in_line(state: SystemState, order: IntArray, ignore_slo: bool) -> SystemSta
 
     Args:
         ignore_slo: leave out the requests' own SLOs, and for how long each has had no token:
-            where levels differ, the lower ones sit out steps for the sake of the others' SLOs.
+            where levels differ, the lower ones pause at times for the sake of the others' SLOs.
     """
     waiting = Requests(**{name: column[order] for name, column in vars(state.waiting).items()})
     running = state.running
@@ -87,12 +87,12 @@ def _in_line(state: SystemState, order: IntArray, ignore_slo: bool) -> SystemSta
 
 
 def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> int:
-    """How many of the waiting requests can join if less urgent ones that run give up KV, and sit
-    out steps, for them.
+    """How many of the waiting requests can join if less urgent ones that run are partly evicted
+    for them, and pause for some steps.
 
-    As many as memory allows, while a step in which the others take turns is no longer than one in
-    which all that run now decode from the cache. Those who give up KV restore it in their turns
-    only.
+    As many as memory allows, while a step in which the others alternate is no longer than one in
+    which all that run now decode from the cache. Those evicted restore their KV only in the steps
+    that they take part in.
 
     Args:
         lower: positions of the less urgent running requests.
@@ -102,26 +102,26 @@ def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> i
     running, most = len(state.running), len(state.waiting)
     problem = BatchProblem.of(state, most, lookahead)
     size = np.arange(running, running + most + 1)
-    given = problem.lineup.evictable[lower].astype(np.float64)
+    evictable = problem.candidates.evictable[lower].astype(np.float64)
     span = least_span_tokens(problem.memory, problem.short[size])
-    fits = (span <= given.sum()) & (span <= problem.memory.transient_tokens)
-    share = span / max(float(given.sum()), 1.0) / MOST_STEPS_PER_TURN
+    fits = (span <= evictable.sum()) & (span <= problem.memory.transient_tokens)
+    share = span / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
     spans = {
-        "span_rows": span / MOST_STEPS_PER_TURN,
-        "span_squares": share * float(given @ given),
-        "span_prefix": share * float(given @ problem.lineup.shared[lower]),
+        "span_rows": span / MAX_STEPS_PER_TOKEN,
+        "span_squares": share * float(evictable @ evictable),
+        "span_prefix": share * float(evictable @ problem.candidates.shared[lower]),
     }
     tokens = problem.tokens[size]
-    turns = len(lower) / MOST_STEPS_PER_TURN
-    others = float(problem.lineup.tokens[lower].sum())
+    per_step = len(lower) / MAX_STEPS_PER_TOKEN
+    others = float(problem.candidates.tokens[lower].sum())
     seconds = problem.latency.step_seconds
     cached = seconds(StepWork(running, tokens[0]))
-    in_turns = seconds(
+    alternating = seconds(
         StepWork(
-            size - len(lower) + turns, tokens - others * (1 - 1 / MOST_STEPS_PER_TURN), **spans
+            size - len(lower) + per_step, tokens - others * (1 - 1 / MAX_STEPS_PER_TOKEN), **spans
         )
     )
-    fits &= in_turns <= cached
+    fits &= alternating <= cached
     return _leading(fits[1:])
 
 

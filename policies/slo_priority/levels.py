@@ -57,9 +57,9 @@ def keep_weights(level: IntArray, tpot_slo_s: FloatArray, arrival_s: FloatArray)
     """What a recomputed token of each request counts, relative to others; at least 1.
 
     Levels differ by LEVEL_FACTOR. Within a level a tighter SLO counts up to twice as much, and so
-    does earlier arrival: if the newest requests give up their cache first, the others go on at
-    full speed and finish, and their memory brings the newest back. Spread evenly, the same span
-    tokens would slow all of them down, and no request could sit out to spare the step any.
+    does earlier arrival: if the newest requests are evicted first, the others go on at full
+    speed and finish, and their memory brings the newest back. Spread evenly, the same span tokens
+    would slow all of them down, and no request could pause to spare the step any.
     """
     count = len(level)
     tightest = tpot_slo_s.min(initial=np.inf)

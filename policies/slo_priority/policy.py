@@ -1,4 +1,4 @@
-"""Urgent requests first: in the queue, in memory and, by letting others take turns, in time."""
+"""Urgent requests first: in the queue, in memory and, by pausing others in turn, in time."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from ellm_sgl.policies.base import (
     SystemState,
     Threads,
 )
-from ellm_sgl.policies.fcfs.feasible import (
+from ellm_sgl.policies.planned import evictable_tokens
+from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
-    Lineup,
+    Candidates,
     eventual_ratio,
     least_span_tokens,
-    line_up,
     unowned_tokens,
 )
-from ellm_sgl.policies.planned import evictable_tokens
 from ellm_sgl.policies.slo_priority.admission import joining
 from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
-from ellm_sgl.policies.slo_priority.pace import Pace
+from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
 from ellm_sgl.policies.slo_priority.program import SpanCosts, SpanProgram, whole_blocks
-from ellm_sgl.policies.slo_priority.turns import Losses, Rota, draw_up
+from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
 from ellm_sgl.policies.work_split import plan_threads
 
 GROWTH_STEPS = 4
@@ -39,24 +38,24 @@ GROWTH_STEPS = 4
 SCARCE = 0.5
 """Share of device memory below which free memory counts as pressure."""
 DRIFT = 0.1
-"""The program is solved anew when what memory lacks has changed by this share; till then its last
+"""The program is solved again when what memory lacks has changed by this share; till then its last
 optimum is rounded to the new need."""
 ASK_AGAIN = 32
-"""Iterations after which a queue that nobody could join from, and a rota, are looked at again
+"""Iterations after which a queue that nobody could join from, and a schedule, are looked at again
 though no request has come, joined or left."""
 
 
 class SloPriority(Policy):
     """Tells requests apart by `priority` and, where it is equal, by whether they have an SLO.
 
-    - Queue: by level, then arrival; see `slo_levels.queue_order` for how ageing bounds the wait.
+    - Queue: by level, then arrival; see `levels.queue_order` for how ageing bounds the wait.
     - Batch size: Eq. (1) of the eLLM paper, as `fcfs`; urgent requests join at the others' expense.
-    - Ratios: a convex program that makes less urgent requests give up their KV first.
-    - Time: less urgent requests sit out steps where the urgent ones' SLO or pressure asks for it.
+    - Ratios: a convex program that evicts less urgent requests first.
+    - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
 
     Args:
         lookahead: steps that a batch has to be good for, as in `fcfs`.
-        loss: share of tokens per second that turns may cost in the mean while they are needed, by
+        loss: share of tokens per second that pauses may cost in the mean while they are needed, by
             the latency model; more makes urgent requests faster. 0 turns them off.
     """
 
@@ -67,15 +66,15 @@ class SloPriority(Policy):
         self._program = SpanProgram()
         self._ranked: _Ranked | None = None
         self._losses = Losses(loss)
-        self._pace = Pace()
-        self._drawn: _Drawn | None = None
+        self._budget = PrefillBudget()
+        self._standing: _Standing | None = None
         self._plan: _Plan | None = None
 
     def batch(self, state: SystemState) -> Batch:
         ranked = self._rank(state)
         join = self._join(state, ranked)
-        rota = self._draw_up(state, ranked, queue=len(join) < len(state.waiting))
-        return Batch(join=join, pause=rota.sit_out(state))
+        schedule = self._schedule(state, ranked, queue=len(join) < len(state.waiting))
+        return Batch(join=join, pause=schedule.paused(state))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         span = self._spans(state, batch)
@@ -101,56 +100,58 @@ class SloPriority(Policy):
         return self._ranked
 
     def _join(self, state: SystemState, ranked: _Ranked) -> tuple[int, ...]:
-        self._pace.note(state, ranked.levels.several)
+        self._budget.note(state, ranked.levels.several)
         if len(state.waiting) == 0 or len(state.running) >= state.max_running:
             return ()
         if ranked.still_refuses(state):
             return ()
-        join = joining(state, ranked.levels, self._lookahead, self._pace)
+        join = joining(state, ranked.levels, self._lookahead, self._budget)
         ranked.note(state, refused=join == ())
         return join or ()
 
-    def _draw_up(self, state: SystemState, ranked: _Ranked, queue: bool) -> Rota:
+    def _schedule(self, state: SystemState, ranked: _Ranked, queue: bool) -> Schedule:
         spans = state.running.uncached_tokens
-        drawn = self._drawn
-        self._losses.note(state.now_s, 0.0 if drawn is None else drawn.rota.loss)
-        if drawn is None or not drawn.still_holds(ranked, spans, queue):
+        standing = self._standing
+        self._losses.note(state.now_s, 0.0 if standing is None else standing.schedule.loss)
+        if standing is None or not standing.still_holds(ranked, spans, queue):
             memory = state.memory
             pressure = (
                 queue
                 or memory.device_free_tokens < SCARCE * memory.device_tokens
                 or bool(spans.any())
             )
-            rota = draw_up(state, ranked.levels.running, pressure, self._losses.allowed)
-            drawn = self._drawn = _Drawn(ranked, spans, queue, rota)
-        return drawn.rota
+            schedule = build(state, ranked.levels.running, pressure, self._losses.allowed)
+            standing = self._standing = _Standing(ranked, spans, queue, schedule)
+        return standing.schedule
 
     def _spans(self, state: SystemState, batch: Batch) -> IntArray | None:
         """n_i of each running and each joining request; None if all is cached."""
         plan = self._plan
         if not batch.join and _still_good(state, plan):
             return None if plan is None else plan.span
-        lineup = line_up(state, batch.join)
+        candidates = Candidates.of(state, batch.join)
         block = state.memory.block_tokens
-        need = _need(state, lineup.tokens, lineup.shared, GROWTH_STEPS)
-        most = min(state.memory.transient_tokens, int(lineup.evictable.sum()))
+        need = _need(state, candidates.tokens, candidates.shared, GROWTH_STEPS)
+        most = min(state.memory.transient_tokens, int(candidates.evictable.sum()))
         need = int(min(need, most)) // block * block
-        self._plan = self._planned(state, batch, lineup, need) if need > 0 else None
+        self._plan = self._planned(state, batch, candidates, need) if need > 0 else None
         return None if self._plan is None else self._plan.span
 
-    def _planned(self, state: SystemState, batch: Batch, lineup: Lineup, need: int) -> _Plan:
+    def _planned(
+        self, state: SystemState, batch: Batch, candidates: Candidates, need: int
+    ) -> _Plan:
         block = state.memory.block_tokens
         plan = self._plan
-        if plan is not None and plan.is_near(lineup, need):
-            costs = replace(plan.costs, limit=lineup.evictable)
+        if plan is not None and plan.is_near(candidates, need):
+            costs = replace(plan.costs, limit=candidates.evictable)
             optimum, solved = plan.optimum, plan.solved_need
         else:
             weights = self._weights(state, batch)
-            costs = SpanCosts.of(state, lineup, weights, need)
+            costs = SpanCosts.of(state, candidates, weights, need)
             optimum, solved = self._program.solve(costs, need), need
         span = whole_blocks(costs, optimum, need, block)
         return _Plan(
-            lineup.request_id, costs, optimum, solved, span, lineup.shared, int(span.sum())
+            candidates.request_id, costs, optimum, solved, span, candidates.shared, int(span.sum())
         )
 
     def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
@@ -181,7 +182,7 @@ class _Plan:
     """n_i in whole blocks, for the latest need."""
     shared: IntArray
     """Shared tokens of the requests."""
-    given: int
+    evicted: int
     """Σ n_i."""
 
     def is_for(self, running: Requests) -> bool:
@@ -190,10 +191,10 @@ class _Plan:
             self.shared, running.shared_tokens
         )
 
-    def is_near(self, lineup: Lineup, need: int) -> bool:
+    def is_near(self, candidates: Candidates, need: int) -> bool:
         """Whether the optimum is of the same requests and of a need near this one."""
         drift = abs(need - self.solved_need)
-        return drift <= DRIFT * self.solved_need and np.array_equal(self.ids, lineup.request_id)
+        return drift <= DRIFT * self.solved_need and np.array_equal(self.ids, candidates.request_id)
 
 
 @dataclass(eq=False)
@@ -230,14 +231,14 @@ class _Ranked:
 
 
 @dataclass(eq=False)
-class _Drawn:
-    """A rota, and what it was drawn up for."""
+class _Standing:
+    """A schedule, and what it was built for."""
 
     ranked: _Ranked
     spans: IntArray
     queue: bool
     """Whether requests wait that cannot join."""
-    rota: Rota
+    schedule: Schedule
     iterations: int = 0
 
     def still_holds(self, ranked: _Ranked, spans: IntArray, queue: bool) -> bool:
@@ -272,9 +273,9 @@ def _still_good(state: SystemState, plan: _Plan | None) -> bool:
         return least <= 0
     if not plan.is_for(running):
         return False
-    given = plan.given
-    if least <= given:
+    evicted = plan.evicted
+    if least <= evicted:
         room = (len(plan.span) + 1) * memory.block_tokens
-        return (given - least) * (1.0 - memory.overhead_tokens) <= room
+        return (evicted - least) * (1.0 - memory.overhead_tokens) <= room
     most = int(evictable_tokens(running, memory.block_tokens).sum())
-    return given > min(most, memory.transient_tokens) - memory.block_tokens
+    return evicted > min(most, memory.transient_tokens) - memory.block_tokens

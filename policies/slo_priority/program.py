@@ -1,12 +1,12 @@
-"""Whose KV to give up: a convex program over the span lengths of all requests.
+"""Whose KV to evict: a convex program over the span lengths of all requests.
 
     minimise    Σ w_i (c_i n_i + q n_i²)
     subject to  Σ n_i ≥ need,  0 ≤ n_i ≤ u_i
 
 n_i is the number of request i's tokens to be recomputed in each step, c_i and q the time that
 they take (linear layers and prefix; attention within the span), w_i the request's urgency, u_i
-what it can give up, and `need` what memory lacks. Since every cost is positive, Σ n_i = need at
-the optimum, so the bound Σ n_i ≤ transient limit is one on `need`.
+what can be evicted of it, and `need` what memory lacks. Since every cost is positive, Σ n_i = need
+at the optimum, so the bound Σ n_i ≤ transient limit is one on `need`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
-from ellm_sgl.policies.fcfs.feasible import Lineup
+from ellm_sgl.policies.problem.candidates import Candidates
 
 SIZES = (32, 128, 320)
 """Sizes for which the program is compiled ahead; larger ones double, and are compiled on use."""
@@ -27,7 +27,7 @@ LEAST_CURVATURE = 1e-4
 """q u is at least this share of c, for the largest u. Attention within a span may cost nothing
 that a model would notice; a little of it keeps the optimum unique."""
 NEARLY_ALL = 0.999
-"""Of what can be given up: if so much is needed, all is given. (Interior-point solvers want an
+"""Of what can be evicted: if so much is needed, all is. (Interior-point solvers want an
 interior.)"""
 FREE = 1e-3
 """Restoring all that is needed costs at least this share of a step, whatever the model says: a
@@ -57,17 +57,19 @@ class SpanCosts:
         )
 
     @classmethod
-    def of(cls, state: SystemState, lineup: Lineup, weight: FloatArray, need: float) -> SpanCosts:
-        """Costs by the latency model, for giving up about `need` tokens of these requests: the
+    def of(
+        cls, state: SystemState, candidates: Candidates, weight: FloatArray, need: float
+    ) -> SpanCosts:
+        """Costs by the latency model, for evicting about `need` tokens of these requests: the
         mean time per token, and per pair of tokens, that this adds to the step."""
-        limit = lineup.evictable.astype(np.float64)
+        limit = candidates.evictable.astype(np.float64)
         total = max(float(limit.sum()), 1.0)
         squares = need * float(limit @ limit) / total
-        prefix = need * float(limit @ lineup.shared) / total
+        prefix = need * float(limit @ candidates.shared) / total
         steps = state.latency.step_seconds(
             StepWork(
                 decode_rows=len(limit),
-                decode_tokens=float(lineup.tokens.sum()),
+                decode_tokens=float(candidates.tokens.sum()),
                 span_rows=need * np.array([0.0, 1.0, 1.0, 1.0]),
                 span_squares=squares * np.array([0.0, 0.0, 1.0, 1.0]),
                 span_prefix=prefix * np.array([0.0, 0.0, 0.0, 1.0]),
@@ -77,12 +79,8 @@ class SpanCosts:
         within = max(steps[2] - steps[1], 0.0) / max(squares, 1.0)
         before = max(steps[3] - steps[2], 0.0) / max(prefix, 1.0)
         least = LEAST_CURVATURE * rows / max(float(limit.max(initial=0.0)), 1.0)
-        return cls(weight, rows + before * lineup.shared, max(within, least), lineup.evictable)
-
-    def total(self, tokens: FloatArray | IntArray) -> float:
-        """The objective at n_i = `tokens`, in weighted seconds."""
-        cost = self.weight * tokens * (self.linear + self.quadratic * tokens)
-        return float(cost.sum())
+        linear = rows + before * candidates.shared
+        return cls(weight, linear, max(within, least), candidates.evictable)
 
 
 class SpanProgram:
@@ -132,8 +130,8 @@ def _fixed(costs: SpanCosts, need: float) -> tuple[FloatArray, IntArray]:
     the positions where it is not.
 
     At the optimum one price λ is paid for the last token of every request that has neither.
-    It is no more than the price at which requests that would then give up all cover the need,
-    and no less than that at which those that would give up anything could.
+    It is no more than the price at which requests that would then be evicted whole cover the need,
+    and no less than that at which those of which anything would be evicted could.
     """
     first = costs.weight * costs.linear
     last = first + 2 * costs.weight * costs.quadratic * costs.limit
@@ -200,8 +198,8 @@ def whole_blocks(costs: SpanCosts, tokens: FloatArray, need: float, block_tokens
     """
     limit = costs.limit // block_tokens
     blocks = np.minimum(np.rint(tokens / block_tokens).astype(np.int64), limit)
-    wanted = min(-int(-need // block_tokens), int(limit.sum()))
-    short = wanted - int(blocks.sum())
+    target = min(-int(-need // block_tokens), int(limit.sum()))
+    short = target - int(blocks.sum())
     if short:
         _exchange(costs, blocks, limit, short, block_tokens)
     return blocks * block_tokens

@@ -1,12 +1,12 @@
 """The conformance kit: does a policy keep the rules that the server relies on?
 
-    from ellm_sgl.policies.testing.conformance import check_policy
+    from ellm_sgl.policies.testing import examine
 
-    def test_my_policy() -> None:
-        check_policy(MyPolicy)
+    report = examine(MyPolicy)
 
 In the spirit of scikit-learn's `check_estimator`: named checks over generated states, one report,
-and a failing state told in a line that reproduces it. `ellm-sgl policies check NAME` runs the same.
+and a failing state told in a line that reproduces it. `ellm-sgl policies check NAME` runs the same,
+and `parametrize_with_checks` makes each check a test of its own.
 
 What is asked of every policy is what its server needs: valid answers on any state, no change of
 the state, the same answers for the same history, no request forgotten, answers in time, and that
@@ -16,14 +16,15 @@ answer to memory: for the others (`stock`, `fixed-ratio`) the server's eviction 
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ellm_sgl.policies.base import Policy
 from ellm_sgl.policies.testing.checks import (
     CHECKS,
+    STATES,
     DoesNotApplyError,
     Factory,
     Subject,
@@ -72,7 +73,7 @@ class ConformanceReport:
 
 
 def check_policy(
-    policy: Policy | Factory, *, states: int = 60, budget_ms: float | None = BUDGET_MS
+    policy: Policy | Factory, *, states: int = STATES, budget_ms: float | None = BUDGET_MS
 ) -> ConformanceReport:
     """Run every check; for use in a test.
 
@@ -93,7 +94,7 @@ def check_policy(
 
 
 def examine(
-    policy: Policy | Factory, *, states: int = 60, budget_ms: float | None = BUDGET_MS
+    policy: Policy | Factory, *, states: int = STATES, budget_ms: float | None = BUDGET_MS
 ) -> ConformanceReport:
     """Run every check and report; raises nothing for a policy that fails.
 
@@ -104,7 +105,7 @@ def examine(
         budget_ms: most milliseconds for the three answers with 256 running and 1,024 waiting
             requests, in the median; None leaves that check out (for machines too busy to time).
     """
-    make: Factory = (lambda: copy.deepcopy(policy)) if isinstance(policy, Policy) else policy
+    subject = Subject.of(policy, states, budget_ms)
     results: list[CheckResult] = []
     hopeless = False
     for name, check in CHECKS.items():
@@ -113,7 +114,7 @@ def examine(
         try:
             if hopeless:
                 raise DoesNotApplyError("too slow to be put through this check")
-            check(Subject(make, states, budget_ms))
+            check(subject)
         except DoesNotApplyError as reason:
             outcome, detail = "skipped", str(reason)
         except TooSlowError as failure:
@@ -121,10 +122,15 @@ def examine(
         except Exception as failure:
             outcome, detail = "failed", told_of(failure)
         results.append(CheckResult(name, outcome, detail, time.perf_counter() - start))
-    return ConformanceReport(_name(policy), tuple(results))
+    return ConformanceReport(name_of(policy), tuple(results))
 
 
-def _name(policy: Policy | Factory) -> str:
+def name_of(policy: Policy | Factory) -> str:
+    """A policy's name in reports: `Fcfs`, or `Fcfs(rotate=True)` of a `functools.partial`."""
     if isinstance(policy, Policy):
         return type(policy).__name__
+    if isinstance(policy, partial):
+        values = [repr(value) for value in policy.args]
+        values += [f"{name}={value!r}" for name, value in policy.keywords.items()]
+        return f"{name_of(policy.func)}({', '.join(values)})"
     return getattr(policy, "__name__", repr(policy))

@@ -2,8 +2,8 @@
 
 `requests` and `make_state` build the state one asks for, with usual values for what is left out;
 `random_state` draws one, from trivial to hopeless: unequal lengths, shared prefixes, priorities,
-SLOs, memory from ample to a sixteenth of the need, several models, machines and latency models.
-Every state is possible: what is resident fits into the memory that the state has.
+SLOs, memory from four times the need to a sixteenth of it, several models, machines and latency
+models. Every state is possible: what is resident fits into the memory that the state has.
 """
 
 from __future__ import annotations

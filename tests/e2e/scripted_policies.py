@@ -40,7 +40,7 @@ class Faulty(Policy):
         if how == "hang when made":
             threading.Event().wait()
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         if self.how == "hang before any question":
             threading.Event().wait()
         return False

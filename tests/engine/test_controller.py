@@ -24,7 +24,7 @@ class Pauses(Stock):
 
 
 class Raises(Stock):
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         raise RuntimeError("no")
 
 

@@ -86,11 +86,11 @@ def test_a_good_answer_passes_unchanged() -> None:
 
 def test_a_promise_that_cannot_be_asked_about_is_none() -> None:
     class Raises(Stock):
-        def keeps_what_fits(self) -> bool:
+        def idle_without_pressure(self) -> bool:
             raise RuntimeError("no")
 
     with asking(Stock()) as safe, asking(Raises()) as other:
-        assert safe.keeps_what_fits and not other.keeps_what_fits
+        assert safe.idle_without_pressure and not other.idle_without_pressure
 
 
 def test_the_threads_question_is_about_the_step_that_the_answers_lead_to() -> None:
@@ -223,12 +223,12 @@ def test_a_promise_that_is_never_given_is_none_and_nothing_else_is_asked_meanwhi
     release = threading.Event()
 
     class Silent(Scripted):
-        def keeps_what_fits(self) -> bool:
+        def idle_without_pressure(self) -> bool:
             return release.wait(LONG_S)
 
     policy = Silent()
     with asking(policy) as safe:
-        assert not safe.keeps_what_fits
+        assert not safe.idle_without_pressure
         safe.warm_up(STATE)
         assert is_safe(safe.answer(STATE))
         assert safe.failures == {"late": 2} and not policy.plans
@@ -236,7 +236,7 @@ def test_a_promise_that_is_never_given_is_none_and_nothing_else_is_asked_meanwhi
         assert safe._pending is not None
         safe._pending.result(LONG_S)
         assert safe.answer(STATE).ratios.running.tolist() == [0.25, 0.25]
-        assert not safe.keeps_what_fits
+        assert not safe.idle_without_pressure
 
 
 def test_a_policy_of_this_package_has_all_the_time_it_wants_for_its_first_answer(
@@ -279,7 +279,7 @@ from ellm_sgl.engine.controller import ControlLoop, ServerLimits
 from ellm_sgl.engine.step_log import StepLog
 from ellm_sgl.latency import RooflineLatencyModel
 from ellm_sgl.policies import Stock
-from tests.engine.test_asking import STATE, Scripted
+from tests.engine.test_policy_guard import STATE, Scripted
 from tests.latency.machines import GPU, TINY
 
 asking.FIRST_ANSWER_S = 0.05

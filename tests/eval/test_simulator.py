@@ -82,7 +82,7 @@ def test_pressure_evicts_in_elastic_mode_and_retracts_in_the_others():
 
 
 def test_swapping_decides_as_the_servers_own_policy(monkeypatch):
-    """Mode `swap` against the server's: `policies.whole_requests` over elastic memory."""
+    """Mode `swap` against the server's: `policies.baselines.whole_requests` over elastic memory."""
     load, small = small_load(), L4.limited(2000, None)
     settings = Settings("swap", stride=1, conservativeness=0.02)
     swap = simulate(small, settings, load)
@@ -194,7 +194,7 @@ def test_with_uneven_steps_the_policys_model_learns():
     twice = Simulation(L4, Settings("ellm", stride=1, unevenness=(2.0,)), load)
     twice.run()
     assert isinstance(twice.mode, Elastic)
-    first, *_, last = twice.mode.loop.steps.reports
+    first, *_, last = twice.mode.iteration.controller.steps.reports
     assert first.predicted_s == pytest.approx(first.seconds / 2, rel=0.01)
     assert last.predicted_s == pytest.approx(last.seconds, rel=0.01)
 
@@ -209,7 +209,7 @@ def test_the_policys_model_begins_with_what_its_server_took_the_machine_for():
         run = Simulation(L4, settings, load)
         run.run()
         assert isinstance(run.mode, Elastic)
-        first = run.mode.loop.steps.reports[0]
+        first = run.mode.iteration.controller.steps.reports[0]
         return first.predicted_s, first.seconds
 
     predicted, seconds = begin(settings)

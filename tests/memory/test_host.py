@@ -96,12 +96,12 @@ def test_contradictions_are_found(fault: str) -> None:
     table, (block, other, *_) = table_with(host_units=6)
     table.keep_copies(block, BOTH)
     if fault == "lost":
-        table.host.units[block, 0] = NONE
+        table.host._units[block, 0] = NONE
     elif fault == "twice":
-        table.host.units[other, 0] = table.host.units[block, 0]
+        table.host._units[other, 0] = table.host.units[block, 0]
     else:
-        table.host.units[8, 0] = table.host.units[block, 0]
-        table.host.units[block, 0] = NONE
+        table.host._units[8, 0] = table.host.units[block, 0]
+        table.host._units[block, 0] = NONE
     with pytest.raises(IntegrityError, match="host units"):
         table.check_integrity()
 

@@ -19,26 +19,26 @@ def table() -> PageTable:
 
 
 def test_a_unit_owned_twice(table: PageTable) -> None:
-    table.units[1, 0] = table.units[2, 0]
+    table._units[1, 0] = table.units[2, 0]
     with pytest.raises(IntegrityError, match="owned more than once"):
         table.check_integrity()
 
 
 def test_a_unit_both_owned_and_free(table: PageTable) -> None:
-    table.units[1, 0] = table._free_units.ids[0]
+    table._units[1, 0] = table._free_units.ids[0]
     with pytest.raises(IntegrityError, match="owned more than once"):
         table.check_integrity()
 
 
 def test_a_lost_unit(table: PageTable) -> None:
-    table.units[1, 0] = NONE
+    table._units[1, 0] = NONE
     table._none_units += 1
     with pytest.raises(IntegrityError, match="some unit is lost"):
         table.check_integrity()
 
 
 def test_a_unit_that_does_not_exist(table: PageTable) -> None:
-    table.units[1, 0] = 11
+    table._units[1, 0] = 11
     with pytest.raises(IntegrityError, match="units"):
         table.check_integrity()
 
@@ -62,7 +62,7 @@ def test_a_lost_block(table: PageTable) -> None:
 
 
 def test_a_free_block_with_units(table: PageTable) -> None:
-    table.units[4, 0], table.units[3, 0] = table.units[3, 0], NONE
+    table._units[4, 0], table._units[3, 0] = table.units[3, 0], NONE
     with pytest.raises(IntegrityError, match="free block still holds units"):
         table.check_integrity()
 

@@ -1,5 +1,5 @@
 """A server in numbers, for policies that tell requests apart: prefill stalls decoding, memory runs
-short, requests sit out. After `policies.testing.starvation`, with the times of the CPU server."""
+short, requests pause. After `policies.testing.starvation`, with the times of the CPU server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies.base import Policy, Requests, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.planned import planned_tokens
-from ellm_sgl.policies.testing.generate import make_state, requests
+from ellm_sgl.policies.testing import make_state, requests
 
 BLOCK = 16
 

@@ -9,7 +9,7 @@ import pytest
 
 from ellm_sgl.policies import Batch, Ratios, SystemState, Threads
 from ellm_sgl.policies.checks import InvalidAnswer, check_batch, check_ratios, check_threads
-from ellm_sgl.policies.testing.generate import make_state, requests
+from ellm_sgl.policies.testing import make_state, requests
 
 
 @pytest.fixture

@@ -22,15 +22,19 @@ from ellm_sgl.policies import (
     Threads,
 )
 from ellm_sgl.policies.planned import evictable_tokens
-from ellm_sgl.policies.testing import generate
-from ellm_sgl.policies.testing.checks import CHECKS
-from ellm_sgl.policies.testing.conformance import ConformanceReport, check_policy, examine
+from ellm_sgl.policies.testing import (
+    CHECKS,
+    ConformanceReport,
+    check_policy,
+    examine,
+    generate,
+)
 
 STATES = 25
 
 
 class Uniform(Stock):
-    """All running requests give up the same share of their blocks, just enough for what lacks."""
+    """The same share of all running requests' blocks is evicted, just enough for what lacks."""
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         running, memory = state.running, state.memory
@@ -47,20 +51,21 @@ class Uniform(Stock):
 def test_policies_that_do_not_adapt_keep_the_rules(policy: Any) -> None:
     report = check_policy(policy, states=STATES, budget_ms=None)
     skipped = {r.name: r.detail for r in report.results if r.outcome == "skipped"}
-    assert skipped.keys() - {"keeps-what-fits"} == {"answers-in-time", "targets-fit-the-device"}
+    expected = {"answers-in-time", "targets-fit-the-device"}
+    assert skipped.keys() - {"idle-without-pressure"} == expected
     assert "do not depend on memory" in skipped["targets-fit-the-device"]
 
 
 def test_a_policy_that_adapts_is_asked_to_fit() -> None:
     report = check_policy(Uniform, states=STATES, budget_ms=1000.0)
-    expected = {name: "passed" for name in CHECKS} | {"keeps-what-fits": "skipped"}
+    expected = {name: "passed" for name in CHECKS} | {"idle-without-pressure": "skipped"}
     assert {r.name: r.outcome for r in report.results} == expected
 
 
 class PromisesToo(Stock):
-    """Gives something up however much room there is."""
+    """Evicts something however much room there is."""
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         return True
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
@@ -71,10 +76,10 @@ def test_a_subclass_with_answers_of_its_own_promises_nothing() -> None:
     class Quiet(Stock):
         pass
 
-    assert Stock().keeps_what_fits() and Quiet().keeps_what_fits()
-    assert Fcfs().keeps_what_fits() and not Fcfs(rotate=True).keeps_what_fits()
-    assert FixedRatio(0.0).keeps_what_fits() and not FixedRatio(0.5).keeps_what_fits()
-    assert not Uniform().keeps_what_fits()
+    assert Stock().idle_without_pressure() and Quiet().idle_without_pressure()
+    assert Fcfs().idle_without_pressure() and not Fcfs(rotate=True).idle_without_pressure()
+    assert FixedRatio(0.0).idle_without_pressure() and not FixedRatio(0.5).idle_without_pressure()
+    assert not Uniform().idle_without_pressure()
 
 
 class Raises(Stock):
@@ -121,7 +126,7 @@ class Random(Stock):
         return Threads(1, 1, 32 * random.randint(1, 31))
 
 
-class MoreGiveUpMore(Stock):
+class MoreMemoryEvictsMore(Stock):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         ample = state.memory.device_tokens > state.running.tokens.sum()
         share = 0.9 if ample else 0.8
@@ -129,7 +134,7 @@ class MoreGiveUpMore(Stock):
         return Ratios(most, np.zeros(len(batch.join)))
 
 
-class GivesUpTooLittle(Uniform):
+class EvictsTooLittle(Uniform):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         ratios = super().ratio(state, batch)
         return Ratios(ratios.running * 0.8, ratios.joining)
@@ -170,12 +175,12 @@ class AdmitsNobody(Stock):
         (Learns, "state-is-left-alone", "calls latency.observe"),
         (Writes, "state-is-left-alone", "changed state.running.tokens"),
         (Random, "same-history-same-answers", "two instances with one history disagree"),
-        (MoreGiveUpMore, "more-memory-never-less-cached", "of the memory needed it leaves"),
-        (GivesUpTooLittle, "targets-fit-the-device", "device tokens too few"),
+        (MoreMemoryEvictsMore, "more-memory-never-less-cached", "of the memory needed it leaves"),
+        (EvictsTooLittle, "targets-fit-the-device", "device tokens too few"),
         (ShortestFirst, "nobody-starves", "900 tokens, .* its first token, .*long requests in"),
         (NewestFirst, "nobody-starves", "has waited 60. s for its first token"),
         (UrgentOnly, "nobody-starves", "for its next token"),
-        (PromisesToo, "keeps-what-fits", "says that it keeps what fits, but pauses 0 and leaves"),
+        (PromisesToo, "idle-without-pressure", "is idle without pressure, but pauses 0 and leaves"),
         (AdmitsNobody, "answers-are-valid", "join is empty while nothing runs"),
     ],
 )
@@ -184,7 +189,7 @@ def test_a_bad_policy_fails(policy: type[Policy], check: str, told: str) -> None
         check_policy(policy, states=STATES, budget_ms=None)
 
 
-@pytest.mark.parametrize("policy", [Random, GivesUpTooLittle, ShortestFirst])
+@pytest.mark.parametrize("policy", [Random, EvictsTooLittle, ShortestFirst])
 def test_only_the_broken_rule_is_named(policy: type[Policy]) -> None:
     assert len(examine(policy, states=STATES, budget_ms=None).failures) == 1
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ellm_sgl.policies import FixedRatio
-from ellm_sgl.policies.testing.generate import make_state, requests
+from ellm_sgl.policies.testing import make_state, requests
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.999])

@@ -7,7 +7,7 @@ import pytest
 
 from ellm_sgl.policies import Batch, Ratios
 from ellm_sgl.policies.planned import evictable_tokens, planned_tokens, select, step_work
-from ellm_sgl.policies.testing.generate import make_state, requests
+from ellm_sgl.policies.testing import make_state, requests
 
 
 @pytest.mark.parametrize(

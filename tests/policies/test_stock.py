@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ellm_sgl.policies import Stock
-from ellm_sgl.policies.testing.generate import make_state, requests
+from ellm_sgl.policies.testing import make_state, requests
 
 
 def test_all_that_wait_join_in_order_and_all_is_cached() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ellm_sgl.latency import HardwareProfile, ModelShape, StepWork
 from ellm_sgl.policies import SystemState
 from ellm_sgl.policies.checks import check_threads
-from ellm_sgl.policies.testing.generate import make_state, random_state, requests
+from ellm_sgl.policies.testing import make_state, random_state, requests
 from ellm_sgl.policies.work_split import plan_threads
 
 # One layer: 8 x 2 x (2 x 4 + 2 x 2) = 192 weights of projections, 3 x 8 x 16 = 384 of the MLP.

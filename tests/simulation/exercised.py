@@ -124,20 +124,21 @@ class Exercised:
                 self._counts[f"aborted: {self._state_of(req)}"] += 1
 
     def _state_of(self, req: Req) -> str:
-        deciding = self._plane.runtime.deciding
-        assert deciding is not None
+        scheduler = self._plane.context.scheduler
+        assert scheduler is not None
         if req is self._scheduler.chunked_req:
             return "between chunks"
         if req.req_pool_idx is None:
             return "waiting"
-        return "sitting out" if req in deciding.pause else "decoding"
+        return "sitting out" if scheduler.is_paused(req) else "decoding"
 
     def end(self) -> None:
         """The life has ended."""
         totals = self._plane.elastic.totals
         for name in ELASTIC:
             self._counts[name] += getattr(totals, name)
-        deciding = self._plane.runtime.deciding
-        assert deciding is not None
-        self._counts["policy failures"] += sum(deciding.loop.safe.failures.values())
+        scheduler = self._plane.context.scheduler
+        assert scheduler is not None
+        failures = scheduler.iteration.controller.safe.failures
+        self._counts["policy failures"] += sum(failures.values())
         self._counts["turns"] += self._scheduler.forward_ct

@@ -18,7 +18,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.memory import KVPool
 from ellm_sgl.memory.shape import NONE, IntArray
-from ellm_sgl.sglang import host_offload, memory, prefix_cache, runtime
+from ellm_sgl.sglang import host_offload, memory, prefix_cache
+from ellm_sgl.sglang.context import Context
 from ellm_sgl.step import DeviceStreamer, HiddenStates, Streamer
 from ellm_sgl.step.transfer import cuda as cuda_streamer
 from tests.simulation.configuration import Configuration
@@ -31,10 +32,7 @@ DTYPE = torch.float64
 
 
 class Plane:
-    """Page table, pools, elastic memory, allocator and prefix tree of one rank.
-
-    While it lives it is the process's runtime.
-    """
+    """Page table, pools, elastic memory, allocator and prefix tree of one rank."""
 
     def __init__(self, configuration: Configuration, host_path: Path | None = None) -> None:
         self.configuration = configuration
@@ -55,9 +53,9 @@ class Plane:
                 _never, configurator, sizes=config, token_to_kv_pool=kv_cache
             )
         self.logical_tokens: int = config.max_total_num_tokens
-        self.runtime = runtime.current()
-        self.table, self.elastic = self.runtime.table, self.runtime.elastic
-        self.pool = self.runtime.pool
+        self.context: Context = self.allocator.ellm
+        self.table, self.elastic = self.context.table, self.context.elastic
+        self.pool = self.context.pool
         self.req_to_token_pool = ReqToTokenPool(
             size=configuration.max_running,
             max_context_len=configuration.context + configuration.block_tokens,
@@ -75,7 +73,8 @@ class Plane:
         self.most_used = 0
         """Units in use when somebody last looked."""
         self.runner: Any = SimpleNamespace(
-            model=SimpleNamespace(model=StampDecoder(configuration.layers))
+            model=SimpleNamespace(model=StampDecoder(configuration.layers)),
+            token_to_kv_pool_allocator=self.allocator,
         )
         self._buffers = [
             (self.pool.keys(layer).numpy()[..., 0, 0], self.pool.values(layer).numpy()[..., 0, 0])
@@ -105,7 +104,7 @@ class Plane:
                 spoil()
             else:
                 self.streamer._stream.put(spoil)
-        if (hidden := self.runtime.hidden) is not None:
+        if (hidden := self.context.executor.hidden) is not None:
             owned = table.host._slots_of(np.arange(table.num_blocks + 1, dtype=np.int32))
             free = np.setdiff1d(np.arange(table.host.hidden_slots + 1), owned[owned != NONE])
             for layer in range(hidden.num_layers):

@@ -33,9 +33,9 @@ _RESTORATION = "ellm_sgl.step.restoration"
 _STREAMER = "ellm_sgl.step.transfer.python:Streamer"
 _DEVICE = "ellm_sgl.step.transfer.cuda:DeviceStreamer"
 _HIDDEN = "ellm_sgl.step.hidden"
-_RUNTIME = "ellm_sgl.sglang.runtime:Runtime"
+_ITERATION = "ellm_sgl.engine.iteration:Iteration"
 _TREE = "ellm_sgl.sglang.prefix_cache"
-_DECIDING = "ellm_sgl.sglang.deciding:Deciding"
+_PAUSED = "ellm_sgl.sglang.paused:PausedRequests"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -58,9 +58,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "each rank fetches ahead as much as its own clock allows",
-        f"{_RUNTIME}._fetch_ahead",
-        "seconds = self.deciding.fetch_ahead_s",
-        "seconds = self.deciding.loop.steps.last.seconds / 2",
+        f"{_ITERATION}.plan_decode",
+        "self.decided.fetch_ahead_s",
+        "self.controller.steps.last.seconds / 2",
     ),
     Fault(
         "evicted units are copied to each other's places on the host",
@@ -77,7 +77,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "adopted units stay with the block that gave them",
         f"{_TABLE}.adopt",
-        "self.units[source, gaps] = NONE",
+        "self._units[source, gaps] = NONE",
         "pass",
     ),
     Fault(
@@ -95,7 +95,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "copies outlive the block that they are of",
         f"{_HOST}.drop",
-        "self.units[blocks] = NONE",
+        "self._units[blocks] = NONE",
         "pass",
     ),
     Fault(
@@ -172,19 +172,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "borrowed units are not returned",
-        f"{_RUNTIME}.running",
-        "self.table.return_units(self._restoration.borrowed)",
+        "ellm_sgl.step.executor:Executor.execute",
+        "self._table.return_units(plan.borrowed)",
         "pass",
     ),
     Fault(
         "what is placed for good counts as there already",
-        f"{_RUNTIME}._plan",
-        """            if restore:
-                self.elastic.restore(seq_ids, missing.blocks)
+        "ellm_sgl.step.planner:Planner.decode",
+        """            self._elastic.restore(seq_ids, missing.blocks)
 """,
-        """            if restore:
-                self.elastic.restore(seq_ids, missing.blocks)
-                missing = Missing.of(table, seq_ids)
+        """            self._elastic.restore(seq_ids, missing.blocks)
+            missing = Missing.of(table, seq_ids)
 """,
     ),
     Fault(
@@ -214,18 +212,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "without a tree, a request that ends stays mapped",
         f"{_TREE}:EllmChunkCache.cache_finished_req",
-        "runtime.current().forget_request(req)",
+        "context_of(self).forget_request(req)",
         "pass",
     ),
     Fault(
         "those who sat out do not come back",
-        f"{_DECIDING}.bring_back",
+        f"{_PAUSED}.bring_back",
         "running.merge_batch(paused)",
         "pass",
     ),
     Fault(
         "requests aborted while they sat out keep their memory",
-        f"{_DECIDING}.end_aborted",
+        f"{_PAUSED}.end_aborted",
         "release_kv_cache(req, self.scheduler.tree_cache)",
         "pass",
     ),

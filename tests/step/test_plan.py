@@ -183,7 +183,7 @@ def test_a_plan_is_a_snapshot(step: Step) -> None:
         blocks = step.table.blocks_of(seq_id)
         blocks[:] = blocks[::-1].copy()
     step.table.clear()
-    step.table.units[:] = 99
+    step.table._units[:] = 99
     for tokens, depth in zip(step.tokens, step.depths, strict=True):
         tokens[:] = 99
         depth[:] = 99

@@ -22,7 +22,7 @@ from ellm_sgl.eval.bench.scenario import Scenario, Setting, model_option, option
 
 OURS = "slo-priority"
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "fcfs": ("fcfs", {}), "fcfs, paper": ("fcfs", {"sit_out": False}), OURS: (OURS, {}),
+    "fcfs": ("fcfs", {}), "fcfs, paper": ("fcfs", {"pause": False}), OURS: (OURS, {}),
 }  # fmt: skip
 URGENT = 10
 URGENT_TOKENS = 96

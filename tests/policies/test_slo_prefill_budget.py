@@ -8,8 +8,8 @@ import numpy as np
 
 from ellm_sgl.policies import Fcfs, Policy, SystemState
 from ellm_sgl.policies.slo_priority import SloPriority
-from ellm_sgl.policies.slo_priority.pace import MEMORY_S, SHARE, Pace
-from ellm_sgl.policies.testing.generate import make_state, requests
+from ellm_sgl.policies.slo_priority.prefill_budget import MEMORY_S, SHARE, PrefillBudget
+from ellm_sgl.policies.testing import make_state, requests
 from tests.policies.slo_server import CpuServer, Request, Simulation
 
 LONG = 1000
@@ -34,22 +34,22 @@ def test_a_long_prompt_waits_until_its_time_is_saved_up() -> None:
 
 
 def test_what_a_prompt_took_has_to_be_saved_up_again() -> None:
-    pace, state = Pace(), scene(0.0)
-    pace.note(state, several=True)
-    pace.note(replace(state, now_s=1.0 / SHARE), several=True)
-    assert pace.affords(1.0) and not pace.affords(1.1)
-    pace.offer(state.running, np.array([0.25, 0.25]))  # both of them run in the next state
-    pace.note(replace(state, now_s=1.0 / SHARE), several=True)
-    assert pace.affords(0.5) and not pace.affords(0.6)
+    budget, state = PrefillBudget(), scene(0.0)
+    budget.note(state, several=True)
+    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    assert budget.affords(1.0) and not budget.affords(1.1)
+    budget.offer(state.running, np.array([0.25, 0.25]))  # both of them run in the next state
+    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    assert budget.affords(0.5) and not budget.affords(0.6)
 
 
 def test_an_offer_that_the_server_did_not_take_costs_nothing() -> None:
-    pace, state = Pace(), scene(0.0)
-    pace.note(state, several=True)
-    pace.note(replace(state, now_s=1.0 / SHARE), several=True)
-    pace.offer(state.waiting, np.full(3, 0.3))
-    pace.note(replace(state, now_s=1.0 / SHARE), several=True)
-    assert pace.affords(1.0)
+    budget, state = PrefillBudget(), scene(0.0)
+    budget.note(state, several=True)
+    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    budget.offer(state.waiting, np.full(3, 0.3))
+    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    assert budget.affords(1.0)
 
 
 def test_without_urgent_requests_prompts_do_not_wait() -> None:

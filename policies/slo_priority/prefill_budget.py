@@ -19,7 +19,7 @@ MEMORY_S = 30.0
 """For so long after requests of different urgency were seen, others are expected."""
 
 
-class Pace:
+class PrefillBudget:
     """Time saved up for less urgent prompts."""
 
     def __init__(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.sglang import runtime
+from ellm_sgl.engine import Decided
+from ellm_sgl.sglang.context import context_of
 from ellm_sgl.step import planned_work
 
 if TYPE_CHECKING:
@@ -33,17 +34,24 @@ def run_step(
     **kwargs: Any,
 ) -> Any:
     """Around `ModelRunner.forward`: plan the step, then run SGLang's forward under the plan."""
-    ours = runtime.current()
-    if forward_batch.forward_mode.is_idle():
+    mode = forward_batch.forward_mode
+    if mode.is_idle():
         return original(runner, forward_batch, *args, **kwargs)
-    seq_ids = getattr(forward_batch, _SEQ_IDS)
-    if forward_batch.forward_mode.is_decode():
-        plan = ours.plan_decode(seq_ids)
-        decoding = True
+    ours, seq_ids = context_of(runner), getattr(forward_batch, _SEQ_IDS)
+    ours.attach(runner.model.model)
+    if (scheduler := ours.scheduler) is None:  # it warms up before its scheduler stands
+        split = Decided().split
+        if mode.is_decode():
+            plan = ours.planner.decode(seq_ids, split)
+        else:
+            plan = ours.planner.extend(seq_ids, forward_batch.extend_seq_lens_cpu, split)
+        with ours.executor.execute(plan):
+            return original(runner, forward_batch, *args, **kwargs)
+    iteration = scheduler.iteration
+    if mode.is_decode():
+        plan = iteration.plan_decode(ours.planner, seq_ids, scheduler.fetching_ahead())
     else:
-        decoding = False
-        plan = ours.plan_extend(seq_ids, forward_batch.extend_seq_lens_cpu)
-    if ours.deciding is not None:
-        ours.deciding.loop.steps.start(planned_work(plan, decoding))
-    with ours.running(runner, plan):
+        plan = iteration.plan_extend(ours.planner, seq_ids, forward_batch.extend_seq_lens_cpu)
+    work = planned_work(plan, mode.is_decode())
+    with iteration.execute(ours.executor, plan, work):
         return original(runner, forward_batch, *args, **kwargs)

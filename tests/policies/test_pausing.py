@@ -1,4 +1,4 @@
-"""Who sits out when memory cannot hold all that run, and how they come back."""
+"""Who pauses when memory cannot hold all that run, and who resumes when."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import Batch, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
-from ellm_sgl.policies.pausing.choice import RETURN_STEPS, given_up, participants
+from ellm_sgl.policies.pausing.choice import RESUME_STEPS, evicted_tokens, participants
 from ellm_sgl.policies.planned import planned_tokens
-from ellm_sgl.policies.testing.generate import Size, make_state, random_state, requests
+from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 
 BLOCK = 16
 
@@ -30,7 +30,7 @@ class Linear(LatencyModel):
         return np.asarray(step + row * work.decode_rows + restored * work.span_rows)
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        raise AssertionError("a policy must not teach the model")
+        raise AssertionError("a policy must not calibrate the model")
 
 
 COSTLY = Linear(0.005, 0.001, 0.001)
@@ -52,12 +52,12 @@ def test_all_take_part_while_all_fit() -> None:
     assert participants(four(11 * 4 * BLOCK, COSTLY), active=4) == 4
 
 
-def test_where_restoring_is_cheap_nobody_sits_out() -> None:
+def test_where_restoring_is_cheap_nobody_pauses() -> None:
     assert participants(four(30 * BLOCK, CHEAP), active=4) == 4
 
 
-def test_where_restoring_is_costly_the_last_sit_out() -> None:
-    # Of those who sit out a block or two stays: 3 x 11 + 2 blocks is too much, 2 x 11 + 2 x 2 not.
+def test_where_restoring_is_costly_the_last_pause() -> None:
+    # Of those who pause a block or two stays: 3 x 11 + 2 blocks is too much, 2 x 11 + 2 x 2 not.
     assert participants(four(30 * BLOCK, COSTLY), active=4) == 2
 
 
@@ -67,30 +67,30 @@ def test_a_small_gain_is_not_worth_it() -> None:
     assert participants(four((11 * 4 - 1) * BLOCK, slightly), active=4) == 4
 
 
-def test_they_come_back_only_when_there_is_room_for_a_while() -> None:
+def test_they_resume_only_when_there_is_room_for_a_while() -> None:
     need = 11 * 4 * BLOCK
     assert participants(four(need, COSTLY, missing=144), active=2) == 2
-    later = need + 4 * RETURN_STEPS
+    later = need + 4 * RESUME_STEPS
     assert participants(four(later, COSTLY, missing=144), active=2) == 4
 
 
-def test_no_more_come_back_than_a_step_can_restore() -> None:
+def test_no_more_resume_than_a_step_can_restore() -> None:
     state = four(10_000, COSTLY, missing=144)
     memory = dataclasses.replace(state.memory, transient_tokens=150)
     assert participants(dataclasses.replace(state, memory=memory), active=2) == 3
 
 
 @pytest.mark.parametrize("active", [1, 2, 3])
-def test_the_last_give_up_first_and_only_what_is_needed(active: int) -> None:
+def test_the_last_are_evicted_first_and_only_what_is_needed(active: int) -> None:
     state = four(34 * BLOCK, COSTLY)
-    tokens = given_up(state, active)
+    tokens = evicted_tokens(state, active)
     assert (tokens[:active] == 0).all() and (np.diff(tokens) >= 0).all()
-    kept = 4 * 11 * BLOCK + active * RETURN_STEPS - tokens.sum()
+    kept = 4 * 11 * BLOCK + active * RESUME_STEPS - tokens.sum()
     everything = tokens[active:].min() == 9 * BLOCK
     assert everything or kept <= 34 * BLOCK + BLOCK
 
 
-def test_fcfs_lets_them_sit_out_and_come_back() -> None:
+def test_fcfs_pauses_and_resumes_them() -> None:
     policy = Fcfs()
     crowded = four(30 * BLOCK, COSTLY)
     batch = policy.batch(crowded)
@@ -105,13 +105,13 @@ def test_fcfs_lets_them_sit_out_and_come_back() -> None:
     assert policy.batch(two_left).pause == ()
 
 
-def test_nobody_joins_while_somebody_sits_out() -> None:
+def test_nobody_joins_while_somebody_is_paused() -> None:
     crowded = dataclasses.replace(four(30 * BLOCK, COSTLY), waiting=requests([16]))
     assert Fcfs().batch(crowded).join == ()
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_answers_are_valid_and_fit_whenever_somebody_sits_out(seed: int) -> None:
+def test_answers_are_valid_and_fit_whenever_somebody_is_paused(seed: int) -> None:
     state = random_state(np.random.default_rng(seed), Size(24, 24, 4096))
     policy = Fcfs()
     batch = policy.batch(state)

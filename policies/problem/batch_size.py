@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
-from ellm_sgl.policies.fcfs.feasible import (
-    Lineup,
+from ellm_sgl.policies.problem.candidates import (
+    Candidates,
     least_span_tokens,
-    line_up,
     share_for,
     spans,
     step_limit_s,
@@ -27,14 +26,14 @@ from ellm_sgl.policies.fcfs.feasible import (
 BoolArray = npt.NDArray[np.bool_]
 
 TOLERANCE = 0.005
-"""Of candidates within this of the best, the smallest batch is taken: it restores least."""
+"""Of batch sizes within this of the best, the smallest is taken: it restores least."""
 
 
 @dataclass(frozen=True, eq=False)
 class BatchProblem:
-    """Eq. (1) for the first b requests of a line-up. Arrays have one entry for each b from 0."""
+    """Eq. (1) for the first b candidates. Arrays have one entry for each b from 0."""
 
-    lineup: Lineup
+    candidates: Candidates
     memory: MemoryState
     latency: LatencyModel
     fewest: int
@@ -55,19 +54,19 @@ class BatchProblem:
     @classmethod
     def of(cls, state: SystemState, most: int, lookahead: int) -> BatchProblem:
         """The problem with up to `most` waiting requests, at the lengths `lookahead` steps on."""
-        lineup = line_up(state, slice(most), lookahead)
+        candidates = Candidates.of(state, slice(most), lookahead)
         running = len(state.running)
-        evictable = lineup.evictable.astype(np.float64)
+        evictable = candidates.evictable.astype(np.float64)
         columns = np.zeros((5, len(evictable) + 1))
-        columns[0, 1:] = lineup.tokens
+        columns[0, 1:] = candidates.tokens
         columns[1, 1:] = evictable
         columns[2, 1:] = evictable * evictable
-        columns[3, 1:] = evictable * lineup.shared
-        columns[4, 1:] = lineup.charged
+        columns[3, 1:] = evictable * candidates.shared
+        columns[4, 1:] = candidates.charged
         tokens, sums, squares, prefix, charged = np.cumsum(columns, axis=1)
         limit = step_limit_s(state, state.waiting.tpot_slo_s[:most])
         return cls(
-            lineup=lineup,
+            candidates=candidates,
             memory=state.memory,
             latency=state.latency,
             fewest=max(1, running),
@@ -81,7 +80,7 @@ class BatchProblem:
 
     @property
     def most(self) -> int:
-        """Largest b: all of the line-up."""
+        """Largest b: all candidates."""
         return len(self.tokens) - 1
 
     def solve(self) -> int:
@@ -94,10 +93,10 @@ class BatchProblem:
         All that fit without restoring anything are in; b / T decides about more than that.
 
         Args:
-            sizes: candidates, ascending.
+            sizes: values of b, ascending.
 
         Returns:
-            b; `fewest` if none of the candidates fits.
+            b; `fewest` if none of them fits.
         """
         span, seconds, fits = self.least(sizes)
         value = np.where(fits, sizes / seconds, 0.0)
@@ -112,7 +111,7 @@ class BatchProblem:
 
     def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
         """For each of these batch sizes: the least Σ n_i that fits into memory, T with the same
-        share of each request's e_i given up, and whether that keeps all bounds."""
+        share of each request's e_i evicted, and whether that keeps all bounds."""
         span = least_span_tokens(self.memory, self.short[sizes])
         evictable = self.evictable[sizes]
         share = span / np.maximum(evictable, 1.0)
@@ -129,8 +128,8 @@ class BatchProblem:
         return span, seconds, fits & (seconds <= self.limit_s[sizes])
 
     def _fits_rounded(self, size: int, span_tokens: float) -> bool:
-        """Whether the first `size` requests keep the SLO with whole blocks given up of each."""
-        first, block = self.lineup.first(size), self.memory.block_tokens
+        """Whether the first `size` requests keep the SLO with whole blocks evicted of each."""
+        first, block = self.candidates.first(size), self.memory.block_tokens
         span = spans(first, share_for(first, span_tokens, block), block)
         if span.sum() > self.memory.transient_tokens:
             return False

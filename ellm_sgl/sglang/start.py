@@ -16,13 +16,13 @@ import numpy as np
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.config.modes import policy_of
-from ellm_sgl.engine import Arrival, ControlLoop, RequestBook, ServerLimits, StepLog
+from ellm_sgl.engine import Arrival, ControlLoop, Iteration, RequestBook, ServerLimits, StepLog
 from ellm_sgl.engine.request_table import slots_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
 from ellm_sgl.policies import Policy, Stock
-from ellm_sgl.sglang import runtime
 from ellm_sgl.sglang.calibration import calibrate, model_shape
-from ellm_sgl.sglang.deciding import Deciding
+from ellm_sgl.sglang.context import context_of, scheduler_of
+from ellm_sgl.sglang.scheduler import EllmScheduler
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -59,11 +59,12 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
 
     Only rank 0's policy is asked; on the others SGLang's way stands in its place.
     """
-    ours = runtime.current()
-    settings = ours.config
+    ours = context_of(scheduler)
+    settings = ours.settings
     shape = model_shape(scheduler.model_config, scheduler.ps.tp_size)
     runner = scheduler.tp_worker.model_runner
-    ours.hardware = calibrate(runner, ours.mixed_rows(runner), shape)
+    ours.attach(runner.model.model)
+    ours.hardware = calibrate(runner, ours, shape)
     model: LatencyModel = _MODELS[settings.latency_model](shape, ours.hardware)
     limits = ServerLimits(
         model=shape,
@@ -78,30 +79,31 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         StepLog(model),
         limits,
     )
-    warm_up(loop)
-    ours.deciding = Deciding(loop, scheduler)
+    iteration = Iteration(loop, ours.elastic, ours.pool.unit_bytes)
+    warm_up(iteration)
+    ours.scheduler = EllmScheduler(iteration, scheduler)
     logger.info("eLLM policy %s; %s", settings.policy, ours.hardware)
 
 
-def switch_policy(name: str, policy: Policy) -> None:
+def switch_policy(scheduler: Scheduler, name: str, policy: Policy) -> None:
     """Ask `policy` from the next iteration on."""
-    ours = runtime.current()
-    assert ours.deciding is not None
-    ours.deciding.settled = False
-    if ours.deciding.asks:
-        ours.deciding.loop.switch(policy)
-        warm_up(ours.deciding.loop)
-    ours.policy_name = name
+    ours = scheduler_of(scheduler)
+    ours.iteration.ask_anew()
+    if ours.asks:
+        ours.iteration.controller.switch(policy)
+        warm_up(ours.iteration)
+    context_of(scheduler).policy_name = name
 
 
-def warm_up(loop: ControlLoop) -> None:
+def warm_up(iteration: Iteration) -> None:
     """Ask about some made-up requests under pressure, so that the imports and compilations of a
     policy are not the first step's."""
-    elastic = runtime.current().elastic
+    elastic, controller = iteration.elastic, iteration.controller
     memory, tokens = elastic.memory_state(elastic.table.sequence_ids), elastic.device_tokens()
     book = RequestBook()
     arrival = Arrival(tokens // 2, tokens // 2, 64, 0.0, 0, math.inf, math.inf)
     slots = slots_array([book.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)])
     lengths, none = np.full(4, tokens // 2), np.zeros(4, np.int64)
     running = book.running(slots[:4], lengths, none, none, 0.0)
-    loop.safe.warm_up(loop.state(0.0, running, book.waiting(slots[4:], 0.0), memory))
+    state = controller.state(0.0, running, book.waiting(slots[4:], 0.0), memory)
+    controller.safe.warm_up(state)

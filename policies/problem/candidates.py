@@ -1,8 +1,8 @@
-"""Memory, work and SLO of the first b requests of a line-up: the constraints of Eq. (1).
+"""Memory, work and SLO of the first b candidates: the constraints of Eq. (1).
 
 Device memory is counted in tokens, in whole blocks. A request is charged for its blocks that no
 other request uses, with room for one more token; shared blocks are counted once, as the memory
-that is in use now beyond all such blocks. What may be given up of a request is its blocks but the
+that is in use now beyond all such blocks. What can be evicted of a request is its blocks but the
 shared ones and the last.
 """
 
@@ -21,7 +21,7 @@ from ellm_sgl.policies.planned import evictable
 
 
 @dataclass(frozen=True, eq=False)
-class Lineup:
+class Candidates:
     """Requests that may run together, in columns; the running ones come first."""
 
     request_id: IntArray
@@ -30,48 +30,48 @@ class Lineup:
     shared: IntArray
     """Tokens of blocks that other requests use too."""
     evictable: IntArray
-    """e_i: tokens that may be given up; a multiple of the block size."""
+    """e_i: tokens that can be evicted; a multiple of the block size."""
     charged: IntArray
     """Device tokens of the request if all of it is cached, shared blocks excluded."""
 
-    def first(self, count: int) -> Lineup:
+    @classmethod
+    def of(cls, state: SystemState, join: slice | Sequence[int], ahead: int = 0) -> Candidates:
+        """The running requests and some waiting ones.
+
+        Args:
+            join: which of `state.waiting`, in order.
+            ahead: steps to look ahead: every request is taken to be longer by so many tokens, or by
+                the tokens that it may still generate if these are fewer.
+        """
+        rows = join if isinstance(join, slice) else np.asarray(join, np.int64)
+        nobody = not isinstance(join, slice) and len(join) == 0
+
+        def column(running: IntArray, waiting: IntArray) -> IntArray:
+            return running if nobody else np.concatenate((running, waiting[rows]))
+
+        running, waiting, block = state.running, state.waiting, state.memory.block_tokens
+        tokens = column(running.tokens, waiting.tokens)
+        shared = column(running.shared_tokens, waiting.shared_tokens)
+        if ahead:
+            growth = column(_remaining(running), _remaining(waiting))
+            tokens = tokens + np.minimum(growth, ahead)
+        shared_blocks = -(-shared // block)
+        charged = tokens // block + 1 - shared_blocks
+        return cls(
+            request_id=column(running.request_id, waiting.request_id),
+            tokens=tokens,
+            shared=shared,
+            evictable=evictable(tokens, shared, block),
+            charged=charged * block,
+        )
+
+    def first(self, count: int) -> Candidates:
         """The first so many requests."""
         return self.only(slice(count))
 
-    def only(self, chosen: slice | npt.NDArray[np.bool_]) -> Lineup:
+    def only(self, chosen: slice | npt.NDArray[np.bool_]) -> Candidates:
         """These requests."""
-        return Lineup(**{name: column[chosen] for name, column in vars(self).items()})
-
-
-def line_up(state: SystemState, join: slice | Sequence[int], ahead: int = 0) -> Lineup:
-    """The running requests and some waiting ones.
-
-    Args:
-        join: which of `state.waiting`, in order.
-        ahead: steps to look ahead: every request is taken to be longer by so many tokens, or by
-            the tokens that it may still generate if these are fewer.
-    """
-    rows = join if isinstance(join, slice) else np.asarray(join, np.int64)
-    nobody = not isinstance(join, slice) and len(join) == 0
-
-    def column(running: IntArray, waiting: IntArray) -> IntArray:
-        return running if nobody else np.concatenate((running, waiting[rows]))
-
-    running, waiting, block = state.running, state.waiting, state.memory.block_tokens
-    tokens = column(running.tokens, waiting.tokens)
-    shared = column(running.shared_tokens, waiting.shared_tokens)
-    if ahead:
-        growth = column(_remaining(running), _remaining(waiting))
-        tokens = tokens + np.minimum(growth, ahead)
-    shared_blocks = -(-shared // block)
-    charged = tokens // block + 1 - shared_blocks
-    return Lineup(
-        request_id=column(running.request_id, waiting.request_id),
-        tokens=tokens,
-        shared=shared,
-        evictable=evictable(tokens, shared, block),
-        charged=charged * block,
-    )
+        return Candidates(**{name: column[chosen] for name, column in vars(self).items()})
 
 
 def eventual_ratio(state: SystemState, join: Sequence[int], lookahead: int) -> float:
@@ -81,9 +81,9 @@ def eventual_ratio(state: SystemState, join: Sequence[int], lookahead: int) -> f
     server's own admission accounting, which knows their longest lengths, is to hold. Otherwise
     what their longest lengths need, so that it lets in those that were chosen.
     """
-    if _short_tokens(state, line_up(state, join, lookahead)) <= 0:
+    if _short_tokens(state, Candidates.of(state, join, lookahead)) <= 0:
         return 0.0
-    longest = line_up(state, join, LONGEST)
+    longest = Candidates.of(state, join, LONGEST)
     needed = float(least_span_tokens(state.memory, np.float64(_short_tokens(state, longest))))
     most = int(longest.evictable.sum())
     return min(needed, most) / int(longest.tokens.sum())
@@ -95,9 +95,9 @@ LONGEST = 1 << 40
 """Steps after which every request has all the tokens that it may generate."""
 
 
-def _short_tokens(state: SystemState, lineup: Lineup) -> int:
+def _short_tokens(state: SystemState, candidates: Candidates) -> int:
     """Device tokens that are missing if all is cached; negative where all fits."""
-    return int(lineup.charged.sum()) + unowned_tokens(state) - state.memory.device_tokens
+    return int(candidates.charged.sum()) + unowned_tokens(state) - state.memory.device_tokens
 
 
 def unowned_tokens(state: SystemState) -> int:
@@ -118,7 +118,7 @@ def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> Fl
         short: device tokens that are missing if all is cached; may be negative.
 
     Returns:
-        Tokens; inf if giving up KV gains nothing, because M_o takes all of it.
+        Tokens; inf if eviction gains nothing, because M_o takes all of it.
     """
     gain = 1.0 - memory.overhead_tokens
     if gain <= 0.0:
@@ -127,8 +127,8 @@ def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> Fl
     return np.asarray(blocks * memory.block_tokens, np.float64)
 
 
-def spans(lineup: Lineup, share: float, block_tokens: int) -> IntArray:
-    """n_i of each request if all give up one share of what they may.
+def spans(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
+    """n_i of each request if one share of what can be evicted of it is.
 
     Rounded to whole blocks, up or down by a number that belongs to the request and spreads
     evenly over requests: so the sum follows the share closely even if all are of one length,
@@ -137,9 +137,9 @@ def spans(lineup: Lineup, share: float, block_tokens: int) -> IntArray:
     Args:
         share: ρ, of e_i, in [0, 1].
     """
-    blocks = lineup.evictable // block_tokens
-    wanted = np.floor(share * blocks + lineup.request_id * GOLDEN % 1.0).astype(np.int64)
-    return np.minimum(wanted, blocks) * block_tokens
+    blocks = candidates.evictable // block_tokens
+    rounded = np.floor(share * blocks + candidates.request_id * GOLDEN % 1.0).astype(np.int64)
+    return np.minimum(rounded, blocks) * block_tokens
 
 
 GOLDEN = (5**0.5 - 1) / 2
@@ -149,31 +149,31 @@ BISECTIONS = 16
 """Leaves less than b / 2¹⁵ blocks between the two ends."""
 
 
-def share_for(lineup: Lineup, span_tokens: float, block_tokens: int) -> float:
+def share_for(candidates: Candidates, span_tokens: float, block_tokens: int) -> float:
     """The least share whose `spans` add up to so many tokens; 1 if they cannot."""
-    evictable = float(lineup.evictable.sum())
+    evictable = float(candidates.evictable.sum())
     if span_tokens >= evictable:
         return 1.0
-    guess, error = span_tokens / evictable, len(lineup.tokens) * block_tokens / evictable
+    guess, error = span_tokens / evictable, len(candidates.tokens) * block_tokens / evictable
     low, high = max(0.0, guess - error), min(1.0, guess + error)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if spans(lineup, middle, block_tokens).sum() >= span_tokens:
+        if spans(candidates, middle, block_tokens).sum() >= span_tokens:
             high = middle
         else:
             low = middle
     return high
 
 
-def work_of(lineup: Lineup, span: IntArray) -> StepWork:
-    """The decode step of a line-up, of which the n_i = `span` tokens are recomputed."""
+def work_of(candidates: Candidates, span: IntArray) -> StepWork:
+    """The decode step of these candidates, of which the n_i = `span` tokens are recomputed."""
     n = span.astype(np.float64)
     return StepWork(
-        decode_rows=len(lineup.tokens),
-        decode_tokens=float(lineup.tokens.sum()),
+        decode_rows=len(candidates.tokens),
+        decode_tokens=float(candidates.tokens.sum()),
         span_rows=float(n.sum()),
         span_squares=float(n @ n),
-        span_prefix=float(n @ lineup.shared),
+        span_prefix=float(n @ candidates.shared),
     )
 
 
