@@ -35,6 +35,8 @@ from ellm_sgl.config.click_types import FiniteRange
 from ellm_sgl.sglang.cuda import EXPERIMENTAL
 
 ROOT = Path(__file__).resolve().parents[1]
+GPU_TESTS = ("tests/kernels", "tests/step")
+"""Folders with tests that need a device."""
 PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel")
 LLAMA_2_13B = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,7 +93,7 @@ def device() -> dict[str, Any]:
 
 def run_tests() -> dict[str, Any]:
     """The tests marked `gpu`."""
-    return _command("-m", "pytest", "-q", "-m", "gpu", "tests/kernels", "tests/forward")
+    return _command("-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS)
 
 
 def run_verify() -> dict[str, Any]:

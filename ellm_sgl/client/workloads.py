@@ -83,12 +83,10 @@ def poisson_arrivals(count: int, per_second: float, rng: np.random.Generator) ->
     return _arrivals(rng.exponential(1 / per_second, count))
 
 
-def gamma_arrivals(
-    count: int, rng: np.random.Generator, mean_s: float = PAPER_GAP_S, sd_s: float = PAPER_GAP_SD_S
-) -> FloatArray:
-    """Arrival times in seconds, the first at 0; Gamma gaps of this mean and deviation."""
-    shape = (mean_s / sd_s) ** 2
-    return _arrivals(rng.gamma(shape, mean_s / shape, count))
+def gamma_arrivals(count: int, rng: np.random.Generator) -> FloatArray:
+    """Arrival times in seconds, the first at 0; Gamma gaps of the paper's mean and deviation."""
+    shape = (PAPER_GAP_S / PAPER_GAP_SD_S) ** 2
+    return _arrivals(rng.gamma(shape, PAPER_GAP_S / shape, count))
 
 
 def _arrivals(gaps: FloatArray) -> FloatArray:

@@ -118,3 +118,14 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError(f"nested more than {MOST_DEPTH} deep; give it flatter") from None
     check_finite(value, "JSON")
     return value
+
+
+def as_json_value(value: Any) -> Any:
+    """`value` with null for every number in it that JSON does not know."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: as_json_value(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json_value(each) for each in value]
+    return value

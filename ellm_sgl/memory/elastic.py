@@ -3,6 +3,8 @@
 Eviction is cheap (the KV is dropped; the next step recomputes it beside its decode rows), and so
 is restoration (a step that recomputes a block anyway writes it to a free unit). So nothing here
 looks ahead: blocks leave when units are needed, oldest first, and return when units are free.
+
+Over 400 lines: whatever changes what is on the device is decided in one class.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ What a unit holds is KV only once a forward pass has computed it: the table is t
 placed or listed twice, a unit given back that was not lent.
 
 Not thread-safe: one scheduler thread owns the table.
+
+Over 400 lines: one table with one owner, whose every operation is checked in one place.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import nn
 
 from ellm_sgl.config import EllmConfig
+from ellm_sgl.engine import Iteration
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
 from ellm_sgl.memory.elastic import Save
@@ -19,8 +20,6 @@ from ellm_sgl.step import AnyStreamer, Executor, HiddenStates, Planner
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-
-    from ellm_sgl.sglang.scheduler import EllmScheduler
 
 
 class Context:
@@ -56,8 +55,10 @@ class Context:
         )
         self.executor = Executor(table, streamer, hidden, settings.fusion)
         self.prefix_cache: BasePrefixCache | None = None
-        self.scheduler: EllmScheduler | None = None
-        """Once SGLang's scheduler exists."""
+        self.iteration: Iteration | None = None
+        """The loop, once SGLang's scheduler exists,"""
+        self.scheduler: object = None
+        """and what drives it (`scheduler.scheduler_of`)."""
         self.hardware: HardwareProfile | None = None
         """As calibrated at start-up."""
         self.policy_name = settings.policy
@@ -120,13 +121,6 @@ def context_of(owner: Any) -> Context:
     allocator (scheduler, batch, prefill adder, model runner, prefix cache, ...)."""
     context: Context = owner.token_to_kv_pool_allocator.ellm
     return context
-
-
-def scheduler_of(owner: Any) -> EllmScheduler:
-    """eLLM's side of the scheduler; hooks call it only once that exists."""
-    found = context_of(owner).scheduler
-    assert found is not None, "eLLM is enabled, but SGLang's scheduler was not built"
-    return found
 
 
 def row_of(req: Req) -> int:

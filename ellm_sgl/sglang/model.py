@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.engine import Decided
 from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.scheduler import scheduler_of
 from ellm_sgl.step import planned_work
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def run_step(
         return original(runner, forward_batch, *args, **kwargs)
     ours, seq_ids = context_of(runner), getattr(forward_batch, _SEQ_IDS)
     ours.attach(runner.model.model)
-    if (scheduler := ours.scheduler) is None:  # it warms up before its scheduler stands
+    if (iteration := ours.iteration) is None:  # it warms up before its scheduler stands
         split = Decided().split
         if mode.is_decode():
             plan = ours.planner.decode(seq_ids, split)
@@ -47,9 +48,8 @@ def run_step(
             plan = ours.planner.extend(seq_ids, forward_batch.extend_seq_lens_cpu, split)
         with ours.executor.execute(plan):
             return original(runner, forward_batch, *args, **kwargs)
-    iteration = scheduler.iteration
     if mode.is_decode():
-        plan = iteration.plan_decode(ours.planner, seq_ids, scheduler.fetching_ahead())
+        plan = iteration.plan_decode(ours.planner, seq_ids, scheduler_of(runner).fetching_ahead())
     else:
         plan = iteration.plan_extend(ours.planner, seq_ids, forward_batch.extend_seq_lens_cpu)
     work = planned_work(plan, mode.is_decode())

@@ -12,7 +12,7 @@ import numpy as np
 
 from ellm_sgl.engine import Arrival, Decision, Iteration
 from ellm_sgl.engine.request_table import Slots, slots_array
-from ellm_sgl.sglang.context import context_of, rows_of, scheduler_of
+from ellm_sgl.sglang.context import context_of, rows_of
 from ellm_sgl.sglang.paused import PausedRequests
 from ellm_sgl.sglang.slo import slo_seconds
 
@@ -187,6 +187,14 @@ class EllmScheduler:
     def reclaimable(self) -> int:
         """Tokens of cached prefixes that nobody uses."""
         return int(self.scheduler.tree_cache.evictable_size())
+
+
+def scheduler_of(owner: Any) -> EllmScheduler:
+    """eLLM's side of the scheduler, from whatever `context_of` takes; hooks call it only once the
+    scheduler exists."""
+    found = context_of(owner).scheduler
+    assert isinstance(found, EllmScheduler), "eLLM is enabled, but no scheduler was built"
+    return found
 
 
 # -- hooks ----------------------------------------------------------------------------------

@@ -13,10 +13,9 @@ from ellm_sgl.config.flags import FLAGS, Flag
 from ellm_sgl.config.ranges import shown
 from ellm_sgl.config.resolve import settle
 from ellm_sgl.sglang import cuda
-from ellm_sgl.sglang.arguments import refusal
-from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_seams
+from ellm_sgl.sglang.arguments import refusal, table
+from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_hooks
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
-from ellm_sgl.sglang.refused_rows import WEIGHTS_ALONE
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -107,11 +106,12 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"supported by eLLM ({', '.join(sorted(ARCHITECTURES))} are); use --ellm-policy {OFF}"
         )
     method = args.get_model_config().quantization
-    if method not in (None, *WEIGHTS_ALONE):
+    weights_alone = table()["quantization"].allowed
+    if method not in (None, *weights_alone):
         _refuse(
             f"--model-path {args.model_path}: the model is quantised with {method}, and only "
             f"methods that quantise weights alone are supported by eLLM "
-            f"({', '.join(WEIGHTS_ALONE)}); use --ellm-policy {OFF}"
+            f"({', '.join(weights_alone)}); use --ellm-policy {OFF}"
         )
     layers = args.get_model_config().num_hidden_layers
     if config.host_keeps.isdecimal() and int(config.host_keeps) > layers:
@@ -161,7 +161,7 @@ def _refuse_other_sglang() -> None:
     remedy = f"install sglang=={SGLANG_VERSIONS[-1]}, or use --ellm-policy {OFF}"
     if installed not in SGLANG_VERSIONS:
         _refuse(f"eLLM has not been tested with sglang {installed}; {remedy}")
-    if missing := moved_seams():
+    if missing := moved_hooks():
         _refuse(f"this sglang lacks what eLLM hooks into ({', '.join(missing)}); {remedy}")
 
 

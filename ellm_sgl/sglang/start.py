@@ -21,8 +21,8 @@ from ellm_sgl.engine.request_table import slots_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.sglang.calibration import calibrate, model_shape
-from ellm_sgl.sglang.context import context_of, scheduler_of
-from ellm_sgl.sglang.scheduler import EllmScheduler
+from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -81,7 +81,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     )
     iteration = Iteration(loop, ours.elastic, ours.pool.unit_bytes)
     warm_up(iteration)
-    ours.scheduler = EllmScheduler(iteration, scheduler)
+    ours.iteration, ours.scheduler = iteration, EllmScheduler(iteration, scheduler)
     logger.info("eLLM policy %s; %s", settings.policy, ours.hardware)
 
 

@@ -19,8 +19,9 @@ from ellm_sgl.engine.policy_guard import FIRST_ANSWER_S
 from ellm_sgl.latency import PaperLatencyModel
 from ellm_sgl.memory import IntegrityError, PageTable
 from ellm_sgl.policies.registry import create
-from ellm_sgl.sglang.context import Context, context_of, scheduler_of
+from ellm_sgl.sglang.context import Context, context_of
 from ellm_sgl.sglang.http import CONTROL
+from ellm_sgl.sglang.scheduler import scheduler_of
 from ellm_sgl.sglang.start import switch_policy
 
 if TYPE_CHECKING:
@@ -68,9 +69,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "projected_units_total": totals.projected_units,
         "swap_stall_ms_total": totals.swap_stall_s * 1e3,
         "restored_units_total": totals.restored_units,
-        "steps_total": 0
-        if ours.scheduler is None
-        else ours.scheduler.iteration.controller.steps.steps,
+        "steps_total": 0 if ours.iteration is None else ours.iteration.controller.steps.steps,
         "retractions_total": totals.retractions,
         "sat_out_total": totals.sat_out,
         "page_table_ms_total": totals.page_table_s * 1e3,
@@ -78,15 +77,11 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
-def _steps_total(ours: Context) -> int:
-    return 0 if ours.scheduler is None else ours.scheduler.iteration.controller.steps.steps
-
-
 def _policy(ours: Context) -> dict[str, Any]:
     """The policy in force, and how often its answer had to be replaced."""
-    if ours.scheduler is None:
+    if ours.iteration is None:
         return {"name": ours.policy_name}
-    safe = ours.scheduler.iteration.controller.safe
+    safe = ours.iteration.controller.safe
     return {
         "name": ours.policy_name,
         "budget_ms": safe.budget_s * 1e3,
@@ -97,9 +92,9 @@ def _policy(ours: Context) -> dict[str, Any]:
 
 def _steps(ours: Context) -> list[dict[str, Any]]:
     """The last measured steps: work, time, and what each latency model said of them."""
-    if ours.scheduler is None or ours.hardware is None:
+    if ours.iteration is None or ours.hardware is None:
         return []
-    loop = ours.scheduler.iteration.controller
+    loop = ours.iteration.controller
     paper = PaperLatencyModel(loop.limits.model, ours.hardware)
     return [
         {

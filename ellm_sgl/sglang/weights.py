@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.sglang.context import context_of, scheduler_of
+from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.scheduler import scheduler_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import PauseGenerationReqInput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.step import StepPlan
+from ellm_sgl.step.plan import StepPlan
 
 
 def planned_work(plan: StepPlan, decoding: bool) -> StepWork:

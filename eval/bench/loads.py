@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ellm_sgl.client import generate as client
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess
 from ellm_sgl.client.replay import Outcome, Request, replay_to_end
 from ellm_sgl.client.summary import summarize
@@ -57,10 +58,8 @@ def draw_tokens(count: int, rng: random.Random) -> tuple[int, ...]:
 
 def generate(where: ServerProcess, prompts: Prompts, tokens: int) -> Taken:
     """Greedy outputs of prompts sent at once; figures: `tokens_per_s` and `seconds`."""
-    from ellm_sgl.serve import verify  # takes seconds, which `--help` need not
-
     begin = time.perf_counter()
-    outputs = verify.generate(where.url, prompts, tokens)
+    outputs = client.generate(where.url, prompts, tokens)
     seconds = time.perf_counter() - begin
     ids = [output.token_ids for output in outputs]
     return Taken({"tokens_per_s": sum(map(len, ids)) / seconds, "seconds": seconds}, ids)

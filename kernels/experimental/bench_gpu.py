@@ -16,42 +16,28 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from ellm_sgl.kernels.bench_step import BLOCK_TOKENS, Run, Step, StepShape, interleave
 from ellm_sgl.kernels.experimental.flashinfer import (
     WORKSPACE_BYTES,
     FlashInferAttention,
     Pages,
     divide,
 )
-from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
+from ellm_sgl.kernels.layout import GroupLayout
 
-BLOCK_TOKENS = 16
-LAYERS = 4
-"""Layers of a unit: K and V of one layer lie that far apart, as in a real pool."""
 CALLS = 5
 """Calls of a timed run, so that the host is ahead of the device."""
 DELTAS = (32, 128, 256, 512, 768, 896, 992)
 COPY_BYTES = 1 << 30
 MATRIX = 8192
 
-Run = Callable[[], Any]
 
-
-@dataclass(frozen=True)
-class Case:
-    """One step. `missing`: share r of each request's tokens that is computed again."""
-
-    batch: int
-    context: int
-    missing: float
-    heads: int
-    kv_heads: int
-    head_dim: int = 128
+Case = StepShape
 
 
 def cases() -> tuple[Case, ...]:
@@ -89,7 +75,9 @@ def limits() -> dict[str, float]:
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     a = torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda")
-    times = interleave({"copy": lambda: target.copy_(source), "multiply": lambda: a @ a}, 9)
+    times = interleave(
+        {"copy": lambda: target.copy_(source), "multiply": lambda: a @ a}, 9, _seconds
+    )
     copy, multiply = (statistics.median(times[name]) for name in ("copy", "multiply"))
     return {"copy GB/s": 2 * COPY_BYTES / copy / 1e9, "TFLOP/s": 2 * MATRIX**3 / multiply / 1e12}
 
@@ -98,7 +86,7 @@ def measure(case: Case, rounds: int, device_limits: dict[str, float]) -> Result:
     """Run one case `rounds` times against its peers."""
     setting = Setting(case, torch.device("cuda"))
     runs = peers(setting)
-    times = interleave(runs, rounds)
+    times = interleave(runs, rounds, _seconds)
     median = {name: statistics.median(t) for name, t in times.items()}
     best = min(DELTAS, key=lambda delta: median[f"fused {delta}"])
     own = times[f"fused {best}"]
@@ -124,97 +112,23 @@ def measure(case: Case, rounds: int, device_limits: dict[str, float]) -> Result:
     )
 
 
-def interleave(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
-    """Seconds per call of each run in every round, after a round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 1):
-        for name in list(runs)[:: -1 if turn % 2 else 1]:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(CALLS):
-                runs[name]()
-            end.record()
-            end.synchronize()
-            if turn:
-                times[name].append(begin.elapsed_time(end) / 1e3 / CALLS)
-    return times
+def _seconds(run: Run) -> float:
+    """Per call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(CALLS):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / CALLS
 
 
-class Setting:
-    """The tensors of a case, and its step in three forms.
-
-    `mixed` has blocks missing. `recompute` and `decode` are the same rows with a unit for every
-    block: the KV computed again is in the pool, as it is for systems that keep all of it.
-    """
+class Setting(Step):
+    """The step of a case: every request decodes one token."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, 1, torch.bfloat16, device)
         self.case = case
-        blocks = -(-case.context // BLOCK_TOKENS)
-        units = torch.randperm(case.batch * blocks).view(case.batch, blocks) + 1
-        size = (units.numel() + 1, LAYERS, 2, BLOCK_TOKENS, case.kv_heads, case.head_dim)
-        pool = torch.empty(size, dtype=torch.bfloat16, device=device).uniform_(-1, 1)
-        self.keys, self.values = pool[:, 0, 0], pool[:, 0, 1]
-        self.mixed, self.recompute, self.decode = layouts(case, units, device)
-        rows = self.mixed.rows
-        self.q, self.k, self.v = (
-            torch.randn(rows, heads, case.head_dim, device=device).to(torch.bfloat16)
-            for heads in (case.heads, case.kv_heads, case.kv_heads)
-        )
-        self.scale = case.head_dim**-0.5
-        self.kv_bytes = 4 * case.batch * case.context * case.kv_heads * case.head_dim
-        ranges = [r for request in self.mixed.requests for r in (request.new, *request.spans)]
-        pairs = sum(r.size * r.position + r.size * (r.size + 1) // 2 for r in ranges)
-        self.flops = 4 * case.heads * case.head_dim * pairs
-
-    def run(self, kernel: Any, layout: GroupLayout, rows: slice, **options: Any) -> torch.Tensor:
-        """`kernel` on these rows of the step."""
-        q, k, v = self.q[rows], self.k[rows], self.v[rows]
-        out = kernel(q, k, v, self.keys, self.values, layout, self.scale, **options)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    def run_apart(self, kernel: Any) -> torch.Tensor:
-        """`kernel` on the recomputed rows, then on the decoded ones; returns the latter's."""
-        new = self.case.batch
-        if self.recompute.rows:
-            self.run(kernel, self.recompute, slice(new, None))
-        return self.run(kernel, self.decode, slice(0, new))
-
-
-def layouts(
-    case: Case, units: torch.Tensor, device: torch.device
-) -> tuple[GroupLayout, GroupLayout, GroupLayout]:
-    """(mixed, recompute alone, decode alone); see `Setting`. `units`: [batch, blocks]."""
-    batch, blocks = units.shape
-    before = case.context - 1
-    missing = int(case.missing * before) // BLOCK_TOKENS * BLOCK_TOKENS
-    own = [slice(i * blocks, (i + 1) * blocks) for i in range(batch)]
-    new = [RowRange(i, before, 1) for i in range(batch)]
-    spans = [RowRange(i * missing, 0, missing) for i in range(batch)]
-
-    def layout(rows: int, requests: list[RequestLayout], positions: torch.Tensor) -> GroupLayout:
-        """The first rows are written: those at `positions` of every request."""
-        return GroupLayout.of(
-            rows=rows,
-            requests=tuple(requests),
-            units=units.flatten().to(device),
-            write_rows=slice(0, batch * len(positions)),
-            write_units=units[:, positions // BLOCK_TOKENS].flatten().to(device),
-            write_offsets=(positions % BLOCK_TOKENS).repeat(batch).to(device),
-        )
-
-    def beside(span: RowRange) -> tuple[RowRange, ...]:
-        return (span._replace(row=batch + span.row),) if missing else ()
-
-    last, first = torch.tensor([before]), torch.arange(missing)
-    mixed = [RequestLayout(n, beside(s), o, False) for n, s, o in zip(new, spans, own, strict=True)]
-    apart = [RequestLayout(s, (), o, False) for s, o in zip(spans, own, strict=True)]
-    whole = [RequestLayout(n, (), o, False) for n, o in zip(new, own, strict=True)]
-    return (
-        layout(batch * (1 + missing), mixed, last),
-        layout(batch * missing, apart if missing else [], first),
-        layout(batch, whole, last),
-    )
 
 
 def peers(setting: Setting) -> dict[str, Run]:

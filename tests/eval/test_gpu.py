@@ -50,6 +50,15 @@ def test_a_part_that_fails_leaves_the_others(
     assert said[-1] == "bench: FAILED"
 
 
+def test_the_folders_with_tests_for_a_device_are_there() -> None:
+    marked = {
+        path.parent.relative_to(gpu.ROOT).as_posix()
+        for path in (gpu.ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.gpu" in path.read_text() and path != Path(__file__)
+    }
+    assert marked == set(gpu.GPU_TESTS)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_one_sentence() -> None:
     answer = CliRunner().invoke(gpu.main, ["--out", "/nowhere/gpu.json"])

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ellm_sgl.kernels.experimental.triton.aot import compile_for
 from ellm_sgl.kernels.experimental.triton.attention import (
     PROGRAMS_PER_PROCESSOR,
     RECOMPUTE_ROWS,
@@ -19,6 +18,7 @@ from ellm_sgl.kernels.experimental.triton.attention import (
 )
 from ellm_sgl.kernels.experimental.triton.plan import DECODE_CHUNK, Tiles, TileSizes, cut
 from ellm_sgl.kernels.layout import RowRange
+from tests.kernels.compiled_for_devices import compile_for
 from tests.kernels.cpu_steps import Sizes, make, sizes
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""SGLang's side of every seam is where we think it is; fails when SGLang moves it."""
+"""SGLang's side of every hook is where we think it is; fails when SGLang moves it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ellm_sgl.sglang.hook import Seam, When
-from ellm_sgl.sglang.hooks import SEAMS, moved_seams
+from ellm_sgl.sglang.hooks import HOOKS, Hook, When, moved_hooks
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.sglang.platform_entry import activate
 
@@ -48,7 +47,7 @@ PARAMETERS = {
 
 
 def test_none_has_moved() -> None:
-    assert moved_seams() == []
+    assert moved_hooks() == []
 
 
 def test_a_version_that_was_never_tested_is_refused(
@@ -64,20 +63,20 @@ def test_a_version_that_was_never_tested_is_refused(
     assert "sglang 0.9.1; install sglang==0.5.17" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.target.rsplit(".", 2)[-1])
-def test_hooks_exist_and_give_a_reason(seam: Seam) -> None:
-    assert callable(pkgutil.resolve_name(seam.hook))
-    assert seam.kind in ("BEFORE", "AFTER", "AROUND")
-    assert len(seam.reason) > 10
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rsplit(".", 2)[-1])
+def test_hooks_exist_and_give_a_reason(hook: Hook) -> None:
+    assert callable(hook.function)
+    assert hook.kind in ("BEFORE", "AFTER", "AROUND")
+    assert len(hook.reason) > 10
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.target.rsplit(".", 2)[-1])
-def test_parameters_we_rely_on(seam: Seam) -> None:
-    name = seam.target.rsplit(".", 1)[-1]
-    function: Any = inspect.unwrap(pkgutil.resolve_name(seam.target))
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rsplit(".", 2)[-1])
+def test_parameters_we_rely_on(hook: Hook) -> None:
+    name = hook.target.rsplit(".", 1)[-1]
+    function: Any = inspect.unwrap(pkgutil.resolve_name(hook.target))
     parameters = list(inspect.signature(function).parameters)
     for expected in PARAMETERS.get(name, []):
-        assert expected in parameters, f"{seam.target} has no parameter {expected}: {parameters}"
+        assert expected in parameters, f"{hook.target} has no parameter {expected}: {parameters}"
 
 
 def test_adder_has_the_budgets_we_charge() -> None:
@@ -118,4 +117,4 @@ def test_off_registers_only_what_stock_sglang_needs(monkeypatch: pytest.MonkeyPa
     )
     plugin.register()
     off = (When.ALWAYS, When.PLATFORM) if activate() else (When.ALWAYS,)
-    assert registered == [seam.target for seam in SEAMS if seam.when in off]
+    assert registered == [hook.target for hook in HOOKS if hook.when in off]

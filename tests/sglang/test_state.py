@@ -50,6 +50,7 @@ class Server:
         limits = ServerLimits(TINY, GPU, 8, math.inf, 4096)
         loop = ControlLoop(Fcfs(), 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
         self.iteration = Iteration(loop, ours.elastic, pool.unit_bytes)
+        ours.iteration = self.iteration
         ours.scheduler = EllmScheduler(self.iteration, self.scheduler)
         self.policy_name = lambda: ours.policy_name
 

@@ -115,8 +115,8 @@ def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: Context) -> None:
     steps = StepLog(RooflineLatencyModel(TINY, GPU), lambda: now[0])
     loop: Any = SimpleNamespace(steps=steps)
     iteration = Iteration(loop, ours.elastic, unit_bytes=1)
-    ours.scheduler = EllmScheduler(iteration, scheduler)
-    slots = ours.scheduler.entries([waiting, running])
+    ours.scheduler = side = EllmScheduler(iteration, scheduler)
+    slots = side.entries([waiting, running])
     column = iteration.requests._columns
     column["waiting_since_s"][slots] = -1e6
     steps.start(StepWork(1, 4))

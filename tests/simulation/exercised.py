@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+from ellm_sgl.sglang.scheduler import scheduler_of
 from tests.simulation.plane import Plane
 from tests.simulation.scheduler import SimulatedScheduler
 
@@ -124,8 +125,7 @@ class Exercised:
                 self._counts[f"aborted: {self._state_of(req)}"] += 1
 
     def _state_of(self, req: Req) -> str:
-        scheduler = self._plane.context.scheduler
-        assert scheduler is not None
+        scheduler = scheduler_of(self._scheduler)
         if req is self._scheduler.chunked_req:
             return "between chunks"
         if req.req_pool_idx is None:
@@ -137,8 +137,8 @@ class Exercised:
         totals = self._plane.elastic.totals
         for name in ELASTIC:
             self._counts[name] += getattr(totals, name)
-        scheduler = self._plane.context.scheduler
-        assert scheduler is not None
-        failures = scheduler.iteration.controller.safe.failures
+        iteration = self._plane.context.iteration
+        assert iteration is not None
+        failures = iteration.controller.safe.failures
         self._counts["policy failures"] += sum(failures.values())
         self._counts["turns"] += self._scheduler.forward_ct

@@ -120,6 +120,7 @@ class Life:
         iteration = Iteration(
             loop, self.plane.elastic, self.plane.pool.unit_bytes, self.clock.monotonic
         )
+        self.plane.context.iteration = iteration
         self.plane.context.scheduler = EllmScheduler(iteration, self.scheduler)
 
     def _policy(self) -> Policy:

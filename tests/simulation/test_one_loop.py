@@ -94,10 +94,10 @@ def _served(server: Configuration) -> tuple[Recorded, list[int], Any]:
     # One runs when the others come: SGLang forgets of an empty batch that it was full.
     story: list[Event] = [first, Step(), *others, Step()]
     life, recorded = Life(server, story, 0, Agreement()), Recorded()
-    scheduler = life.plane.context.scheduler
-    assert scheduler is not None
-    limits = scheduler.iteration.controller.limits
-    _use(scheduler.iteration, Unlearning(limits.model, limits.hardware), Asked())
+    iteration = life.plane.context.iteration
+    assert iteration is not None
+    limits = iteration.controller.limits
+    _use(iteration, Unlearning(limits.model, limits.hardware), Asked())
     with recorded.recording:
         life.live()
     outputs = [len(life.scheduler.reqs[rid_of(i)].output_ids) for i in range(len(PROMPTS))]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+from ellm_sgl.client.generate import Answer, Client
 from ellm_sgl.client.process import has_tokenizer
-from ellm_sgl.serve.verify.client import Answer, Client
 from ellm_sgl.serve.verify.model import ModelShape
 
 TEXTS = ((0, 20), (7, 150), (40, 600))

@@ -1,4 +1,4 @@
-"""Asks a server: whole answers, streams that are given up, and scores of given tokens."""
+"""Asks a server for tokens: whole answers, streams that are given up, scores of given tokens."""
 
 from __future__ import annotations
 
@@ -156,6 +156,20 @@ def run_with_client(url: str, work: Callable[[Client], Awaitable[T]]) -> T:
             return await work(Client(url, http))
 
     return asyncio.run(run())
+
+
+def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
+    """Greedy outputs of all prompts, sent at once.
+
+    Raises:
+        ServerError: the server refused one.
+        httpx.TransportError: it went away.
+    """
+
+    async def ask(client: Client) -> list[Answer]:
+        return await asyncio.gather(*(client.complete(p, output_tokens) for p in prompts))
+
+    return [answer.output for answer in run_with_client(url, ask)]
 
 
 async def _pieces(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -25,10 +25,6 @@ ROOM = (0.85, 1.6)
 in which requests can join."""
 PRESSED = 0.95
 """In the steady state: nobody can join, and some of what runs is not cached."""
-PAPER_DECISION_MS = (4.58, 6.04)
-"""Least and largest mean decision time that the eLLM paper reports."""
-PAPER_THREADS_MS = 0.03
-"""The paper's time for (l1, l2) and δ."""
 
 
 @dataclass(frozen=True)
