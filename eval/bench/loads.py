@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ellm_sgl.client import generate as client
+from ellm_sgl.client.generate import generate as complete
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess
 from ellm_sgl.client.replay import Outcome, Request, replay_to_end
 from ellm_sgl.client.summary import summarize
@@ -59,7 +59,7 @@ def draw_tokens(count: int, rng: random.Random) -> tuple[int, ...]:
 def generate(where: ServerProcess, prompts: Prompts, tokens: int) -> Taken:
     """Greedy outputs of prompts sent at once; figures: `tokens_per_s` and `seconds`."""
     begin = time.perf_counter()
-    outputs = client.generate(where.url, prompts, tokens)
+    outputs = complete(where.url, prompts, tokens)
     seconds = time.perf_counter() - begin
     ids = [output.token_ids for output in outputs]
     return Taken({"tokens_per_s": sum(map(len, ids)) / seconds, "seconds": seconds}, ids)

@@ -13,7 +13,7 @@ from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, Threads
 from ellm_sgl.policies.checks import check_batch, check_ratios, check_threads
 from ellm_sgl.policies.planned import step_work
 from ellm_sgl.policies.registry import create
-from ellm_sgl.policies.testing import make_state, requests
+from ellm_sgl.policies.testing.generate import make_state, requests
 
 RUNNING = 256
 WAITING = 1024
