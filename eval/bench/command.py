@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ellm_sgl.client.process import ServerError
 from ellm_sgl.eval.bench import report
-from ellm_sgl.eval.bench.result import NothingMeasured
+from ellm_sgl.eval.bench.result import MeasurementError
 from ellm_sgl.eval.bench.runner import run
 from ellm_sgl.eval.bench.scenario import OPTION, Scenario
 from ellm_sgl.eval.plotting import check_plot_file
@@ -48,9 +48,9 @@ def _run(
         _measure(name, scenario, file, as_json)
     except (
         ServerError,
-        NothingMeasured,
+        MeasurementError,
         ValueError,
-    ) as error:  # ConfigError and TraceError are ValueErrors
+    ) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         raise click.Abort from None

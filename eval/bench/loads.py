@@ -15,7 +15,7 @@ from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess
 from ellm_sgl.client.replay import Outcome, Request, replay_to_end
 from ellm_sgl.client.summary import summarize
 from ellm_sgl.client.workloads import PRINTABLE
-from ellm_sgl.eval.bench.result import NothingMeasured, Taken
+from ellm_sgl.eval.bench.result import MeasurementError, Taken
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """As for the demo: clients and tokenizers share the cores with the model."""
@@ -113,11 +113,11 @@ def full_steps(where: ServerProcess, rows: int, last: int) -> list[dict[str, Any
     """Of the last so many steps, those in which so many requests decoded.
 
     Raises:
-        NothingMeasured: there are none.
+        MeasurementError: there are none.
     """
     found = [s for s in where.steps()[-last:] if s["decode_rows"] == rows]
     if not found:
-        raise NothingMeasured(
+        raise MeasurementError(
             f"no step in which all {rows} requests decode: too slow a start; is the machine busy?"
         )
     return found

@@ -16,7 +16,7 @@ SAME_OUTPUT = "same_output"
 """Figure: share of the requests whose tokens are those of the reference in the same round."""
 
 
-class NothingMeasured(RuntimeError):
+class MeasurementError(RuntimeError):
     """A load never brought about what was to be measured; the message says what that was."""
 
 

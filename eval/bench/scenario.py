@@ -12,7 +12,7 @@ import click
 
 from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.eval.bench.columns import Column, Paired, Table
-from ellm_sgl.eval.bench.result import SAME_OUTPUT, NothingMeasured, Result, Taken
+from ellm_sgl.eval.bench.result import SAME_OUTPUT, MeasurementError, Result, Taken
 
 S = TypeVar("S")
 """A server: `ServerProcess`, but for scenarios that measure without one."""
@@ -124,7 +124,7 @@ class Scenario(ABC, Generic[S, L]):
         for cell in self.cells():
             for setting in self.settings():
                 if setting.server == name:
-                    with suppress(NothingMeasured):  # a cold server may be too slow
+                    with suppress(MeasurementError):  # a cold server may be too slow
                         self.measure(server, setting, self.load(cell, self.rounds))
 
     def finish(self, servers: Mapping[str, S], result: Result, say: Say) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from ellm_sgl.eval.bench.report import document, plot
 from ellm_sgl.eval.bench.result import (
     SAME_OUTPUT,
     Interval,
-    NothingMeasured,
+    MeasurementError,
     Ratio,
     Result,
     Sample,
@@ -142,11 +142,11 @@ def test_what_a_cold_server_is_too_slow_for_is_no_error():
         def measure(self, server, setting, load):
             taken = super().measure(server, setting, load)
             if load.endswith(" 2"):
-                raise NothingMeasured("no step in which all requests decode")
+                raise MeasurementError("no step in which all requests decode")
             return taken
 
     assert len(ran(Cold()).samples) == 12
-    with pytest.raises(NothingMeasured, match="all requests decode"):
+    with pytest.raises(MeasurementError, match="all requests decode"):
         ran(Cold(rounds=3))
 
 
