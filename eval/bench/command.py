@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ellm_sgl.client.process import ServerError
 from ellm_sgl.eval.bench import report
+from ellm_sgl.eval.bench.result import MeasurementError
 from ellm_sgl.eval.bench.runner import run
 from ellm_sgl.eval.bench.scenario import OPTION, Scenario
 from ellm_sgl.eval.plotting import check_plot_file
@@ -45,7 +46,11 @@ def _run(
         scenario = kind(**options)
         scenario.check()
         _measure(name, scenario, file, as_json)
-    except (ServerError, ValueError) as error:  # ConfigError and TraceError are ValueErrors
+    except (
+        ServerError,
+        MeasurementError,
+        ValueError,
+    ) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         raise click.Abort from None

@@ -15,7 +15,7 @@ from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess
 from ellm_sgl.client.replay import Outcome, Request, replay_to_end
 from ellm_sgl.client.summary import summarize
 from ellm_sgl.client.workloads import PRINTABLE
-from ellm_sgl.eval.bench.result import Taken
+from ellm_sgl.eval.bench.result import MeasurementError, Taken
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """As for the demo: clients and tokenizers share the cores with the model."""
@@ -110,5 +110,14 @@ def retracted(where: ServerProcess) -> float:
 
 
 def full_steps(where: ServerProcess, rows: int, last: int) -> list[dict[str, Any]]:
-    """Of the last so many steps, those in which so many requests decoded."""
-    return [s for s in where.steps()[-last:] if s["decode_rows"] == rows]
+    """Of the last so many steps, those in which so many requests decoded.
+
+    Raises:
+        MeasurementError: there are none.
+    """
+    found = [s for s in where.steps()[-last:] if s["decode_rows"] == rows]
+    if not found:
+        raise MeasurementError(
+            f"no step in which all {rows} requests decode: too slow a start; is the machine busy?"
+        )
+    return found

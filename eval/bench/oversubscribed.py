@@ -95,7 +95,13 @@ class Oversubscribed(Scenario[ServerProcess, list[Request]]):
         (0.3,), FACTOR, ABOUT["conservativeness"], multiple=True
     )
     servers: tuple[str, ...] = option(
-        (), None, ABOUT["servers"], metavar="NAME,...", text="", callback=_read_names
+        (),
+        None,
+        ABOUT["servers"],
+        metavar="NAME,...",
+        text="",
+        callback=_read_names,
+        show_default=False,
     )
     """Names of those to run; empty: all."""
     trace: str | None = option(None, None, ABOUT["trace"], metavar="FILE")

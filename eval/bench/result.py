@@ -16,6 +16,10 @@ SAME_OUTPUT = "same_output"
 """Figure: share of the requests whose tokens are those of the reference in the same round."""
 
 
+class MeasurementError(RuntimeError):
+    """A load never brought about what was to be measured; the message says what that was."""
+
+
 @dataclass(frozen=True)
 class Taken:
     """One measurement, as a scenario hands it in."""

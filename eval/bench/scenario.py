@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -12,7 +12,7 @@ import click
 
 from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.eval.bench.columns import Column, Paired, Table
-from ellm_sgl.eval.bench.result import SAME_OUTPUT, Result, Taken
+from ellm_sgl.eval.bench.result import SAME_OUTPUT, MeasurementError, Result, Taken
 
 S = TypeVar("S")
 """A server: `ServerProcess`, but for scenarios that measure without one."""
@@ -124,7 +124,8 @@ class Scenario(ABC, Generic[S, L]):
         for cell in self.cells():
             for setting in self.settings():
                 if setting.server == name:
-                    self.measure(server, setting, self.load(cell, self.rounds))
+                    with suppress(MeasurementError):  # a cold server may be too slow
+                        self.measure(server, setting, self.load(cell, self.rounds))
 
     def finish(self, servers: Mapping[str, S], result: Result, say: Say) -> Mapping[str, Any]:
         """What else to find out of servers (those of the last round) before they stop."""

@@ -13,7 +13,15 @@ from scipy import stats
 from ellm_sgl.client.process import ServerError
 from ellm_sgl.eval.bench.columns import Column, Mean, Paired
 from ellm_sgl.eval.bench.report import document, plot
-from ellm_sgl.eval.bench.result import SAME_OUTPUT, Interval, Ratio, Result, Sample, Taken
+from ellm_sgl.eval.bench.result import (
+    SAME_OUTPUT,
+    Interval,
+    MeasurementError,
+    Ratio,
+    Result,
+    Sample,
+    Taken,
+)
 from ellm_sgl.eval.bench.runner import run
 from ellm_sgl.eval.bench.scenario import Scenario, Setting
 
@@ -127,6 +135,19 @@ def test_warming_up_is_a_round_of_its_own_that_is_dropped():
     warm = [e for e in scenario.events if e.endswith(" 2")]
     assert len(warm) == 6 and len(result.samples) == 12
     assert scenario.events.index("measure b on two: light 2") > scenario.events.index("start two")
+
+
+def test_what_a_cold_server_is_too_slow_for_is_no_error():
+    class Cold(WarmedUp):
+        def measure(self, server, setting, load):
+            taken = super().measure(server, setting, load)
+            if load.endswith(" 2"):
+                raise MeasurementError("no step in which all requests decode")
+            return taken
+
+    assert len(ran(Cold()).samples) == 12
+    with pytest.raises(MeasurementError, match="all requests decode"):
+        ran(Cold(rounds=3))
 
 
 def test_without_rounds_nothing_is_started():
