@@ -92,7 +92,7 @@ def test_check_of_a_bad_policy() -> None:
     result = run("check", "backwards", "--states", "5", "--json")
     assert result.exit_code == 1
     (failure,) = [c for c in document(result)["checks"] if c["name"] == "answers-are-valid"]
-    assert failure["outcome"] == "failed" and "join has -" in failure["detail"]
+    assert failure["outcome"] == "failed" and "admit has -" in failure["detail"]
     shown = run("check", "backwards", "--states", "5")
     assert shown.exit_code == 1
     assert "backwards: failed" in shown.stdout
@@ -133,7 +133,7 @@ def test_bench_tells_its_figures_and_the_papers() -> None:
 def test_bench_refuses_nonsense() -> None:
     result = run("bench", "backwards")
     assert result.exit_code == 1
-    assert "join has -" in result.stderr
+    assert "admit has -" in result.stderr
 
 
 def test_bench_of_all_needs_no_options() -> None:
