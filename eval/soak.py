@@ -156,7 +156,7 @@ def _change_settings(server: ServerProcess, over: threading.Event, seed: int) ->
 
 
 async def _load(url: str, until: Until, seed: int) -> tuple[int, int, int]:
-    """Keep AT_ONCE requests under way; returns those sent, cut off and failed."""
+    """Keep AT_ONCE requests in flight; returns those sent, cut off and failed."""
     prefix_rng = random.Random(99)
     prefixes = [_tokens(prefix_rng, *PREFIX_TOKENS) for _ in range(6)]
     numbers = count()

@@ -61,7 +61,7 @@ class StepLog:
         self._started = (work, now, predicted)
 
     def stalled(self, seconds: float) -> None:
-        """The step under way has waited so long for a transfer."""
+        """The step in flight has waited so long for a transfer."""
         self._stall_s += seconds
 
     def idle(self) -> None:

@@ -6,7 +6,7 @@ A step costs
 
 R the time to read the weights that its rows go through, C to compute with them; or, if that takes
 longer, the transfer from host memory that runs beside it. Linear in a few components, so that
-factors for them can be learnt on line.
+factors for them can be learnt online.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Roofline:
 
 
 class RooflineLatencyModel(LatencyModel):
-    """A roofline, whose components are scaled on line so that they fit the measured steps.
+    """A roofline, whose components are scaled online so that they fit the measured steps.
 
     Args:
         shape: the model, as one rank holds it.

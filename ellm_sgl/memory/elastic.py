@@ -321,7 +321,7 @@ class ElasticMemory:
         return np.asarray(-(-excess // self.table.shape.block_tokens), np.int64)
 
     def _yields(self, ratio: float) -> int:
-        """Tokens that all requests give up beyond their targets when brought to this ratio."""
+        """Tokens that all requests lose beyond their targets when brought to this ratio."""
         if ratio == 0.0:
             return 0
         seq_ids = list(self.table.sequence_ids)

@@ -87,7 +87,7 @@ class PageTable:
         self._free_blocks = FreeList(num_blocks)
         self._free_units = FreeList(num_units)
         self._lent: npt.NDArray[np.bool_] = np.zeros(num_units + 1, np.bool_)
-        """Units borrowed for the step under way."""
+        """Units borrowed for the step in flight."""
         self._unit_limit = num_units
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)

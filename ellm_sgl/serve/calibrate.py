@@ -22,7 +22,7 @@ from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, 
 
 OUTPUT_TOKENS = 12
 LEARNING_STEPS = 200
-"""Steps that the on-line model may learn from before its error counts."""
+"""Steps that the online model may learn from before its error counts."""
 BESIDE = 4
 """Steps before and after a step that it is compared with, where they are equal to it."""
 _POOL_TOKENS = 32_768
@@ -154,7 +154,7 @@ def compare(
     on_line = [s["predicted_s"] for s in steps]
     return (
         error("calibrated profile", by_profile, start_up),
-        error(f"on line, after {LEARNING_STEPS} steps", on_line, start_up + LEARNING_STEPS),
+        error(f"online, after {LEARNING_STEPS} steps", on_line, start_up + LEARNING_STEPS),
         error("paper, Eq. (4)", [s["paper_s"] for s in steps], start_up),
     )
 
@@ -162,14 +162,14 @@ def compare(
 def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     """What the machine leaves open: decode steps, each compared with the median of the equal ones
     next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. A
-    model on line knows none of those after it.
+    model online knows none of those after it.
 
     Args:
         steps: records of all steps.
         first: the first that counts.
 
     Returns:
-        Errors of the on-line model and of the steps beside, over the same steps; none if there are
+        Errors of the online model and of the steps beside, over the same steps; none if there are
         no such steps.
     """
     kinds = [
@@ -185,7 +185,7 @@ def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     if not compared:
         return ()
     return (
-        _error("on line, equal steps in a row", [s["predicted_s"] for s in compared], compared),
+        _error("online, equal steps in a row", [s["predicted_s"] for s in compared], compared),
         _error("median of the steps beside each", beside, compared),
     )
 

@@ -2,7 +2,7 @@
 
 Everything that a decoding step does on the device runs here as it will run later: the model's
 layers, eLLM's attention, planning, recomputed rows. What SGLang's scheduler adds to a step cannot
-run without requests: a figure measured once stands for it, until the on-line fit knows better.
+run without requests: a figure measured once stands for it, until the online fit knows better.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SCHEDULER_TURN_S = 2e-3
 prompts' results are dealt with beside the next step."""
 _FETCH_SHARE = 3.0
 """Where the processor copies: 0.55 µs per token of the demo model, whose KV is 4 KB, beside 0.2 µs
-for the copying itself. Calibration fetches nothing; the on-line fit corrects this."""
+for the copying itself. Calibration fetches nothing; the online fit corrects this."""
 _LARGEST_SHARE = 0.1
 """A mix that would take more than this share of the whole time is left out."""
 

@@ -100,12 +100,12 @@ def warm_up(iteration: Iteration) -> None:
     policy are not the first step's."""
     elastic, controller = iteration.elastic, iteration.controller
     memory, tokens = elastic.memory_state(elastic.table.sequence_ids), elastic.device_tokens()
-    book = RequestTable()
+    table = RequestTable()
     arrival = Arrival(tokens // 2, tokens // 2, 64, 0.0, 0, math.inf, math.inf)
-    slots = entries_array(
-        [book.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)]
+    entries = entries_array(
+        [table.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)]
     )
     lengths, none = np.full(4, tokens // 2), np.zeros(4, np.int64)
-    running = book.running(slots[:4], lengths, none, none, 0.0)
-    state = controller.state(0.0, running, book.waiting(slots[4:], 0.0), memory)
+    running = table.running(entries[:4], lengths, none, none, 0.0)
+    state = controller.state(0.0, running, table.waiting(entries[4:], 0.0), memory)
     controller.guard.warm_up(state)

@@ -74,7 +74,7 @@ def measure_table(group: int, seed: int = 0) -> TableAlone:
 
 def _midway(prompt: IntArray, last: IntArray, rng: np.random.Generator) -> list[tuple[int, int]]:
     """(tokens now, tokens at its end) of requests as one finds them in a server that has run for
-    long: long answers are under way more often, each at any point."""
+    long: long answers are in flight more often, each at any point."""
     output = last - prompt
     chosen = rng.choice(len(output), RUNNING, p=output / output.sum())
     done = (rng.random(RUNNING) * output[chosen]).astype(np.int64)

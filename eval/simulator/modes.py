@@ -62,7 +62,7 @@ class Mode(ABC):
         self.progress = progress
 
     def arrived(self, request: int) -> None:  # noqa: B027 (optional)
-        """A request has come. Not every mode keeps a book."""
+        """A request has come. Not every mode keeps a request table."""
 
     def decoded(self, ids: IntArray) -> None:  # noqa: B027 (optional)
         """These requests have just got a token each."""

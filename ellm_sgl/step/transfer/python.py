@@ -102,7 +102,7 @@ class Streamer:
             self._send(group)
 
     def _settle(self) -> None:
-        """Let what is under way end, so that it cannot be written into another pass or step."""
+        """Let what is in flight end, so that it cannot be written into another pass or step."""
         for future in self._arriving.values():
             future.exception()
         self._arriving.clear()

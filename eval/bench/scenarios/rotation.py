@@ -1,4 +1,4 @@
-"""What turns on the device bring: more requests under way, earlier first tokens, no fewer tokens.
+"""What turns on the device bring: more requests in flight, earlier first tokens, no fewer tokens.
 
 `fcfs` without and with `rotate`, on one server whose policy is switched.
 """
@@ -62,7 +62,7 @@ class Rotation(Scenario[ServerProcess, list[Request]]):
     reference = PLAIN
     against: ClassVar = {ROTATING: PLAIN}
     columns = (Column("tokens/s", "tokens_per_s"), Paired("of plain", "tokens_per_s", "{:.3f}"),
-               Column("under way", "mean_under_way", "{:.1f}"),
+               Column("in flight", "mean_under_way", "{:.1f}"),
                Paired("of plain", "mean_under_way"),
                Column("TTFT s", "ttft_mean", "{:.2f}"), Paired("of plain", "ttft_mean"),
                Paired("last token\nof plain", "last_token_s"),
