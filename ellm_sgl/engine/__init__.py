@@ -1,6 +1,6 @@
 """Observe, decide, apply: what each iteration does about memory. No SGLang in here."""
 
-from ellm_sgl.engine.controller import ControlLoop, Decision, ServerLimits
+from ellm_sgl.engine.controller import Controller, Decision, ServerLimits
 from ellm_sgl.engine.decided import Decided
 from ellm_sgl.engine.iteration import Iteration
 from ellm_sgl.engine.request_table import Arrival, RequestTable
@@ -8,7 +8,7 @@ from ellm_sgl.engine.step_log import StepLog
 
 __all__ = [
     "Arrival",
-    "ControlLoop",
+    "Controller",
     "Decided",
     "Decision",
     "Iteration",

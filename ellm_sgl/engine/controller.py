@@ -54,7 +54,7 @@ class ServerLimits:
     """Most tokens one step may restore."""
 
 
-class ControlLoop:
+class Controller:
     """PhaseChanges observations into decisions, and steps into what the next observation knows.
 
     Args:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.engine.controller import ControlLoop, Decision
+from ellm_sgl.engine.controller import Controller, Decision
 from ellm_sgl.engine.decided import Decided
 from ellm_sgl.engine.request_table import Entries, RequestTable
 from ellm_sgl.latency import StepWork
@@ -46,7 +46,7 @@ class Iteration:
 
     def __init__(
         self,
-        controller: ControlLoop,
+        controller: Controller,
         elastic: ElasticMemory,
         unit_bytes: float,
         clock: Callable[[], float] = time.monotonic,

@@ -46,7 +46,7 @@ _COLUMNS: tuple[tuple[str, type], ...] = (
 
 
 class RequestTable:
-    """One row per request the server knows; a row's number is its slot.
+    """One row per request the server knows; a row's number is its entry.
 
     Static columns are written once, when a request arrives: a decode iteration with 1,000
     requests waiting gathers them with a few array operations instead of visiting each request.
@@ -60,91 +60,91 @@ class RequestTable:
         self._ids = count(1)
 
     def add(self, arrival: Arrival, now_s: float) -> int:
-        """Take note of a request that begins to wait; returns its slot."""
+        """Take note of a request that begins to wait; returns its entry."""
         if not self._free:
             self._grow()
-        slot = self._free.pop()
+        entry = self._free.pop()
         column = self._columns
-        column["request_id"][slot] = next(self._ids)
-        column["tokens"][slot] = arrival.tokens
-        column["prompt_tokens"][slot] = arrival.prompt_tokens
-        column["max_new_tokens"][slot] = arrival.max_new_tokens
-        column["arrival_s"][slot] = arrival.arrival_s
-        column["priority"][slot] = arrival.priority
-        column["tpot_slo_s"][slot] = arrival.tpot_slo_s
-        column["ttft_slo_s"][slot] = arrival.ttft_slo_s
-        column["waiting_since_s"][slot] = now_s
-        column["first_token_s"][slot] = np.nan
-        column["last_token_s"][slot] = np.nan
-        return slot
+        column["request_id"][entry] = next(self._ids)
+        column["tokens"][entry] = arrival.tokens
+        column["prompt_tokens"][entry] = arrival.prompt_tokens
+        column["max_new_tokens"][entry] = arrival.max_new_tokens
+        column["arrival_s"][entry] = arrival.arrival_s
+        column["priority"][entry] = arrival.priority
+        column["tpot_slo_s"][entry] = arrival.tpot_slo_s
+        column["ttft_slo_s"][entry] = arrival.ttft_slo_s
+        column["waiting_since_s"][entry] = now_s
+        column["first_token_s"][entry] = np.nan
+        column["last_token_s"][entry] = np.nan
+        return entry
 
-    def remove(self, slot: int) -> None:
+    def remove(self, entry: int) -> None:
         """A request has left the server."""
-        self._free.append(slot)
+        self._free.append(entry)
 
-    def request_ids(self, slots: Entries) -> npt.NDArray[np.int64]:
+    def request_ids(self, entries: Entries) -> npt.NDArray[np.int64]:
         """Ids of these requests; they grow with arrival."""
-        ids: npt.NDArray[np.int64] = self._columns["request_id"][slots]
+        ids: npt.NDArray[np.int64] = self._columns["request_id"][entries]
         return ids
 
-    def wait_again(self, slot: int, tokens: int, now_s: float) -> None:
+    def wait_again(self, entry: int, tokens: int, now_s: float) -> None:
         """A running request was retracted; it keeps its output and its first token's time."""
-        self._columns["tokens"][slot] = tokens
-        self._columns["waiting_since_s"][slot] = now_s
+        self._columns["tokens"][entry] = tokens
+        self._columns["waiting_since_s"][entry] = now_s
 
-    def decoded(self, slots: Entries, lengths: npt.NDArray[np.int64], now_s: float) -> None:
+    def decoded(self, entries: Entries, lengths: npt.NDArray[np.int64], now_s: float) -> None:
         """These requests have got a token each; `lengths` counts it."""
         column = self._columns
-        first = slots[np.isnan(column["first_token_s"][slots])]
+        first = entries[np.isnan(column["first_token_s"][entries])]
         column["first_token_s"][first] = now_s
-        column["last_token_s"][slots] = now_s
-        column["tokens"][slots] = lengths
+        column["last_token_s"][entries] = now_s
+        column["tokens"][entries] = lengths
         column["first_length"][first] = column["tokens"][first]
 
-    def waiting(self, slots: Entries, now_s: float) -> Requests:
+    def waiting(self, entries: Entries, now_s: float) -> Requests:
         """Requests that wait, as a policy sees them."""
         column = self._columns
-        zeros = np.zeros(len(slots), np.int64)
-        waited = now_s - column["waiting_since_s"][slots]
-        return self._requests(slots, column["tokens"][slots], zeros, zeros, waited)
+        zeros = np.zeros(len(entries), np.int64)
+        waited = now_s - column["waiting_since_s"][entries]
+        return self._requests(entries, column["tokens"][entries], zeros, zeros, waited)
 
     def running(
         self,
-        slots: Entries,
+        entries: Entries,
         lengths: npt.NDArray[np.int64],
         shared: npt.NDArray[np.int64],
         uncached: npt.NDArray[np.int64],
         now_s: float,
     ) -> Requests:
         """Requests that decode, as a policy sees them. Lengths, in tokens, are the caller's."""
-        last = self._columns["last_token_s"][slots]
+        last = self._columns["last_token_s"][entries]
         waited = np.where(np.isnan(last), 0.0, now_s - last)
-        return self._requests(slots, lengths, shared, uncached, waited)
+        return self._requests(entries, lengths, shared, uncached, waited)
 
     def _requests(
         self,
-        slots: Entries,
+        entries: Entries,
         tokens: npt.NDArray[np.int64],
         shared: npt.NDArray[np.int64],
         uncached: npt.NDArray[np.int64],
         waited: npt.NDArray[np.float64],
     ) -> Requests:
         column = self._columns
-        decoded = column["tokens"][slots] - column["first_length"][slots]
-        spent = column["last_token_s"][slots] - column["first_token_s"][slots]
+        decoded = column["tokens"][entries] - column["first_length"][entries]
+        spent = column["last_token_s"][entries] - column["first_token_s"][entries]
         tpot = np.where(decoded > 0, spent / np.maximum(decoded, 1), np.nan)
         arrays = {
-            "request_id": column["request_id"][slots],
+            "request_id": column["request_id"][entries],
             "tokens": tokens,
-            "prompt_tokens": column["prompt_tokens"][slots],
-            "max_new_tokens": column["max_new_tokens"][slots],
+            "prompt_tokens": column["prompt_tokens"][entries],
+            "max_new_tokens": column["max_new_tokens"][entries],
             "shared_tokens": shared,
             "uncached_tokens": uncached,
-            "arrival_s": column["arrival_s"][slots],
+            "arrival_s": column["arrival_s"][entries],
             "waited_s": waited,
-            "priority": column["priority"][slots],
-            "tpot_slo_s": column["tpot_slo_s"][slots],
-            "ttft_slo_s": column["ttft_slo_s"][slots],
+            "priority": column["priority"][entries],
+            "tpot_slo_s": column["tpot_slo_s"][entries],
+            "ttft_slo_s": column["ttft_slo_s"][entries],
             "tpot_s": tpot,
         }
         for array in arrays.values():
@@ -158,5 +158,5 @@ class RequestTable:
         self._free = list(range(2 * size - 1, size - 1, -1))
 
 
-def entries_array(slots: Sequence[int]) -> Entries:
-    return np.fromiter(slots, np.int64, len(slots))
+def entries_array(entries: Sequence[int]) -> Entries:
+    return np.fromiter(entries, np.int64, len(entries))

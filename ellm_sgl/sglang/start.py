@@ -16,7 +16,7 @@ import numpy as np
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.config.modes import policy_of
-from ellm_sgl.engine import Arrival, ControlLoop, Iteration, RequestTable, ServerLimits, StepLog
+from ellm_sgl.engine import Arrival, Controller, Iteration, RequestTable, ServerLimits, StepLog
 from ellm_sgl.engine.request_table import entries_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
 from ellm_sgl.policies import Policy, Stock
@@ -73,13 +73,13 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         tpot_slo_s=math.inf if settings.tpot_slo_ms is None else settings.tpot_slo_ms / 1e3,
         max_restored_tokens=ours.elastic.max_restored_tokens,
     )
-    loop = ControlLoop(
+    controller = Controller(
         policy_of(settings) if scheduler.ps.tp_rank == 0 else Stock(),
         settings.policy_budget_ms / 1e3,
         StepLog(model),
         limits,
     )
-    iteration = Iteration(loop, ours.elastic, ours.pool.unit_bytes)
+    iteration = Iteration(controller, ours.elastic, ours.pool.unit_bytes)
     warm_up(iteration)
     ours.iteration, ours.scheduler = iteration, EllmScheduler(iteration, scheduler)
     logger.info("eLLM policy %s; %s", settings.policy, ours.hardware)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ellm_sgl.client.traces import IntArray
-from ellm_sgl.engine import Arrival, ControlLoop, Iteration
+from ellm_sgl.engine import Arrival, Controller, Iteration
 from ellm_sgl.eval.simulator.admission import Budget, Chunk
 from ellm_sgl.eval.simulator.clock import VirtualClock
 from ellm_sgl.eval.simulator.load import Load, Progress
@@ -30,17 +30,17 @@ class Elastic(Mode):
         table: PageTable,
         load: Load,
         progress: Progress,
-        loop: ControlLoop,
+        controller: Controller,
         max_restored_tokens: int,
         clock: VirtualClock,
     ) -> None:
         super().__init__(table, load, progress)
         save = _save if table.host.num_units else None
         self.elastic = ElasticMemory(table, max_restored_tokens, lambda tokens: 0, save)
-        shape, model = table.shape, loop.limits.model
+        shape, model = table.shape, controller.limits.model
         self._unit_tokens = shape.block_tokens / shape.num_groups
         unit_bytes = model.kv_bytes_per_token * self._unit_tokens
-        self.iteration = Iteration(loop, self.elastic, unit_bytes, clock)
+        self.iteration = Iteration(controller, self.elastic, unit_bytes, clock)
         self._paused: Sequence[int] = ()
         """Who sits out the coming step."""
 

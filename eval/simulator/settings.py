@@ -11,7 +11,7 @@ from typing import Any
 
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.config.ranges import TOKENS, Range, shown
-from ellm_sgl.engine import ControlLoop, ServerLimits, StepLog
+from ellm_sgl.engine import Controller, ServerLimits, StepLog
 from ellm_sgl.eval.simulator.clock import VirtualClock
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.load import Load, Progress
@@ -181,13 +181,13 @@ def build_mode(
     host_blocks = -(-logical // block) if host is None else host // block
     table = PageTable(pool, -(-logical // block), units, host_blocks * pool.num_groups)
     known = settings.calibrated or machine.profile
-    loop = ControlLoop(
+    controller = Controller(
         create(settings.policy, settings.policy_options),
         math.inf,
         StepLog(policy_model(machine, settings), clock),
         ServerLimits(shape, known, settings.max_running, settings.tpot_slo_s, max_restored),
     )
-    return Elastic(table, load, progress, loop, max_restored, clock)
+    return Elastic(table, load, progress, controller, max_restored, clock)
 
 
 def _check_size(machine: Machine, pool: PoolShape, blocks: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ellm_sgl.engine import ControlLoop, ServerLimits, StepLog
+from ellm_sgl.engine import Controller, ServerLimits, StepLog
 from ellm_sgl.latency import RooflineLatencyModel
 from ellm_sgl.policies import Batch, Fcfs, FixedRatio, Policy, Stock, SystemState
 from ellm_sgl.policies.testing.generate import make_state, requests
@@ -44,6 +44,6 @@ def test_a_decision_settles_where_all_is_kept_and_the_policy_promises_to_leave_i
     make: Callable[[], Policy], stands: bool
 ) -> None:
     limits = ServerLimits(TINY, GPU, 8, math.inf, 4096)
-    loop = ControlLoop(make(), 30.0, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+    loop = Controller(make(), 30.0, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
     assert loop.decide(STATE).stands == stands
     loop.guard.close()

@@ -275,7 +275,7 @@ def test_an_error_that_cannot_be_printed_is_counted_all_the_same() -> None:
 SWITCHES_AWAY = """
 import threading
 from ellm_sgl.engine import policy_guard as asking
-from ellm_sgl.engine.controller import ControlLoop, ServerLimits
+from ellm_sgl.engine.controller import Controller, ServerLimits
 from ellm_sgl.engine.step_log import StepLog
 from ellm_sgl.latency import RooflineLatencyModel
 from ellm_sgl.policies import Stock
@@ -285,7 +285,7 @@ from tests.latency.machines import GPU, TINY
 asking.FIRST_ANSWER_S = 0.05
 hangs = Scripted(batch=threading.Event().wait)
 limits = ServerLimits(TINY, GPU, 8, 1.0, 4096)
-loop = ControlLoop(hangs, 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+loop = Controller(hangs, 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
 loop.guard.warm_up(STATE)
 late = loop.guard.failures["late"]
 loop.switch(Stock())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.engine import ControlLoop, Decided, Iteration, ServerLimits, StepLog
+from ellm_sgl.engine import Controller, Decided, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, RooflineLatencyModel, StepWork
 from ellm_sgl.memory import KVPool, PageTable, PoolShape
 from ellm_sgl.memory.shape import IntArray
@@ -25,7 +25,7 @@ SHAPE = PoolShape(num_layers=2, layer_group=1, block_tokens=4)
 
 def iteration_of(ours: Context, steps: StepLog, hardware: HardwareProfile = GPU) -> Iteration:
     limits = ServerLimits(TINY, hardware, 8, math.inf, 64)
-    loop = ControlLoop(Stock(), math.inf, steps, limits)
+    loop = Controller(Stock(), math.inf, steps, limits)
     return Iteration(loop, ours.elastic, ours.pool.unit_bytes)
 
 

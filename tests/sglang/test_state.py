@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.config.ranges import shown
-from ellm_sgl.engine import ControlLoop, Decided, Iteration, ServerLimits, StepLog
+from ellm_sgl.engine import Controller, Decided, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import RooflineLatencyModel
 from ellm_sgl.memory import KVPool, PageTable, PoolShape
 from ellm_sgl.policies import Fcfs, FixedRatio
@@ -48,7 +48,7 @@ class Server:
             ipc_channels=SimpleNamespace(send_to_tokenizer=channel),
         )
         limits = ServerLimits(TINY, GPU, 8, math.inf, 4096)
-        loop = ControlLoop(Fcfs(), 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+        loop = Controller(Fcfs(), 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
         self.iteration = Iteration(loop, ours.elastic, pool.unit_bytes)
         ours.iteration = self.iteration
         ours.scheduler = EllmScheduler(self.iteration, self.scheduler)

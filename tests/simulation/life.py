@@ -20,7 +20,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.runtime_context import get_parallel
 
-from ellm_sgl.engine import ControlLoop, Iteration, ServerLimits, StepLog
+from ellm_sgl.engine import Controller, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
 from ellm_sgl.policies import Policy
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
@@ -115,7 +115,7 @@ class Life:
             max_restored_tokens=self.plane.elastic.max_restored_tokens,
         )
         steps = StepLog(RooflineLatencyModel(model, hardware), self.clock.perf_counter)
-        loop = ControlLoop(self._policy(), math.inf, steps, limits)
+        loop = Controller(self._policy(), math.inf, steps, limits)
         self.plane.context.hardware = hardware
         iteration = Iteration(
             loop, self.plane.elastic, self.plane.pool.unit_bytes, self.clock.monotonic
