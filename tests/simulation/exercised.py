@@ -23,7 +23,7 @@ ELASTIC = (
     "borrowed_units",
     "projected_units",
     "retractions",
-    "sat_out",
+    "pauses",
 )
 """Of `elastic.Totals`."""
 
