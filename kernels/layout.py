@@ -68,7 +68,7 @@ class StackedLayout(NamedTuple):
 
 
 class GroupLayout(NamedTuple):
-    """All requests of a step in the layers of one layer group: one of `StackedLayout`."""
+    """All requests of a step in the layers of one layer group: one of a `StackedLayout`'s."""
 
     stacked: StackedLayout
     """What a kernel may prepare for all groups at once, from any one's layout."""

@@ -25,7 +25,7 @@ IDLE_CONNECTION_S = 1.0
 """After so long a client gives an idle connection up. Servers do after 5 s (uvicorn), httpx too: a
 request sent then may find it closed."""
 SERVER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Unless the user says otherwise. WorkSplit that spin while they wait take the core that another
+"""Unless the user says otherwise. Threads that spin while they wait take the core that another
 thread needs to finish: with one more busy process on two cores, 5 times the tokens per second.
 PyTorch's larger tensors lie in huge pages: a KV pool in small ones costs decode attention up to
 40 % (docs/performance.md)."""

@@ -1,4 +1,4 @@
-"""The closed loop: observe, ask the policy, keep its decision for those who apply it."""
+"""Asks the policy: observe, ask the policy, keep its decision for those who apply it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ServerLimits:
 
 
 class Controller:
-    """PhaseChanges observations into decisions, and steps into what the next observation knows.
+    """Turns observations into decisions, and steps into what the next observation knows.
 
     Args:
         policy: whom to ask.

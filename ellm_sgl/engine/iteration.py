@@ -166,7 +166,7 @@ class Iteration:
             return room and elastic.fits_one_step([*seq_ids, *beside])
 
     def bring_to_ratios(self, seq_ids: Sequence[int], paused: bool = False) -> None:
-        """Evict of these requests what the decision asks of them.
+        """Evict from these requests what the decision asks for.
 
         Args:
             paused: they take no part in the step, which need not restore them.

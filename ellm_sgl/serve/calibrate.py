@@ -162,7 +162,7 @@ def compare(
 def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     """What the machine leaves open: decode steps, each compared with the median of the equal ones
     next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. A
-    model online knows none of those after it.
+    an online model knows none of those after it.
 
     Args:
         steps: records of all steps.

@@ -115,7 +115,7 @@ class EllmScheduler:
         return stay
 
     def evict_paused(self, reqs: Sequence[Req]) -> None:
-        """Those of these requests that are paused lose what the policy asks of them."""
+        """Those of these requests that are paused lose what the decision asks for."""
         if paused := [r for r in reqs if self.is_paused(r)]:
             self.iteration.bring_to_ratios(rows_of(paused), paused=True)
 

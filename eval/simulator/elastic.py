@@ -21,7 +21,7 @@ class Elastic(Mode):
     """Part of each request cached: the phases of `Iteration`, as SGLang's scheduler calls them.
 
     Args:
-        loop: asks the policy.
+        controller: asks the policy.
         max_restored_tokens: rows that a step may recompute.
     """
 

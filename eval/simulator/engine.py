@@ -110,8 +110,8 @@ class Simulation:
             self._rest()
         else:
             raise RuntimeError(
-                f"the policy {self.settings.policy} lets none of {len(self._waiting)} waiting "
-                "requests be admitted to an idle server"
+                f"the policy {self.settings.policy} admits none of {len(self._waiting)} waiting "
+                "requests to an idle server"
             )
 
     def _take_arrivals(self) -> None:

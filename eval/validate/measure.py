@@ -46,7 +46,7 @@ TEACHING_SEED, OTHER_SEED = 100, 200
 BETWEEN = 4
 """Configurations between two runs of the reference load."""
 DRAWS = 16
-"""Predictions whose mean is one: each meets the machine's step_noise elsewhere."""
+"""Predictions whose mean is one: each meets the noise of the machine's steps elsewhere."""
 
 
 @dataclass(frozen=True)

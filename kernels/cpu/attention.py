@@ -160,7 +160,7 @@ class _Columns(NamedTuple):
 
 
 def _columns(requests: tuple[RequestLayout, ...]) -> _Columns:
-    """Groups that are not stacked often have the same requests: the last ones' columns are kept."""
+    """Groups that are not alike often have the same requests: the last ones' columns are kept."""
     global _last_columns
     if (last := _last_columns) is not None and last.of is requests:
         return last

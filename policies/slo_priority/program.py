@@ -6,7 +6,7 @@
 n_i is the number of request i's tokens to be recomputed in each step, c_i and q the time that
 they take (linear layers and prefix; attention within the span), w_i the request's urgency, u_i
 what can be evicted of it, and `need` what memory lacks. Since every cost is positive, Σ n_i = need
-at the optimum, so the bound Σ n_i ≤ the most restored is one on `need`.
+at the optimum, so the bound Σ n_i ≤ `max_restored_tokens` is one on `need`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Faulty(Policy):
         return WorkSplit(swap_layers=0, recompute_layers=1, delta=512)
 
 
-class PhaseChanges(Policy):
+class Turns(Policy):
     """Requests sit out steps in turn: of `of` steps each runs in `of` - 1."""
 
     def __init__(self, of: int = 3, ratio: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""The request book: columns that follow requests through their lives."""
+"""The request table: columns that follow requests through their lives."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_an_update_goes_on_where_nothing_is_held(ours: Context) -> None:
 
 
 class Request:
-    """As much of SGLang's `Req` as the book asks for."""
+    """As much of SGLang's `Req` as the request table asks for."""
 
     priority = None
     sampling_params = SimpleNamespace(custom_params=None, max_new_tokens=64)

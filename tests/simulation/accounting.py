@@ -76,7 +76,7 @@ def _check_owners(plane: Plane, live: list[Any]) -> None:
     held = table.references(np.arange(table.num_blocks + 1, dtype=np.int32))
     if len(wrong := np.flatnonzero(references != held)):
         b = int(wrong[0])
-        raise Unaccounted(f"block {b} has {held[b]} references, {references[b]} are excess")
+        raise Unaccounted(f"block {b} has {held[b]} references, {references[b]} are owed")
 
 
 def _blocks_of_tree(plane: Plane) -> Any:

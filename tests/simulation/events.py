@@ -23,7 +23,7 @@ class Step:
     resting: float = 0.0
     """Likewise, those who sit out."""
     joining: float = 0.0
-    """Likewise, those admitted: the larger, the more do."""
+    """Likewise, those admitted: the larger, the more are admitted."""
     admit: int | None = None
     """Most waiting requests that may be admitted; None: all."""
     reverse: bool = False

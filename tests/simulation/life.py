@@ -38,7 +38,7 @@ from tests.simulation.scheduler import SimulatedScheduler
 from tests.simulation.stamps import POISON, token_of
 
 MOST_TURNS = 600
-"""PhaseChanges after the last event in which all requests must have ended."""
+"""Turns after the last event in which all requests must have ended."""
 
 
 class Stuck(AssertionError):  # noqa: N818 (what it is, not what it does)

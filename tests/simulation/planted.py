@@ -39,7 +39,7 @@ _PAUSED = "ellm_sgl.sglang.paused:PausedRequests"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
-        "a block that two resting requests share is fetched ahead for each of them",
+        "a block that two paused requests share is fetched ahead for each of them",
         f"{_ELASTIC}.fetch_ahead",
         "table.place(placed)",
         "table.place(placed) if len(owing) < 2 else None",
@@ -216,13 +216,13 @@ FAULTS: tuple[Fault, ...] = (
         "pass",
     ),
     Fault(
-        "those who sat out do not come back",
+        "paused requests do not resume",
         f"{_PAUSED}.bring_back",
         "running.merge_batch(paused)",
         "pass",
     ),
     Fault(
-        "requests aborted while they sat out keep their memory",
+        "requests aborted while they were paused keep their memory",
         f"{_PAUSED}.end_aborted",
         "release_kv_cache(req, self.scheduler.tree_cache)",
         "pass",

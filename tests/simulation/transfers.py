@@ -14,7 +14,7 @@ class LateWorker:
 
     def __init__(self) -> None:
         self.patience = 0
-        """PhaseChanges of others that a job lets pass; 0: it is done at once."""
+        """Turns of others that a job lets pass; 0: it is done at once."""
         self._jobs: deque[tuple[Job, int]] = deque()
 
     def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:

@@ -8,7 +8,7 @@ Where the host has hidden states instead of KV, the worker projects them to KV a
 for the layers they arrive like any other units.
 
 The worker is a thread, whose copies release the interpreter's lock: this is for CPU hosts
-(`device_streamer` for CUDA). With overlap off, each group is copied when its first layer asks.
+(`transfer.cuda` for CUDA). With overlap off, each group is copied when its first layer asks.
 """
 
 from __future__ import annotations

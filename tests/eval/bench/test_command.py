@@ -25,7 +25,7 @@ def run(*arguments: str) -> Result:
 def test_every_module_is_a_scenario_with_a_line_in_the_list() -> None:
     folder = Path(scenarios.__file__).parent
     modules = {file.stem for file in folder.glob("*.py")} - {"__init__"}
-    assert modules == {name.replace("-", "_") for name in SCENARIOS} and len(modules) == 10
+    assert modules == {name.replace("-", "_") for name in SCENARIOS}
     listed = run("--list").stdout.splitlines()
     assert [line.split()[0] for line in listed] == list(SCENARIOS)
     assert all(len(line.split(maxsplit=1)[1]) > 20 for line in listed)
