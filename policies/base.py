@@ -71,7 +71,7 @@ class MemoryState:
     host_free_tokens: int
     """KV tokens free in the host tier."""
     max_restored_tokens: int
-    """Most restored tokens (Σ n_i) that one step may restore."""
+    """Most tokens (Σ n_i) that one step may restore."""
     staging_overhead: float
     """M_o per restored token: device memory a step needs to restore one token, in KV tokens."""
 

@@ -115,7 +115,9 @@ class Iteration:
 
     def decide_nothing(self) -> None:
         """Nobody runs or waits."""
-        self.decided = Decided(split=self.decided.split, stands=self.decided.stands)
+        self.decided = dataclasses.replace(
+            self.decided, uncached_ratios={}, admit={}, pause=frozenset(), fetch_ahead_s=0.0
+        )
 
     def ask_anew(self) -> None:
         """The policy is another: what the one before promised holds no more."""

@@ -151,7 +151,8 @@ class ElasticMemory:
             (now, eventually): tokens that fit fully cached now, with what those that run can
             make room for, and tokens whose requests fit once all are at the ratio. Both fall by
             what is evicted beyond the targets: while requests miss more than the policy wants,
-            none should be admitted. A token restored in each step takes `staging_overhead` all the same.
+            none should be admitted. A token restored in each step takes `staging_overhead` all the
+            same.
         """
         excess = int(self._excess_blocks(self.table.sequence_ids).sum())
         free = self.free_tokens() + reclaimable - excess * self.table.shape.block_tokens

@@ -318,9 +318,8 @@ class PageTable:
         """Of each block, whether some group has no unit: a step must restore it."""
         ids = np.asarray(blocks, np.int32)
         lacks: npt.NDArray[np.bool_]
-        if len(ids) > len(
-            self._missing_groups
-        ):  # shared blocks: bytes stay in the processor's cache
+        if len(ids) > len(self._missing_groups):
+            # Shared blocks: bytes stay in the processor's cache.
             lacks = (self._missing_groups > 0).take(ids)
         else:  # `take` is twice as fast as indexing with 32-bit ids
             lacks = self._missing_groups.take(ids) > 0

@@ -115,8 +115,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_ADDER}.__init__", "AFTER", "admission:limit_admission",
          _ENABLED, "admission counts device memory, not logical slots"),
     Hook(f"{_ADDER}.add_one_req", "AROUND", "admission:admit",
-         _ENABLED, "the policy says who is admitted; a request larger than the device is, when it is "
-                   "alone"),
+         _ENABLED, "the policy says who is admitted; a request larger than the device is when "
+                   "it is alone"),
     Hook(f"{_ADDER}.add_chunked_req", "AROUND", "admission:continue_chunked",
          _ENABLED, "its later chunks are not limited by device memory either"),
     Hook(f"{_SCHEDULER}.__init__", "AFTER", "start:start_loop",

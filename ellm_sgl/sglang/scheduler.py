@@ -109,6 +109,8 @@ class EllmScheduler:
         Nobody is paused while some request has penalties: SGLang's penalizers count tokens per
         batch and cannot be taken apart and put together again.
         """
+        if not self.iteration.decided.pause:
+            return list(indices)
         stay = [i for i in indices if not self.is_paused(batch.reqs[i])]
         if not stay or batch.sampling_info.penalizer_orchestrator.is_required:
             return list(indices)
@@ -116,6 +118,8 @@ class EllmScheduler:
 
     def evict_paused(self, reqs: Sequence[Req]) -> None:
         """Those of these requests that are paused lose what the decision asks for."""
+        if not self.iteration.decided.pause:
+            return
         if paused := [r for r in reqs if self.is_paused(r)]:
             self.iteration.bring_to_ratios(rows_of(paused), paused=True)
 

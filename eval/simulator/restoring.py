@@ -43,7 +43,7 @@ class RestoringModel(LatencyModel):
     restore sees what restoring them costs here. Fixed: it never learns.
 
     Args:
-        inner: predicts steps in which recomputed rows are recomputed in all layers.
+        inner: predicts steps in which what is missing is recomputed in all layers.
         shape: gives the KV's size.
         profile: gives the link, for the transfers' time (Eq. 6).
         restoration: how spans come back.

@@ -40,7 +40,8 @@ class Comparison:
     predicted: dict[str, float]
     given_steps: Sequence[dict[str, float]]
     """What would have been predicted of each replay, had it been known how much longer than the
-    model says each of its steps would take: what is wrong then is not the noise of the machine's steps."""
+    model says each of its steps would take: what is wrong then is not the
+    noise of the machine's steps."""
 
     @property
     def measured(self) -> dict[str, float]:

@@ -267,8 +267,8 @@ def test_turns_on_the_device_bring_first_tokens_earlier_at_no_loss():
     machine = preset("llama2-13b").limited(1000, None)
     settings = Settings("ellm", "fcfs", {}, "swap", tpot_slo_s=0.2, stride=1)
     plain = simulate(machine, settings, load).summary
-    phase_changes = dataclasses.replace(settings, policy_options={"rotate": True})
-    simulation = Simulation(machine, phase_changes, load)
+    rotation = dataclasses.replace(settings, policy_options={"rotate": True})
+    simulation = Simulation(machine, rotation, load)
     simulation.run()
     rotating = sum_up(simulation).summary
     assert isinstance(simulation.mode, Elastic)
