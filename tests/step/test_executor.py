@@ -12,7 +12,7 @@ from tests.step.tiny import TinyDecoder
 SHAPE = PoolShape(num_layers=2, layer_group=1, block_tokens=4)
 
 
-class Lost(RuntimeError):
+class LostError(RuntimeError):
     pass
 
 
@@ -23,9 +23,14 @@ def test_borrowed_units_come_back_though_the_pass_fails(fusion: bool) -> None:
     executor.attach(TinyDecoder(2, 8))
     nothing = torch.empty(0, dtype=torch.int64)
     plan = StepPlan(1, nothing, nothing, (), borrowed=table.borrow_units(3))
-    with pytest.raises(Lost), executor.execute(plan):
-        assert executor.plan is plan and table.free_units == 5
-        raise Lost
+
+    def fail() -> None:
+        with executor.execute(plan):
+            assert executor.plan is plan and table.free_units == 5
+            raise LostError
+
+    with pytest.raises(LostError):
+        fail()
     assert executor.plan is None and table.free_units == 8
     table.check_integrity()
 
