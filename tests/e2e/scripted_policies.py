@@ -13,7 +13,7 @@ from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, WorkSplit
 
 _ENTRY_POINTS = """[ellm_sgl.policies]
 faulty = scripted_policies:Faulty
-turns = scripted_policies:PhaseChanges
+turns = scripted_policies:Turns
 holds = scripted_policies:Holds
 """
 
