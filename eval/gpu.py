@@ -28,13 +28,15 @@ from typing import Any
 
 import click
 
-from ellm_sgl.click_types import FiniteRange
-from ellm_sgl.eval.replay import Request, replay
-from ellm_sgl.eval.summary import Summary, summarize
-from ellm_sgl.serve.process import ServerError, ServerProcess
+from ellm_sgl.client.process import ServerError, ServerProcess
+from ellm_sgl.client.replay import Request, replay
+from ellm_sgl.client.summary import Summary, summarize
+from ellm_sgl.config.click_types import FiniteRange
 from ellm_sgl.sglang.cuda import EXPERIMENTAL
 
 ROOT = Path(__file__).resolve().parents[1]
+GPU_TESTS = ("tests/kernels", "tests/step")
+"""Folders with tests that need a device."""
 PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel")
 LLAMA_2_13B = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,7 +93,7 @@ def device() -> dict[str, Any]:
 
 def run_tests() -> dict[str, Any]:
     """The tests marked `gpu`."""
-    return _command("-m", "pytest", "-q", "-m", "gpu", "tests/kernels", "tests/forward")
+    return _command("-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS)
 
 
 def run_verify() -> dict[str, Any]:

@@ -23,8 +23,8 @@ import httpx
 import psutil
 from rich.console import Console
 
-from ellm_sgl.click_types import LAYERS, TOKENS_OR_NONE, FiniteRange
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.config.click_types import LAYERS, TOKENS_OR_NONE, FiniteRange
 
 AT_ONCE = 20
 CUT_OFF_SHARE = 0.33
@@ -156,7 +156,7 @@ def _change_settings(server: ServerProcess, over: threading.Event, seed: int) ->
 
 
 async def _load(url: str, until: Until, seed: int) -> tuple[int, int, int]:
-    """Keep AT_ONCE requests under way; returns those sent, cut off and failed."""
+    """Keep AT_ONCE requests in flight; returns those sent, cut off and failed."""
     prefix_rng = random.Random(99)
     prefixes = [_tokens(prefix_rng, *PREFIX_TOKENS) for _ in range(6)]
     numbers = count()

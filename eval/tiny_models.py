@@ -69,7 +69,7 @@ def write(name: str, directory: Path, seed: int = 0) -> Path:
     Raises:
         KeyError: no such model.
     """
-    from ellm_sgl.sglang.torchvision_ops import declare
+    from ellm_sgl.sglang.platform.torchvision_ops import declare
 
     declare()
     import torch

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]  # untyped where installed
 
-from ellm_sgl.click_types import SEED, FiniteRange
+from ellm_sgl.config.click_types import SEED, FiniteRange
 from ellm_sgl.eval.demo_corpus import END, PAD, Document, encode, gather, windows
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 SPECIALS = ("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>")  # from id END on
 CHAT_TEMPLATE = (

@@ -94,8 +94,8 @@ def _choose_on_device(
     device: torch.device, head_dim: int, row_type: torch.dtype, pool_type: torch.dtype
 ) -> tuple[MixedAttention, str]:
     # Not above: a CPU host may have neither library.
-    from ellm_sgl.kernels import flashinfer
-    from ellm_sgl.kernels.triton import attention as fused
+    from ellm_sgl.kernels.experimental import flashinfer
+    from ellm_sgl.kernels.experimental.triton import attention as fused
 
     shape = f"heads of {head_dim} in {row_type} on {pool_type}"
     if os.environ.get(CUDA_VARIABLE) == "flashinfer":

@@ -42,12 +42,12 @@ class RequestLayout(NamedTuple):
     """Some of the `new` rows have no unit: take their KV from k and v, not from the pool."""
 
 
-class AlikeGroups(NamedTuple):
+class StackedLayout(NamedTuple):
     """Layer groups of a step that differ in nothing but units: mostly all of them.
 
-    Rows are ordered: the new rows of every request, then the span rows. A kernel first writes
+    Rows are ordered: the new rows of every request, then the recomputed rows. A kernel first writes
     k and v of `write_rows` to the pool, then attends: each row to all tokens of its request up
-    to its own position, taking k and v of span rows from the step and the rest from the pool.
+    to its own position, taking k and v of recomputed rows from the step and the rest from the pool.
     """
 
     rows: int
@@ -68,9 +68,9 @@ class AlikeGroups(NamedTuple):
 
 
 class GroupLayout(NamedTuple):
-    """All requests of a step in the layers of one layer group: one of `AlikeGroups`."""
+    """All requests of a step in the layers of one layer group: one of a `StackedLayout`'s."""
 
-    alike: AlikeGroups
+    stacked: StackedLayout
     """What a kernel may prepare for all groups at once, from any one's layout."""
     group: int
     """This group's place among them."""
@@ -86,30 +86,30 @@ class GroupLayout(NamedTuple):
     ) -> GroupLayout:
         """The layout of a group that no other is like. `units`: [blocks], `write_units`: [w]."""
         alone = units[None], write_rows, write_units[None], write_offsets
-        return GroupLayout(AlikeGroups(rows, requests, *alone), 0)
+        return GroupLayout(StackedLayout(rows, requests, *alone), 0)
 
     @property
     def rows(self) -> int:
-        return self.alike.rows
+        return self.stacked.rows
 
     @property
     def requests(self) -> tuple[RequestLayout, ...]:
-        return self.alike.requests
+        return self.stacked.requests
 
     @property
     def units(self) -> torch.Tensor:
         """int64 [blocks of all requests]."""
-        return self.alike.units[self.group]
+        return self.stacked.units[self.group]
 
     @property
     def write_rows(self) -> torch.Tensor | slice:
-        return self.alike.write_rows
+        return self.stacked.write_rows
 
     @property
     def write_units(self) -> torch.Tensor:
         """int64 [w]."""
-        return self.alike.write_units[self.group]
+        return self.stacked.write_units[self.group]
 
     @property
     def write_offsets(self) -> torch.Tensor:
-        return self.alike.write_offsets
+        return self.stacked.write_offsets

@@ -40,7 +40,7 @@ def _tokens(
 ) -> torch.Tensor:
     """K or V of all tokens of a request, [kv_heads, tokens, head_dim].
 
-    `stored` is this step's own copy of the blocks, so span rows are laid into it.
+    `stored` is this step's own copy of the blocks, so recomputed rows are laid into it.
     """
     tokens = stored[request.blocks].flatten(0, 1)[: request.new.end_position]
     for span in request.spans:

@@ -1,6 +1,7 @@
 """Policies: who runs, how much of each request stays cached, how a step is divided.
 
-No torch, no SGLang in here.
+No torch, no SGLang in here. This module has what authors of policies need; to test one, see
+`ellm_sgl.policies.testing`. A folder of a built-in policy exports the policy, the rest is private.
 """
 
 from ellm_sgl.policies.base import (
@@ -11,11 +12,13 @@ from ellm_sgl.policies.base import (
     Requests,
     StepReport,
     SystemState,
-    Threads,
+    WorkSplit,
 )
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.fixed_ratio import FixedRatio
+from ellm_sgl.policies.planned import evictable_tokens
 from ellm_sgl.policies.stock import Stock
+from ellm_sgl.policies.work_split import plan_split
 
 __all__ = [
     "Batch",
@@ -28,5 +31,7 @@ __all__ = [
     "StepReport",
     "Stock",
     "SystemState",
-    "Threads",
+    "WorkSplit",
+    "evictable_tokens",
+    "plan_split",
 ]

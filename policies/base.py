@@ -1,7 +1,7 @@
 """What a policy sees and what it answers.
 
 Every decode iteration the control loop builds a `SystemState` and asks three questions in turn:
-`batch` (who runs), `ratio` (how much of each stays cached), `threads` (how the processor is
+`batch` (who runs), `ratio` (how much of each stays cached), `split` (how the processor is
 shared). All answers are checked before they are applied; see `ellm_sgl.policies.checks`.
 """
 
@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
+
+ALL_THREADS = 1024
+"""T, of which δ recompute."""
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -43,9 +46,9 @@ class Requests:
     priority: IntArray
     """Larger is more urgent, whatever SGLang's own order of priorities is; 0 if none was given."""
     tpot_slo_s: FloatArray
-    """Wanted average time per output token, in seconds; inf if none was given."""
+    """SLO on the average time per output token, in seconds; inf if none was given."""
     ttft_slo_s: FloatArray
-    """Wanted time to first token, in seconds; inf if none was given."""
+    """SLO on the time to first token, in seconds; inf if none was given."""
     tpot_s: FloatArray
     """Measured average time per output token so far, in seconds; nan before the second token."""
 
@@ -67,9 +70,9 @@ class MemoryState:
     """KV tokens that the host tier holds; 0 without one."""
     host_free_tokens: int
     """KV tokens free in the host tier."""
-    transient_tokens: int
-    """Most span tokens (Σ n_i) that one step may restore."""
-    overhead_tokens: float
+    max_restored_tokens: int
+    """Most tokens (Σ n_i) that one step may restore."""
+    staging_overhead: float
     """M_o per restored token: device memory a step needs to restore one token, in KV tokens."""
 
 
@@ -95,7 +98,7 @@ class SystemState:
     running: Requests
     """Requests that decode; by `request_id`, that is, in the order in which they arrived."""
     waiting: Requests
-    """Requests that wait to join; in the order in which SGLang would take them."""
+    """Requests that wait to be admitted; in the order in which SGLang would take them."""
     max_running: int
     """B: most requests that may run at once."""
     memory: MemoryState
@@ -115,12 +118,12 @@ class SystemState:
 class Batch:
     """Answer to the batch question: who runs."""
 
-    join: tuple[int, ...]
+    admit: tuple[int, ...]
     """Positions in `state.waiting` of the requests to admit, in the order to admit them. The
     server admits a prefix of these: fewer, if one iteration has no room for all."""
     pause: tuple[int, ...] = ()
-    """Positions in `state.running` of the requests that sit out this step. Their KV stays, but
-    for what their ratio gives up: a step restores nothing of theirs."""
+    """Positions in `state.running` of the requests that pause for this step. Their KV stays,
+    but for what their ratio evicts: a step restores nothing of theirs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,14 +136,14 @@ class Ratios:
 
     running: FloatArray
     """One per entry of `state.running`."""
-    joining: FloatArray
-    """One per entry of `batch.join`: what they will come to. The server admits as many as fit once
+    admitted: FloatArray
+    """One per entry of `batch.admit`: what they will come to. The server admits as many as fit once
     they, and those that run, are at this ratio, with all the output that they may have."""
 
 
 @dataclass(frozen=True)
-class Threads:
-    """Answer to the threads question: how one step divides layers and processor."""
+class WorkSplit:
+    """Answer to the split question: how one step divides layers and processor."""
 
     swap_layers: int
     """l1 ≤ 3, and"""
@@ -150,11 +153,21 @@ class Threads:
     """δ: of T = 1,024 threads (or the same share of cores), those given to recomputation;
     a multiple of 32, at least 32 and at most 992."""
 
+    @property
+    def recompute_share(self) -> float:
+        """φ = l2 / (l1 + l2): the share of the layers that are recomputed, 0..1."""
+        return self.recompute_layers / (self.swap_layers + self.recompute_layers)
+
+    @property
+    def delta_share(self) -> float:
+        """δ as a share of the processor, 0..1."""
+        return self.delta / ALL_THREADS
+
 
 class Policy(ABC):
     """Decides who runs, how much of each request stays cached, and how a step is divided.
 
-    Called from one thread, once per decode iteration, `batch` before `ratio` before `threads`.
+    Called from one thread, once per decode iteration, `batch` before `ratio` before `split`.
     A policy may remember things between calls, but must not change the state it is given. It
     has `--ellm-policy-budget-ms` (5 by default) for all three answers. An exception, an answer
     that fails its check, or a late one is replaced for that step by "keep all cached, admit as
@@ -164,11 +177,11 @@ class Policy(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A promise is of those answers alone that it was made for."""
         super().__init_subclass__(**kwargs)
-        if "keeps_what_fits" not in vars(cls) and vars(cls).keys() & {"batch", "ratio"}:
+        if "idle_without_pressure" not in vars(cls) and vars(cls).keys() & {"batch", "ratio"}:
             # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
-            cls.keeps_what_fits = Policy.keeps_what_fits  # type: ignore[method-assign]
+            cls.idle_without_pressure = Policy.idle_without_pressure  # type: ignore[method-assign]
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         """Promise that once all run and all is cached it stays so, while nobody waits and there is
         room for a block more of every request. The server then does not ask before such a time
         ends: on a CPU, 5 % of a short step. A subclass that answers `batch` or `ratio` itself
@@ -177,12 +190,12 @@ class Policy(ABC):
 
     @abstractmethod
     def batch(self, state: SystemState) -> Batch:
-        """Which waiting requests join, and which running requests sit out this step."""
+        """Which waiting requests are admitted, and which running requests pause for this step."""
 
     @abstractmethod
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        """The uncached ratio of every running and every joining request."""
+        """The uncached ratio of every running and every admitted request."""
 
     @abstractmethod
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        """(l1, l2) and δ for a step of work `plan`, whose span rows come from `ratio`."""
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        """(l1, l2) and δ for a step of work `plan`, whose recomputed rows come from `ratio`."""

@@ -1,7 +1,7 @@
 """Checks of a policy's answers, made before any of them is applied.
 
 Tens of microseconds at 256 running and 1,024 waiting requests. What they let through, the server
-can apply; whether it is wise is the policy's affair (see `ellm_sgl.policies.conformance`).
+can apply; whether it is wise is the policy's affair (see `ellm_sgl.policies.testing`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ellm_sgl.policies.base import Batch, Ratios, SystemState, Threads
-from ellm_sgl.policies.threads import ALL_THREADS, WARP
+from ellm_sgl.policies.base import ALL_THREADS, Batch, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.work_split import WARP
 
 MAX_SWAP_LAYERS = 3
 MAX_RECOMPUTE_LAYERS = 2
@@ -35,21 +35,21 @@ def check_batch(state: SystemState, batch: Batch) -> None:
 
     Raises:
         InvalidAnswer: not a `Batch` of tuples of positions; a position out of range, or given
-            twice; every running request paused, or none joining an idle server, so that nothing
+            twice; every running request paused, or none admitted to an idle server, so that nothing
             would ever move.
     """
     if not isinstance(batch, Batch):
         raise _wrong_type("batch()", "a Batch", batch)
-    _check_positions("join", batch.join, "waiting", len(state.waiting))
+    _check_positions("admit", batch.admit, "waiting", len(state.waiting))
     _check_positions("pause", batch.pause, "running", len(state.running))
     if batch.pause and len(batch.pause) == len(state.running):
         raise InvalidAnswer(
             "stall",
             f"batch().pause names all {len(batch.pause)} running requests; let at least one run",
         )
-    if len(state.running) == 0 and len(state.waiting) and not batch.join:
+    if len(state.running) == 0 and len(state.waiting) and not batch.admit:
         raise InvalidAnswer(
-            "stall", "batch().join is empty while nothing runs; let at least one request join"
+            "stall", "batch().admit is empty while nothing runs; admit at least one"
         )
 
 
@@ -57,45 +57,47 @@ def check_ratios(state: SystemState, batch: Batch, ratios: Ratios) -> None:
     """Check the answer to the ratio question; `batch` is one that passed its check.
 
     Raises:
-        InvalidAnswer: not a `Ratios` of float arrays, one entry per running and per joining
+        InvalidAnswer: not a `Ratios` of float arrays, one entry per running and per admitted
             request; an entry that is nan or outside of [0, 1).
     """
     if not isinstance(ratios, Ratios):
         raise _wrong_type("ratio()", "a Ratios", ratios)
     _check_array("running", ratios.running, len(state.running), "one entry per running request")
-    _check_array("joining", ratios.joining, len(batch.join), "one entry per entry of batch.join")
+    _check_array(
+        "admitted", ratios.admitted, len(batch.admit), "one entry per entry of batch.admit"
+    )
 
 
-def check_threads(threads: Threads) -> None:
-    """Check the answer to the threads question.
+def check_split(split: WorkSplit) -> None:
+    """Check the answer to the split question.
 
     Raises:
-        InvalidAnswer: not a `Threads` of integers; l1 outside of 0 to 3, l2 of 0 to 2, both 0; δ
+        InvalidAnswer: not a `WorkSplit` of integers; l1 outside of 0 to 3, l2 of 0 to 2, both 0; δ
             not a multiple of 32 from 32 to 992.
     """
-    if not isinstance(threads, Threads):
-        raise _wrong_type("threads()", "a Threads", threads)
-    swap, recompute, delta = threads.swap_layers, threads.recompute_layers, threads.delta
+    if not isinstance(split, WorkSplit):
+        raise _wrong_type("split()", "a WorkSplit", split)
+    swap, recompute, delta = split.swap_layers, split.recompute_layers, split.delta
     for name, value in (("swap_layers", swap), ("recompute_layers", recompute), ("delta", delta)):
         if not _is_integer(type(value)):
-            raise _wrong_type(f"threads().{name}", "an integer", value)
+            raise _wrong_type(f"split().{name}", "an integer", value)
     if not 0 <= swap <= MAX_SWAP_LAYERS:
         raise InvalidAnswer(
-            "range", f"threads().swap_layers is {swap}; give l1 from 0 to {MAX_SWAP_LAYERS}"
+            "range", f"split().swap_layers is {swap}; give l1 from 0 to {MAX_SWAP_LAYERS}"
         )
     if not 0 <= recompute <= MAX_RECOMPUTE_LAYERS:
         raise InvalidAnswer(
             "range",
-            f"threads().recompute_layers is {recompute}; give l2 from 0 to {MAX_RECOMPUTE_LAYERS}",
+            f"split().recompute_layers is {recompute}; give l2 from 0 to {MAX_RECOMPUTE_LAYERS}",
         )
     if swap + recompute == 0:
         raise InvalidAnswer(
-            "range", "threads() swaps 0 layers and recomputes 0 layers; give at least one of them"
+            "range", "split() swaps 0 layers and recomputes 0 layers; give at least one of them"
         )
     if delta % WARP or not WARP <= delta <= ALL_THREADS - WARP:
         raise InvalidAnswer(
             "range",
-            f"threads().delta is {delta}; give a multiple of {WARP} from {WARP} "
+            f"split().delta is {delta}; give a multiple of {WARP} from {WARP} "
             f"to {ALL_THREADS - WARP}",
         )
 
@@ -148,10 +150,10 @@ def _is_integer(kind: type) -> bool:
     return issubclass(kind, (int, np.integer)) and kind is not bool
 
 
-def _wrong_type(name: str, wanted: str, value: object) -> InvalidAnswer:
+def _wrong_type(name: str, expected: str, value: object) -> InvalidAnswer:
     found = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else repr(value)
     if len(found) > 80:
         found = f"{found[:80]}…"
     return InvalidAnswer(
-        "type", f"{name} is {found} ({type(value).__name__}); return {wanted} instead"
+        "type", f"{name} is {found} ({type(value).__name__}); return {expected} instead"
     )

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ellm_sgl.config.ranges import SHARE, shown
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.threads import CONFIGURATIONS, plan_threads
-from ellm_sgl.ranges import SHARE, shown
+from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.work_split import CONFIGURATIONS, plan_split
 
 
 class FixedRatio(Policy):
-    """Every request keeps (1 - r) of its tokens cached; all that wait join, as the server's own
-    admission accounting allows.
+    """Every request keeps (1 - r) of its tokens cached; all that wait are admitted, as the
+    server's own admission accounting allows.
 
     Args:
         ratio: r, at least 0 and below 1. 0 caches all that fits.
-        layers: (l1, l2), the split between fetched and recomputed layers; planned anew for each
+        layers: (l1, l2), the split between fetched and recomputed layers; planned for each
             step unless given.
     """
 
@@ -29,20 +29,20 @@ class FixedRatio(Policy):
         self._ratio = ratio
         self._layers = layers
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         return self._ratio == 0.0
 
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=tuple(range(len(state.waiting))))
+        return Batch(admit=tuple(range(len(state.waiting))))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         return Ratios(
             running=np.full(len(state.running), self._ratio),
-            joining=np.full(len(batch.join), self._ratio),
+            admitted=np.full(len(batch.admit), self._ratio),
         )
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        planned = plan_threads(state, plan)
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        planned = plan_split(state, plan)
         if self._layers is None:
             return planned
-        return Threads(self._layers[0], self._layers[1], planned.delta)
+        return WorkSplit(self._layers[0], self._layers[1], planned.delta)

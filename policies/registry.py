@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import check_finite, shown
 from ellm_sgl.policies.base import Policy
-from ellm_sgl.ranges import check_finite, shown
 from ellm_sgl.worker import OverdueError, call_within
 
 GROUP = "ellm_sgl.policies"

@@ -6,7 +6,7 @@ from ellm_sgl.policies.fixed_ratio import FixedRatio
 
 
 class Stock(FixedRatio):
-    """All that wait join in order; nothing is given up before memory runs out."""
+    """All that wait are admitted in order; nothing is evicted before memory runs out."""
 
     def __init__(self) -> None:
         super().__init__(ratio=0.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Helper modules beside the tests explain their failed assertions too.
-pytest.register_assert_rewrite("tests.kv.page_table_model", "tests.forward.tiny")
+pytest.register_assert_rewrite("tests.memory.page_table_model", "tests.step.tiny")
 
 # CI repeats the same examples on every run; elsewhere each run looks at new ones.
 settings.register_profile(

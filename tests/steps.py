@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from ellm_sgl.forward import NewTokens, Restoration, StepPlan, plan_step
 from ellm_sgl.kernels.layout import GroupLayout, RowRange
-from ellm_sgl.kv import NONE, PageTable, PoolShape
-from ellm_sgl.kv.shape import IntArray
+from ellm_sgl.memory import NONE, PageTable, PoolShape
+from ellm_sgl.memory.shape import IntArray
+from ellm_sgl.step import NewTokens, Restoration, StepPlan, plan_step
 
 VOCABULARY = 50
 SHAPES = (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ellm_sgl.ranges import (
+from ellm_sgl.config.ranges import (
     MILLISECONDS,
     MOST_DEPTH,
     SHARE,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ellm_sgl.config import ConfigError
-from ellm_sgl.settings import settle
+from ellm_sgl.config.resolve import resolve
 
 
 def given(path: Path, **more: Any) -> dict[str, Any]:
@@ -21,10 +21,10 @@ def test_the_host_tiers_file_must_be_ours_to_make(tmp_path: Path) -> None:
     link.symlink_to(notes)
     for path in (notes, link, tmp_path, tmp_path / "no" / "file", notes / "file"):
         with pytest.raises(ConfigError, match=f"^--ellm-host-path {path}: .*give a") as refusal:
-            settle(given(path))
+            resolve(given(path))
         assert "\n" not in str(refusal.value)
     assert notes.read_text() == "precious"
-    assert settle(given(tmp_path / "tier")).host_path == str(tmp_path / "tier")
+    assert resolve(given(tmp_path / "tier")).host_path == str(tmp_path / "tier")
     assert sorted(tmp_path.iterdir()) == [link, notes]
 
 
@@ -41,5 +41,5 @@ def test_the_host_tiers_file_must_be_ours_to_make(tmp_path: Path) -> None:
 def test_hidden_states_have_a_file_where_they_are_on_the_host(
     tmp_path: Path, more: dict[str, Any], expected: bool
 ) -> None:
-    assert settle(given(tmp_path / "tier", **more)).hidden_in_file is expected
-    assert not settle({"host_kv_tokens": 64, **more}).hidden_in_file
+    assert resolve(given(tmp_path / "tier", **more)).hidden_in_file is expected
+    assert not resolve({"host_kv_tokens": 64, **more}).hidden_in_file

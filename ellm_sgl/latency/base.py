@@ -26,12 +26,12 @@ class StepWork:
     """b: requests that decode one token."""
     decode_tokens: Quantity
     """Σ s_i: tokens whose KV the decode rows read."""
-    span_rows: Quantity = 0
+    restored_tokens: Quantity = 0
     """Σ n_i: tokens recomputed (Σ s_i r_i in the paper)."""
-    span_squares: Quantity = 0
+    restored_squares: Quantity = 0
     """Σ n_i² (Σ s_i² r_i² in the paper)."""
-    span_prefix: Quantity = 0
-    """Σ n_i a_i: (row, resident token) pairs of span rows with what lies before their span."""
+    restored_prefix: Quantity = 0
+    """Σ n_i a_i: (row, resident token) pairs of restored tokens with what lies before them."""
     prefill_rows: Quantity = 0
     """New prompt tokens computed in this step."""
     prefill_pairs: Quantity = 0
@@ -39,14 +39,14 @@ class StepWork:
     swap_tokens: Quantity = 0
     """Tokens whose KV (their layers l1/L) is fetched from host memory."""
     recompute_share: Quantity = 1.0
-    """φ = l2 / (l1 + l2): share of the layers that span rows run through."""
-    turns: Quantity = 0
+    """φ = l2 / (l1 + l2): share of the layers that recomputed rows run through."""
+    phase_changes: Quantity = 0
     """1 if the step before did the other thing: prompts, or decoding."""
 
     @property
-    def span_pairs(self) -> Quantity:
-        """(row, token) pairs of causal attention of the span rows: Σ n a + n (n + 1) / 2."""
-        return self.span_prefix + (self.span_squares + self.span_rows) / 2
+    def restored_pairs(self) -> Quantity:
+        """(row, token) pairs of causal attention of the recomputed rows: Σ n a + n (n + 1) / 2."""
+        return self.restored_prefix + (self.restored_squares + self.restored_tokens) / 2
 
 
 class LatencyModel(ABC):

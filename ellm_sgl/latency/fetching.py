@@ -21,7 +21,7 @@ class FetchingLatencyModel(LatencyModel):
         self._inner = inner
 
     def step_seconds(self, work: StepWork) -> FloatArray:
-        fetched = replace(work, swap_tokens=work.span_rows, recompute_share=0.0)
+        fetched = replace(work, swap_tokens=work.restored_tokens, recompute_share=0.0)
         return self._inner.step_seconds(fetched)
 
     def observe(self, work: StepWork, seconds: float) -> None:

@@ -19,7 +19,7 @@ _FITTED = {
     "kv_bytes_per_s": (1e6, 1e15),
     "step_overhead_s": (1e-6, 10.0),
     "row_overhead_s": (1e-8, 1.0),
-    "turn_overhead_s": (1e-9, 1.0),
+    "phase_change_s": (1e-9, 1.0),
 }
 """Fields fitted by their logarithm, each with its bounds."""
 _SHARES = {"packing": (0.0, 3.0), "overlap": (0.0, 1.0), "fetch_share": (0.0, 20.0)}

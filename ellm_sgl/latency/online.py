@@ -15,8 +15,10 @@ MEMORY_STEPS = 100
 PRIOR = 3.0
 """Weight, in steps, of the factors known so far against what new steps say of them. With little of
 it, components that steps of a load share (rows, tokens read, what is fetched) trade places as the
-noise of steps has it, and the decisions that weigh one against another flip with them: by replays
-simulated with measured unevenness, docs/performance.md."""
+noise of steps has it, and the decisions that weigh one against another flip with them. Simulated
+with `fcfs` and steps twice as uneven as measured, eight starts: 952 tokens/s (758 at least) and the
+learnt cost of fetching within a factor of 2.9; with a weight of 0.1 916 (654) and 5. A pull towards
+the profile is steadier still, but a long steady load then unlearns what other steps had taught."""
 SOLVE_EVERY = 8
 """Steps after which θ is solved for anew: a tenth of a millisecond, too much for every step."""
 SPEED_RATE = 0.3

@@ -1,15 +1,16 @@
-"""The eLLM paper's cost model, Eqs. (2)-(4) and (6)-(9), as printed (EuroSys'26).
+"""The eLLM paper's cost model, Eqs. (2)-(4), (8) and (9), as printed (EuroSys'26).
 
 FLOPs only: no bandwidth, no overheads. Where the printed equations are loose, they stay so here,
 and `RooflineLatencyModel` does it right:
 
-- (2), (3), (7)-(9) charge the output head, 2 h V, for every token of a request. Only the row that
+- (2), (3), (8), (9) charge the output head, 2 h V, for every token of a request. Only the row that
   decodes needs logits.
 - 24 h² per layer and token is a dense MLP of width 4 h beside four h x h projections. Gated MLPs,
   grouped K and V heads and experts have other sizes.
 - 4 h per (row, token) pair takes h for heads x head_dim; 4 h s² r² charges all pairs of a
   span, though half of them are masked, and no pair with the tokens before the span.
-- (7) and (8) should agree with (2) at l2 = L. (8) does; in (7) l2 / L stands where l2 should.
+- (7), the time of (8), is left out: it should agree with (2) at l2 = L as (8) does, but l2 / L
+  stands where l2 should.
 - Weights and KV that have to be read from memory cost nothing, so T / b does not depend on b, and
   is least at r = 0 whatever the machine.
 """
@@ -22,15 +23,17 @@ from ellm_sgl.latency.base import FloatArray, LatencyModel, Quantity, StepWork
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
 
 
-def recompute_flops(shape: ModelShape, span_rows: Quantity, span_squares: Quantity) -> Quantity:
+def recompute_flops(
+    shape: ModelShape, restored_tokens: Quantity, restored_squares: Quantity
+) -> Quantity:
     """V_rec of Eq. (2), in FLOPs.
 
     Args:
         shape: h, L and V.
-        span_rows: Σ s_i r_i.
-        span_squares: Σ s_i² r_i².
+        restored_tokens: Σ s_i r_i.
+        restored_squares: Σ s_i² r_i².
     """
-    return recompute_layers_flops(shape, span_rows, span_squares, shape.layers)
+    return recompute_layers_flops(shape, restored_tokens, restored_squares, shape.layers)
 
 
 def decode_flops(shape: ModelShape, rows: Quantity, tokens: Quantity) -> Quantity:
@@ -44,56 +47,20 @@ def decode_flops(shape: ModelShape, rows: Quantity, tokens: Quantity) -> Quantit
     return decode_layers_flops(shape, rows, tokens, shape.layers)
 
 
-def swap_seconds(
-    shape: ModelShape, profile: HardwareProfile, tokens: Quantity, swap_layers: int
-) -> Quantity:
-    """T_swap of Eq. (6): (α k + β) l1 / L, in seconds.
-
-    Args:
-        shape: gives L and, with the link's bandwidth, α.
-        profile: gives the link's bandwidth and β, its latency.
-        tokens: k, tokens whose KV is fetched.
-        swap_layers: l1.
-    """
-    alpha = shape.kv_bytes_per_token / profile.link_bytes_per_s
-    return (alpha * tokens + profile.link_latency_s) * (swap_layers / shape.layers)
-
-
-def recompute_seconds(
-    shape: ModelShape,
-    profile: HardwareProfile,
-    span_rows: Quantity,
-    span_squares: Quantity,
-    recompute_layers: int,
-) -> Quantity:
-    """T_rec of Eq. (7), in seconds: lacks the factor L that Eq. (2) has.
-
-    Args:
-        shape: h, L and V.
-        profile: gives FLOPS.
-        span_rows: Σ s_i r_i.
-        span_squares: Σ s_i² r_i².
-        recompute_layers: l2.
-    """
-    h, share = shape.hidden, recompute_layers / shape.layers
-    layers = (24 * h**2 * span_rows + 4 * h * span_squares) * share
-    return (layers + 2 * h * shape.vocabulary * span_rows) / profile.flops
-
-
 def recompute_layers_flops(
-    shape: ModelShape, span_rows: Quantity, span_squares: Quantity, recompute_layers: int
+    shape: ModelShape, restored_tokens: Quantity, restored_squares: Quantity, recompute_layers: int
 ) -> Quantity:
     """V_K1 of Eq. (8), in FLOPs: recomputation of l2 layers.
 
     Args:
         shape: h and V.
-        span_rows: Σ s_i r_i.
-        span_squares: Σ s_i² r_i².
+        restored_tokens: Σ s_i r_i.
+        restored_squares: Σ s_i² r_i².
         recompute_layers: l2.
     """
     h, l2 = shape.hidden, recompute_layers
     head = 2 * h * shape.vocabulary
-    return 24 * h**2 * l2 * span_rows + 4 * h * l2 * span_squares + head * span_rows
+    return 24 * h**2 * l2 * restored_tokens + 4 * h * l2 * restored_squares + head * restored_tokens
 
 
 def decode_layers_flops(
@@ -129,9 +96,9 @@ class PaperLatencyModel(LatencyModel):
 
     def step_seconds(self, work: StepWork) -> FloatArray:
         # All pairs of n prompt rows, as (2) counts them: n², of which n (n + 1) / 2 are causal.
-        span_rows = work.span_rows + work.prefill_rows
-        span_squares = work.span_squares + 2 * work.prefill_pairs
-        flops = recompute_flops(self._shape, span_rows, span_squares)
+        restored_tokens = work.restored_tokens + work.prefill_rows
+        restored_squares = work.restored_squares + 2 * work.prefill_pairs
+        flops = recompute_flops(self._shape, restored_tokens, restored_squares)
         flops = flops + decode_flops(self._shape, work.decode_rows, work.decode_tokens)
         return np.asarray(flops / self._profile.flops, np.float64)
 

@@ -18,7 +18,7 @@ def hidden_layers(model: ModelShape, hardware: HardwareProfile, on_device: bool 
     KV (heads that share it), which is then less to fetch and nothing to compute.
 
     HCache pairs hidden states with recomputation where the link is the bottleneck. Here a step's
-    plan does that: of what the host has, it recomputes the lowest φ L layers (`Threads`).
+    plan does that: of what the host has, it recomputes the lowest φ L layers (`WorkSplit`).
 
     Args:
         on_device: hidden states are kept on the device, and need not be fetched: IO_H = 0.

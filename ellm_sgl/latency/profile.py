@@ -77,5 +77,5 @@ class HardwareProfile:
     """By what a transfer from host memory lengthens the step that it runs beside, as a share of its
     own time: preparing it, and the processor and memory that it takes. Nothing on a GPU, several
     times its own time where the processor itself copies."""
-    turn_overhead_s: float = 0.0
+    phase_change_s: float = 0.0
     """Further time of a step that prefills after one that decoded, or the other way round."""

@@ -6,7 +6,7 @@ A step costs
 
 R the time to read the weights that its rows go through, C to compute with them; or, if that takes
 longer, the transfer from host memory that runs beside it. Linear in a few components, so that
-factors for them can be learnt on line.
+factors for them can be learnt online.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Roofline:
         self._link_latency_s = profile.link_latency_s
         self._step_s = profile.step_overhead_s
         self._decode_row_s = profile.row_overhead_s
-        self._turn_s = profile.turn_overhead_s
+        self._turn_s = profile.phase_change_s
 
     def components(self, work: StepWork) -> tuple[Quantity, ...]:
         """Seconds of each of `COMPONENTS`; none falls as any field but the share grows.
@@ -76,7 +76,7 @@ class Roofline:
         `fetch` what a transfer takes from the step that it runs beside.
         """
         share = work.recompute_share
-        rows = work.decode_rows + work.prefill_rows + share * work.span_rows
+        rows = work.decode_rows + work.prefill_rows + share * work.restored_tokens
         # Logits: one row per request that decodes, and one for a prompt.
         head_rows = work.decode_rows + _smaller(work.prefill_rows, 1)
         read = self._weights_read_s(rows)
@@ -91,9 +91,9 @@ class Roofline:
             compute - hidden,
             self._serial * hidden,
             self._token_s * work.decode_tokens,
-            self._pair_s * (share * work.span_pairs + work.prefill_pairs),
+            self._pair_s * (share * work.restored_pairs + work.prefill_pairs),
             self._fetch_token_s * work.swap_tokens * (1.0 - share),
-            self._turn_s * work.turns,
+            self._turn_s * work.phase_changes,
         )
 
     def swap_seconds(self, work: StepWork) -> Quantity:
@@ -114,7 +114,7 @@ class Roofline:
 
 
 class RooflineLatencyModel(LatencyModel):
-    """A roofline, whose components are scaled on line so that they fit the measured steps.
+    """A roofline, whose components are scaled online so that they fit the measured steps.
 
     Args:
         shape: the model, as one rank holds it.

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import httpx
 import numpy as np
 
+from ellm_sgl.client.process import DEMO_MODEL, ServerProcess
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
-from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
 
 OUTPUT_TOKENS = 12
 LEARNING_STEPS = 200
-"""Steps that the on-line model may learn from before its error counts."""
+"""Steps that the online model may learn from before its error counts."""
 BESIDE = 4
 """Steps before and after a step that it is compared with, where they are equal to it."""
 _POOL_TOKENS = 32_768
@@ -52,8 +52,8 @@ class Load:
         return StepWork(
             decode_rows=self.requests,
             decode_tokens=self.requests * self.tokens,
-            span_rows=self.requests * span,
-            span_squares=self.requests * span**2,
+            restored_tokens=self.requests * span,
+            restored_squares=self.requests * span**2,
         )
 
 
@@ -84,8 +84,8 @@ class CalibrationReport:
     shape: ModelShape
     hardware: HardwareProfile
     errors: tuple[ModelError, ...]
-    unevenness: tuple[ModelError, ...]
-    """See `unevenness`."""
+    step_noise: tuple[ModelError, ...]
+    """See `step_noise`."""
 
     def to_json(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -104,7 +104,7 @@ def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> Ca
         ServerError: the server did not start.
     """
     from ellm_sgl.sglang.calibration import shape_of
-    from ellm_sgl.sglang.torchvision_ops import declare
+    from ellm_sgl.sglang.platform.torchvision_ops import declare
 
     declare()
     path = model_path or str(DEMO_MODEL)
@@ -129,7 +129,7 @@ def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> Ca
         shape,
         hardware,
         compare(shape, hardware, steps, start_up),
-        unevenness(steps, start_up + LEARNING_STEPS),
+        step_noise(steps, start_up + LEARNING_STEPS),
     )
 
 
@@ -154,25 +154,28 @@ def compare(
     on_line = [s["predicted_s"] for s in steps]
     return (
         error("calibrated profile", by_profile, start_up),
-        error(f"on line, after {LEARNING_STEPS} steps", on_line, start_up + LEARNING_STEPS),
+        error(f"online, after {LEARNING_STEPS} steps", on_line, start_up + LEARNING_STEPS),
         error("paper, Eq. (4)", [s["paper_s"] for s in steps], start_up),
     )
 
 
-def unevenness(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
+def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     """What the machine leaves open: decode steps, each compared with the median of the equal ones
     next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. A
-    model on line knows none of those after it.
+    an online model knows none of those after it.
 
     Args:
         steps: records of all steps.
         first: the first that counts.
 
     Returns:
-        Errors of the on-line model and of the steps beside, over the same steps; none if there are
+        Errors of the online model and of the steps beside, over the same steps; none if there are
         no such steps.
     """
-    kinds = [(s["decode_rows"], s["span_rows"], s["prefill_rows"], s["turns"]) for s in steps]
+    kinds = [
+        (s["decode_rows"], s["restored_tokens"], s["prefill_rows"], s["phase_changes"])
+        for s in steps
+    ]
     compared, beside = [], []
     for i in range(first, len(steps)):
         equal = [*_equal_beside(kinds, i, -1), *_equal_beside(kinds, i, 1)]
@@ -182,7 +185,7 @@ def unevenness(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     if not compared:
         return ()
     return (
-        _error("on line, equal steps in a row", [s["predicted_s"] for s in compared], compared),
+        _error("online, equal steps in a row", [s["predicted_s"] for s in compared], compared),
         _error("median of the steps beside each", beside, compared),
     )
 

@@ -13,21 +13,22 @@ from rich.console import Console
 
 from ellm_sgl import __version__
 from ellm_sgl.config import ELLM, ConfigError
-from ellm_sgl.flags import FLAGS
-from ellm_sgl.ranges import MOST_TOKENS, shown
+from ellm_sgl.config.flags import FLAGS
+from ellm_sgl.config.ranges import MOST_TOKENS, shown
+from ellm_sgl.config.resolve import resolve
+from ellm_sgl.serve.cli_bench import bench, compare
 from ellm_sgl.serve.cli_calibrate import calibrate
-from ellm_sgl.serve.cli_compare import compare
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
+from ellm_sgl.serve.cli_shared import json_flag, told_in_a_line
 from ellm_sgl.serve.cli_simulate import simulate
 from ellm_sgl.serve.cli_verify import verify
-from ellm_sgl.settings import settle
 
 DEFAULT_POLICY = "fcfs"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="ellm-sgl")
 def main() -> None:
     """Keep SGLang serving when KV-cache memory runs out."""
@@ -55,7 +56,7 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     Takes every argument of `python -m sglang.launch_server` beside those below. Without
     --model-path it serves the demo model that comes with this package.
     """
-    from ellm_sgl.serve.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT
+    from ellm_sgl.client.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT
 
     given = {name: text for name, text in ellm.items() if text is not None}
     mode = given.get("ellm_mode", ELLM)
@@ -82,45 +83,35 @@ def _check(given: dict[str, str]) -> None:
                     values[flag.field] = flag.parse(text)
                 except ValueError:
                     raise ConfigError(f"{flag.option} {shown(text)}: give {flag.kind}") from None
-        settle(values)
+        resolve(values)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 
 
 @main.command()
+@click.option("--streams", type=click.IntRange(1, 24), default=24, help="Chats at once.")
 @click.option(
-    "--streams", type=click.IntRange(1, 24), default=24, show_default=True, help="Chats at once."
-)
-@click.option(
-    "--output-tokens",
-    type=click.IntRange(1, 4096),
-    default=256,
-    show_default=True,
-    help="At most, per chat.",
+    "--output-tokens", type=click.IntRange(1, 4096), default=256, help="At most, per chat."
 )
 @click.option(
     "--pool-tokens",
     type=click.IntRange(16, MOST_TOKENS),
     help="Small pool.  [default: a third of what is needed]",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+@json_flag
 def demo(streams: int, output_tokens: int, pool_tokens: int | None, as_json: bool) -> None:
     """Chats on a server whose memory is far too small, beside stock SGLang. About 3 minutes.
 
     Exit status 0 only if eLLM completed every chat, with the text that ample memory gives.
     """
+    from ellm_sgl.client.process import ServerError
     from ellm_sgl.serve.demo import DemoOptions, run_demo
     from ellm_sgl.serve.demo_table import render
-    from ellm_sgl.serve.process import ServerError
 
     live = sys.stdout.isatty() and not as_json
     progress = Console() if live else Console(stderr=True, force_terminal=False)
-    try:
+    with told_in_a_line(ServerError, ValueError):
         report = run_demo(DemoOptions(streams, output_tokens, pool_tokens), progress)
-    except (ServerError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
-    except KeyboardInterrupt:
-        raise click.Abort from None
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
@@ -129,7 +120,7 @@ def demo(streams: int, output_tokens: int, pool_tokens: int | None, as_json: boo
 
 
 @main.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+@json_flag
 def doctor(as_json: bool) -> None:
     """Tell what this machine and this install can run, each problem with its remedy."""
     from ellm_sgl.serve.doctor import examine
@@ -137,9 +128,8 @@ def doctor(as_json: bool) -> None:
     findings = examine()
     healthy = all(f.ok for f in findings)
     if as_json:
-        click.echo(json.dumps({
-            "ok": healthy, "findings": [dataclasses.asdict(f) for f in findings],
-        }))  # fmt: skip
+        found = [dataclasses.asdict(f) for f in findings]
+        click.echo(json.dumps({"ok": healthy, "findings": found}))
     else:
         for finding in findings:
             mark = click.style("ok ", fg="green") if finding.ok else click.style("BAD", fg="red")
@@ -149,13 +139,8 @@ def doctor(as_json: bool) -> None:
     sys.exit(0 if healthy else 1)
 
 
-main.add_command(verify)
-main.add_command(policies)
-main.add_command(calibrate)
-main.add_command(compare)
-main.add_command(simulate)
-main.add_command(paper)
-main.add_command(kernels)
+for command in (verify, policies, calibrate, compare, bench, simulate, paper, kernels):
+    main.add_command(command)
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ellm_sgl.click_types import ROUNDS
+from ellm_sgl.config.click_types import ROUNDS
+from ellm_sgl.serve.cli_shared import json_flag, told_in_a_line
 
 
 @click.group()
@@ -25,25 +26,22 @@ def build() -> None:
     from ellm_sgl.kernels.cpu.build import FOLDER, LIBRARY, BuildError
     from ellm_sgl.kernels.cpu.build import build as compile_kernels
 
-    try:
+    with told_in_a_line(BuildError, OSError):
         compile_kernels(FOLDER / LIBRARY)
-    except (BuildError, OSError) as error:
-        raise click.ClickException(str(error)) from None
     click.echo(FOLDER / LIBRARY)
 
 
 @kernels.command()
-@click.option("--rounds", type=ROUNDS, default=9, show_default=True, help="Odd, for a median.")
+@click.option("--rounds", type=ROUNDS, default=9, help="Odd, for a median.")
 @click.option("--threads", type=click.IntRange(1, 4096), help="CPU only.  [default: PyTorch's]")
 @click.option(
     "--largest-context",
     type=click.IntRange(1, 2**24),
     default=65536,
-    show_default=True,
     help="CPU only. From 32768 on, doubled.",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+@json_flag
 def bench(
     rounds: int, threads: int | None, largest_context: int, device: str, as_json: bool
 ) -> None:
@@ -55,7 +53,7 @@ def bench(
     if device == "cuda":
         _bench_cuda(rounds, as_json)
         return
-    from ellm_sgl.serve.process import SERVER_ENVIRONMENT
+    from ellm_sgl.client.process import SERVER_ENVIRONMENT
 
     for name, value in SERVER_ENVIRONMENT.items():  # before PyTorch reads it: as servers run
         os.environ.setdefault(name, value)
@@ -75,16 +73,13 @@ def bench(
         click.echo(f"{case}", err=True)
         results.append(benchmark.measure(case, rounds))
     if as_json:
-        click.echo(
-            json.dumps(
-                {
-                    "instruction_set": instruction_set_name(64),
-                    "threads": torch.get_num_threads(),
-                    "machine": limits,
-                    "results": [result.to_json() for result in results],
-                }
-            )
-        )
+        document = {
+            "instruction_set": instruction_set_name(64),
+            "threads": torch.get_num_threads(),
+            "machine": limits,
+            "results": [result.to_json() for result in results],
+        }
+        click.echo(json.dumps(document))
         return
     Console().print(_table(results))
     line = ", ".join(f"{name} {value:.0f}" for name, value in limits.items())
@@ -94,7 +89,7 @@ def bench(
 def _bench_cuda(rounds: int, as_json: bool) -> None:
     import torch
 
-    from ellm_sgl.kernels import bench_gpu as benchmark
+    from ellm_sgl.kernels.experimental import bench_gpu as benchmark
 
     if not torch.cuda.is_available():
         raise click.ClickException("--device cuda: there is no CUDA device; leave it out")

@@ -11,39 +11,36 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from ellm_sgl.click_types import FiniteRange
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
+from ellm_sgl.config.click_types import FiniteRange
+from ellm_sgl.serve.cli_shared import FILE, told_in_a_line
 
 if TYPE_CHECKING:
     from ellm_sgl.eval.paper.jobs import Done
 
-_file = click.Path(path_type=Path, dir_okay=False)
-
 
 @click.command()
-@click.option("--out", type=_file, default="report.html", show_default=True)
+@click.option("--out", type=FILE, default="report.html")
 @click.option(
     "--latency-model",
     type=click.Choice(LATENCY_MODELS),
     default="roofline",
-    show_default=True,
     help="'paper' shows what the paper's own cost model predicts.",
 )
 @click.option(
     "--scale",
     default=1.0,
-    show_default=True,
     type=FiniteRange(0, 1, low_open=True),
     help="Share of the requests to simulate, for a quick look.",
 )
 @click.option(
     "--measured",
-    type=_file,
+    type=FILE,
     multiple=True,
-    help="What `ellm-sgl compare --json` printed, or eval.validate, load_sweep, layer_groups or "
-    "fusion, for the table's column; may be given several times.",
+    help="What `ellm-sgl compare --json` printed, or eval.validate, or bench load-sweep, "
+    "layer-groups or fusion, for the table's column; may be given several times.",
 )
-@click.option("--workers", default=2, show_default=True, type=click.IntRange(1, 1024))
+@click.option("--workers", default=2, type=click.IntRange(1, 1024))
 @click.option("--json", "as_json", is_flag=True, help="The table on stdout, nothing else.")
 def paper(
     out: Path,
@@ -59,11 +56,11 @@ def paper(
     from ellm_sgl.eval.paper.measured import read_measured
     from ellm_sgl.eval.paper.report import evaluate, render
     from ellm_sgl.eval.paper.table import rows
+    from ellm_sgl.eval.plotting import require_matplotlib
 
-    try:
+    with told_in_a_line(ConfigError):
+        require_matplotlib("ellm-sgl paper")
         known = read_measured(measured)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("simulating", total=None)
 

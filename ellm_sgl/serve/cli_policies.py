@@ -13,39 +13,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ellm_sgl.click_types import MILLISECONDS
 from ellm_sgl.config import ConfigError
-from ellm_sgl.ranges import read_json, shown
+from ellm_sgl.config.click_types import MILLISECONDS
+from ellm_sgl.serve.cli_shared import json_flag, plain_table, policy_options, told_in_a_line
 
 if TYPE_CHECKING:
-    from ellm_sgl.policies.conformance import ConformanceReport
-    from ellm_sgl.serve.policies_bench import PolicyBench, Timing
+    from ellm_sgl.policies.testing import ConformanceReport
+    from ellm_sgl.policies.testing.bench import PolicyBench, Timing
 
 _MARKS = {"passed": "[green]passed[/green]", "failed": "[red]FAILED[/red]", "skipped": "skipped"}
 
-_json_flag = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else."
-)
-
-
-def read_options(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any]:
-    """Callback of an option whose value is a JSON object."""
-    try:
-        options = read_json(text)
-    except ValueError as error:
-        raise click.BadParameter(f"{shown(text)} is not JSON: {error}") from None
-    if not isinstance(options, dict):
-        raise click.BadParameter(f'{shown(text)} is not a JSON object; write {{"name": value}}')
-    return options
-
-
-_options_option = click.option(
-    "--options",
-    metavar="JSON",
-    default="{}",
-    callback=read_options,
-    help="Passed to the policy's constructor, as --ellm-policy-options.",
-)
+_options_option = policy_options("Passed to the policy's constructor, as --ellm-policy-options.")
 
 
 @click.group()
@@ -54,7 +32,7 @@ def policies() -> None:
 
 
 @policies.command("list")
-@_json_flag
+@json_flag
 def list_(as_json: bool) -> None:
     """Every policy that an installed package registers, and the options it takes.
 
@@ -91,30 +69,20 @@ def _described(name: str) -> dict[str, str | None]:
 @click.argument("name")
 @_options_option
 @click.option(
-    "--states",
-    type=click.IntRange(1, 10**6),
-    default=60,
-    show_default=True,
-    help="Generated states per check.",
+    "--states", type=click.IntRange(1, 10**6), default=60, help="Generated states per check."
 )
 @click.option(
-    "--budget-ms",
-    type=MILLISECONDS,
-    default=5.0,
-    show_default=True,
-    help="As the server's --ellm-policy-budget-ms.",
+    "--budget-ms", type=MILLISECONDS, default=5.0, help="As the server's --ellm-policy-budget-ms."
 )
-@_json_flag
+@json_flag
 def check(name: str, options: dict[str, Any], states: int, budget_ms: float, as_json: bool) -> None:
     """Run the conformance kit on a policy. Exit status 0 only if no check failed."""
-    from ellm_sgl.policies.conformance import examine
     from ellm_sgl.policies.registry import create
+    from ellm_sgl.policies.testing import examine
 
-    try:
+    with told_in_a_line(ConfigError):
         create(name, options)
         report = examine(lambda: create(name, options), states=states, budget_ms=budget_ms)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(json.dumps(report.to_json() | {"policy": name, "options": options}))
     else:
@@ -138,28 +106,25 @@ def _check_table(name: str, report: ConformanceReport) -> Table:
 @policies.command()
 @click.argument("name", required=False)
 @_options_option
-@_json_flag
+@json_flag
 def bench(name: str | None, options: dict[str, Any], as_json: bool) -> None:
     """Time decisions with 256 running and 1,024 waiting requests; of all policies without NAME."""
+    from ellm_sgl.eval.paper import claims
     from ellm_sgl.policies.checks import InvalidAnswer
     from ellm_sgl.policies.registry import installed
-    from ellm_sgl.serve import policies_bench
+    from ellm_sgl.policies.testing import bench as benchmark
 
     if options and not name:
         raise click.UsageError("--options needs NAME: policies take different ones")
-    try:
-        results = [
-            policies_bench.bench(each, options) for each in ([name] if name else installed())
-        ]
-    except (ConfigError, InvalidAnswer) as error:
-        raise click.ClickException(str(error)) from None
+    with told_in_a_line(ConfigError, InvalidAnswer):
+        results = [benchmark.bench(each, options) for each in ([name] if name else installed())]
     if as_json:
         click.echo(json.dumps({
-            "running": policies_bench.RUNNING,
-            "waiting": policies_bench.WAITING,
+            "running": benchmark.RUNNING,
+            "waiting": benchmark.WAITING,
             "paper": {
-                "decision_mean_us": [ms * 1e3 for ms in policies_bench.PAPER_DECISION_MS],
-                "threads_us": policies_bench.PAPER_THREADS_MS * 1e3,
+                "decision_mean_us": [ms * 1e3 for ms in claims.DECISION_MS],
+                "split_us": claims.SPLIT_MS * 1e3,
             },
             "policies": [asdict(result) for result in results],
         }))  # fmt: skip
@@ -168,12 +133,8 @@ def bench(name: str | None, options: dict[str, Any], as_json: bool) -> None:
 
 
 def _bench_table(results: list[PolicyBench]) -> Table:
-    from ellm_sgl.serve.policies_bench import (
-        PAPER_DECISION_MS,
-        PAPER_THREADS_MS,
-        RUNNING,
-        WAITING,
-    )
+    from ellm_sgl.eval.paper import claims
+    from ellm_sgl.policies.testing.bench import RUNNING, WAITING
 
     def ms(timing: Timing) -> tuple[str, str, str]:
         mean, p50, p99 = (
@@ -181,19 +142,14 @@ def _bench_table(results: list[PolicyBench]) -> Table:
         )
         return mean, p50, p99
 
-    table = Table(
-        box=box.SIMPLE,
-        pad_edge=False,
-        title=f"Milliseconds to decide, {RUNNING} running and {WAITING:,} waiting requests",
-    )
-    table.add_column("policy", no_wrap=True)
-    for heading in ("mean", "p50", "p99", "steady", "l1, l2, δ", "first"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = f"Milliseconds to decide, {RUNNING} running and {WAITING:,} waiting requests"
+    figures = ("mean", "p50", "p99", "steady", "l1, l2, δ", "first")
+    table = plain_table("policy", figures, title=title)
     for r in results:
         table.add_row(
-            r.policy, *ms(r.decision), ms(r.steady)[1], ms(r.threads)[0], f"{r.first_us / 1e3:.1f}"
+            r.policy, *ms(r.decision), ms(r.steady)[1], ms(r.split)[0], f"{r.first_us / 1e3:.1f}"
         )
-    low, high = PAPER_DECISION_MS
-    paper = ("the paper", f"{low}-{high}", "", "", "", f"{PAPER_THREADS_MS}", "")
+    low, high = claims.DECISION_MS
+    paper = ("the paper", f"{low}-{high}", "", "", "", f"{claims.SPLIT_MS}", "")
     table.add_row(*paper, style="dim")
     return table

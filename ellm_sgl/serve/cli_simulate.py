@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ellm_sgl.click_types import (
+from ellm_sgl.config import LATENCY_MODELS, ConfigError
+from ellm_sgl.config.click_types import (
     FACTOR,
     MILLISECONDS,
     PER_SECOND,
@@ -23,12 +23,12 @@ from ellm_sgl.click_types import (
     TOKENS,
     TOKENS_OR_NONE,
 )
-from ellm_sgl.config import LATENCY_MODELS, ConfigError
-from ellm_sgl.serve.cli_policies import read_options
+from ellm_sgl.config.ranges import as_json_value
+from ellm_sgl.serve.cli_shared import FILE, json_flag, plain_table, policy_options, told_in_a_line
 
 if TYPE_CHECKING:
+    from ellm_sgl.client.traces import Trace
     from ellm_sgl.eval.simulator import Machine, SimReport
-    from ellm_sgl.eval.traces import Trace
 
 BASELINES = ("recompute", "swap", "hcache")
 
@@ -40,54 +40,37 @@ def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[s
     return names
 
 
-_file = click.Path(path_type=Path, dir_okay=False)
-
-
 @click.command()
 @click.option(
     "--preset",
     "preset_name",
     metavar="NAME",
     default="llama2-13b",
-    show_default=True,
     help="llama2-13b (A100-80G), llama2-70b (4 x A100-80G) or llama3-8b (L4).",
 )
-@click.option("--config", type=_file, help="A Hugging Face config.json, instead of a preset.")
+@click.option("--config", type=FILE, help="A Hugging Face config.json, instead of a preset.")
 @click.option(
     "--device",
     metavar="NAME|FILE",
     default="a100-80g",
-    show_default=True,
     help="With --config: a100-80g, h100-80g, l4, rtx-4090, rtx-5090, or a JSON file.",
 )
 @click.option(
-    "--ranks",
-    type=click.IntRange(1, 1024),
-    default=1,
-    show_default=True,
-    help="With --config: tensor parallelism.",
+    "--ranks", type=click.IntRange(1, 1024), default=1, help="With --config: tensor parallelism."
 )
 @click.option("--kv-tokens", type=TOKENS, help="Device KV tokens.  [default: what fits]")
 @click.option("--host-tokens", type=TOKENS_OR_NONE, help="Host KV tokens.  [default: no bound]")
-@click.option("--policy", default="fcfs", show_default=True)
-@click.option(
-    "--options",
-    metavar="JSON",
-    default="{}",
-    callback=read_options,
-    help="Passed to the policy's constructor.",
-)
+@click.option("--policy", default="fcfs")
+@policy_options("Passed to the policy's constructor.")
 @click.option(
     "--restore",
     type=click.Choice(["recompute", "swap", "both"]),
     default="both",
-    show_default=True,
     help="How eLLM brings missing KV back.",
 )
 @click.option(
     "--baselines",
     default=",".join(BASELINES),
-    show_default=True,
     callback=_read_baselines,
     help="Whole-request servers beside it; or 'none'.",
 )
@@ -95,39 +78,21 @@ _file = click.Path(path_type=Path, dir_okay=False)
     "--latency-model",
     type=click.Choice(LATENCY_MODELS),
     default="roofline",
-    show_default=True,
     help="What the device does; 'paper' counts FLOPs only.",
 )
 @click.option(
     "--lengths",
     metavar="NAME|FILE",
     default="sharegpt",
-    show_default=True,
     help="sharegpt, l-eval, or a CSV file with prompt_tokens,output_tokens.",
 )
-@click.option("--trace", type=_file, help="Arrivals and lengths from an Azure-format CSV file.")
+@click.option("--trace", type=FILE, help="Arrivals and lengths from an Azure-format CSV file.")
+@click.option("--requests", default=300, type=REQUESTS, help="How many; of a trace, the first.")
 @click.option(
-    "--requests",
-    default=300,
-    show_default=True,
-    type=REQUESTS,
-    help="How many; of a trace, the first.",
+    "--rate", type=PER_SECOND, help="Requests per second, Gamma gaps.  [default: the paper's 45.1]"
 )
-@click.option(
-    "--rate",
-    type=PER_SECOND,
-    help="Requests per second, Gamma gaps.  [default: the paper's 45.1]",
-)
-@click.option(
-    "--scale-rate",
-    type=FACTOR,
-    default=1.0,
-    show_default=True,
-    help="Multiply the arrival rate.",
-)
-@click.option(
-    "--scale-lengths", type=FACTOR, default=1.0, show_default=True, help="Multiply all lengths."
-)
+@click.option("--scale-rate", type=FACTOR, default=1.0, help="Multiply the arrival rate.")
+@click.option("--scale-lengths", type=FACTOR, default=1.0, help="Multiply all lengths.")
 @click.option(
     "--max-new-tokens",
     type=TOKENS,
@@ -135,23 +100,18 @@ _file = click.Path(path_type=Path, dir_okay=False)
 )
 @click.option("--tpot-slo-ms", type=MILLISECONDS)
 @click.option("--ttft-slo-ms", type=MILLISECONDS)
-@click.option("--max-running", default=256, show_default=True, type=click.IntRange(1, 10**6))
+@click.option("--max-running", default=256, type=click.IntRange(1, 10**6))
 @click.option(
-    "--conservativeness",
-    type=FACTOR,
-    default=1.0,
-    show_default=True,
-    help="SGLang's --schedule-conservativeness.",
+    "--conservativeness", type=FACTOR, default=1.0, help="SGLang's --schedule-conservativeness."
 )
 @click.option(
     "--stride",
     default=8,
-    show_default=True,
     type=click.IntRange(1, 10**6),
     help="Decode steps per decision, at most; 1 is a server's.",
 )
-@click.option("--seed", type=SEED, default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+@click.option("--seed", type=SEED, default=0)
+@json_flag
 def simulate(
     as_json: bool,
     policy: str,
@@ -163,11 +123,11 @@ def simulate(
     """Run a load through the server's own policies, page table and control loop, with a latency
     model for the device. Deterministic by --seed.
     """
+    from ellm_sgl.client.traces import TraceError
     from ellm_sgl.eval.simulator import Load, Settings
     from ellm_sgl.eval.simulator import simulate as run
-    from ellm_sgl.eval.traces import TraceError
 
-    try:
+    with told_in_a_line(ConfigError, TraceError, ValueError):
         machine, trace = _machine(given), _trace(given)
         slo, ttft_slo = _seconds(given["tpot_slo_ms"]), _seconds(given["ttft_slo_ms"])
         load = Load.of(trace, given["max_new_tokens"], slo, ttft_slo)
@@ -185,13 +145,11 @@ def simulate(
                 task = bar.add_task(each.mode, total=len(load))
                 tick = _every(lambda n, task=task: bar.update(task, completed=n))
                 reports.append(run(machine, each, load, tick))
-    except (ConfigError, TraceError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
     if as_json:
         document = {
             "machine": asdict(machine),
             "requests": len(load),
-            "reports": [_plain(report) for report in reports],
+            "reports": [as_json_value(asdict(report)) for report in reports],
         }
         click.echo(json.dumps(document))
     else:
@@ -214,8 +172,8 @@ def _machine(given: dict[str, Any]) -> Machine:
 def _trace(given: dict[str, Any]) -> Trace:
     import numpy as np
 
-    from ellm_sgl.eval import workloads
-    from ellm_sgl.eval.traces import read_azure, read_lengths
+    from ellm_sgl.client import workloads
+    from ellm_sgl.client.traces import read_azure, read_lengths
 
     if given["trace"] is not None:
         trace = read_azure(given["trace"]).first(given["requests"])
@@ -249,33 +207,16 @@ def _every(update: Any) -> Any:
     return tick
 
 
-def _plain(report: SimReport) -> dict[str, Any]:
-    """As JSON has it: no infinity, no nan."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [clean(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    plain: dict[str, Any] = clean(asdict(report))
-    return plain
-
-
 def _table(machine: Machine, reports: list[SimReport]) -> Table:
-    table = Table(
-        box=box.SIMPLE,
-        pad_edge=False,
+    table = plain_table(
+        "mode",
+        ("tok/s", "TTFT s", "TPOT ms", "SLO", "running", "r", "retr.", "ref."),
         collapse_padding=True,
         title=f"{machine.name}: {machine.kv_tokens:,} KV tokens, "
         f"{reports[0].summary.requests:,} requests (simulated)",
         caption="mean/p99; SLO: share of requests within both; r: uncached share; "
         "retr.: lost their place; ref.: larger than the device",
     )
-    table.add_column("mode", no_wrap=True)
-    for heading in ("tok/s", "TTFT s", "TPOT ms", "SLO", "running", "r", "retr.", "ref."):
-        table.add_column(heading, justify="right", no_wrap=True)
     for report in reports:
         s = report.summary
         table.add_row(

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ellm_sgl.click_types import LAYERS, TOKENS
 from ellm_sgl.config import ELLM, MODES
+from ellm_sgl.config.click_types import LAYERS, TOKENS
+from ellm_sgl.serve.cli_shared import json_flag, model_path_option, progress_lines, told_in_a_line
 
 if TYPE_CHECKING:
     from ellm_sgl.serve.verify import Spread, VerifyReport
@@ -23,7 +24,7 @@ FIGURES = {
     "recomputed_tokens": "recom-\nputed",
     "evicted_units": "evic-\nted",
     "fetched_units": "fetched",
-    "sat_out": "sat\nout",
+    "pauses": "pauses",
     "retractions": "retr.",
 }
 """Counts of a comparison, with their headings."""
@@ -31,7 +32,7 @@ BATCH_SIZES = "stock, two batch sizes"
 
 
 @click.command()
-@click.option("--model-path", metavar="DIR", help="A local model.  [default: the demo model]")
+@model_path_option
 @click.option(
     "--dtype",
     "dtypes",
@@ -39,44 +40,21 @@ BATCH_SIZES = "stock, two batch sizes"
     multiple=True,
     help="May be given several times.  [default: float32 and bfloat16]",
 )
+@click.option("--ellm-layer-group", "layer_group", type=LAYERS, default=4)
+@click.option("--ellm-block-tokens", "block_tokens", type=TOKENS, default=16)
 @click.option(
-    "--ellm-layer-group",
-    "layer_group",
-    type=LAYERS,
-    default=4,
-    show_default=True,
+    "--max-prompt-tokens", type=TOKENS, default=1500, help="Leave out prompts longer than this."
 )
-@click.option(
-    "--ellm-block-tokens",
-    "block_tokens",
-    type=TOKENS,
-    default=16,
-    show_default=True,
-)
-@click.option(
-    "--max-prompt-tokens",
-    type=TOKENS,
-    default=1500,
-    show_default=True,
-    help="Leave out prompts longer than this.",
-)
-@click.option(
-    "--output-tokens",
-    type=TOKENS,
-    default=16,
-    show_default=True,
-    help="Tokens per prompt.",
-)
+@click.option("--output-tokens", type=TOKENS, default=16, help="Tokens per prompt.")
 @click.option(
     "--ellm-mode",
     "mode",
     type=click.Choice(MODES),
     default=ELLM,
-    show_default=True,
     help="A baseline instead: under pressure, with at least 160 tokens per prompt.",
 )
 @click.option("--quick", is_flag=True, help="Three splits, and chats in fp32, instead of all.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+@json_flag
 def verify(
     model_path: str | None,
     dtypes: tuple[str, ...],
@@ -94,14 +72,13 @@ def verify(
     every greedy token, with log-probabilities within 1e-4; in 16 bits log-probabilities that
     differ by no more than rounding, which is measured on stock SGLang.
     """
+    from ellm_sgl.client.process import ServerError
     from ellm_sgl.serve import verify as verification
-    from ellm_sgl.serve.process import ServerError
 
-    err = Console(stderr=True)
-    try:
+    with told_in_a_line(ServerError, OSError, ValueError):
         report = verification.verify(
             model_path,
-            say=lambda line: err.print(f"[dim]{escape(line)}[/dim]"),
+            progress_lines,
             dtypes=tuple(dict.fromkeys(dtypes)) or verification.DTYPES,
             lengths=[n for n in verification.LENGTHS if n <= max_prompt_tokens],
             output_tokens=output_tokens,
@@ -110,8 +87,6 @@ def verify(
             quick=quick,
             mode=mode,
         )
-    except (ServerError, OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(json.dumps(report.to_json(), allow_nan=False))
     else:

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 from rich.console import Console
 
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
 from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
 from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun
 from ellm_sgl.serve.live_view import Progress, ProgressView, view_for
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
 from ellm_sgl.serve.processor_use import ProcessorUse
 
 BLOCK_TOKENS = 16

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from ellm_sgl.sglang.seams import SGLANG_VERSIONS, moved_seams
+from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_hooks
 
 MINIMUM_FREE_MEMORY_GB = 3.0
 
@@ -32,19 +32,13 @@ class Finding:
 def examine() -> list[Finding]:
     """Look at everything; later findings that need earlier ones are left out when those fail."""
     findings: list[Finding] = []
-    for check in (_python, _memory, _torch, _sglang, _accelerator, _kernels, _seams, _demo_model):
+    for check in (_python, _memory, _torch, _sglang, _accelerator, _kernels, _hooks, _demo_model):
         try:
             findings += check()
         except Exception as error:  # a broken install may raise anything on import
             name = check.__name__.strip("_")
-            findings.append(
-                Finding(
-                    name,
-                    False,
-                    f"{type(error).__name__}: {error}",
-                    "reinstall from the lock files: make setup",
-                )
-            )
+            remedy = "reinstall from the lock files: make setup"
+            findings.append(Finding(name, False, f"{type(error).__name__}: {error}", remedy))
         if not findings[-1].ok and check in (_torch, _sglang):
             break
     return findings
@@ -52,14 +46,13 @@ def examine() -> list[Finding]:
 
 def _python() -> Iterator[Finding]:
     ok = (3, 11) <= sys.version_info < (3, 13)
-    yield Finding("python", ok, platform.python_version(), "" if ok else "use Python 3.11 or 3.12")
+    yield _found("python", ok, platform.python_version(), "use Python 3.11 or 3.12")
 
 
 def _memory() -> Iterator[Finding]:
     free = psutil.virtual_memory().available / 1e9
-    ok = free >= MINIMUM_FREE_MEMORY_GB
     remedy = f"free some memory: a small server needs about {MINIMUM_FREE_MEMORY_GB:.0f} GB"
-    yield Finding("memory", ok, f"{free:.1f} GB free", "" if ok else remedy)
+    yield _found("memory", free >= MINIMUM_FREE_MEMORY_GB, f"{free:.1f} GB free", remedy)
 
 
 def _torch() -> Iterator[Finding]:
@@ -73,12 +66,8 @@ def _sglang() -> Iterator[Finding]:
         "the lock files (requirements/README.md)",
     )
     if found.ok and found.found not in SGLANG_VERSIONS:
-        found = Finding(
-            "sglang",
-            False,
-            found.found,
-            f"tested with {', '.join(SGLANG_VERSIONS)}: install one of these",
-        )
+        remedy = f"tested with {', '.join(SGLANG_VERSIONS)}: install one of these"
+        found = Finding("sglang", False, found.found, remedy)
     yield found
 
 
@@ -91,21 +80,12 @@ def _accelerator() -> Iterator[Finding]:
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
         tried = cuda.available() and os.environ.get(cuda.EXPERIMENTAL) == "1"
-        yield Finding(
-            "platform",
-            tried,
-            f"{device}: {'eLLM runs experimentally' if tried else 'SGLang runs as stock'} here",
-            ""
-            if tried
-            else f"eLLM has not been run on a device yet; to try it set {cuda.EXPERIMENTAL}=1",
-        )
+        runs = "eLLM runs experimentally" if tried else "SGLang runs as stock"
+        remedy = f"eLLM has not been run on a device yet; to try it set {cuda.EXPERIMENTAL}=1"
+        yield _found("platform", tried, f"{device}: {runs} here", remedy)
     elif activate() is None:
-        yield Finding(
-            "platform",
-            False,
-            f"{platform.machine()}, no accelerator",
-            "use an x86 host, and leave SGLANG_USE_CPU_ENGINE unset",
-        )
+        remedy = "use an x86 host, and leave SGLANG_USE_CPU_ENGINE unset"
+        yield Finding("platform", False, f"{platform.machine()}, no accelerator", remedy)
     else:
         yield Finding("platform", True, f"x86 CPU, {psutil.cpu_count(logical=False)} cores")
 
@@ -122,25 +102,25 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("attention", True, chosen + hint)
 
 
-def _seams() -> Iterator[Finding]:
-    from ellm_sgl.sglang.torchvision_ops import declare
+def _hooks() -> Iterator[Finding]:
+    from ellm_sgl.sglang.platform.torchvision_ops import declare
 
     declare()
     with warnings.catch_warnings(action="ignore"):  # of GPU parts that a CPU host lacks
-        missing = moved_seams()
-    yield Finding(
-        "hooks",
-        not missing,
-        ", ".join(missing) or "all of SGLang's seams are in place",
-        "" if not missing else f"install sglang {SGLANG_VERSIONS[-1]}",
-    )
+        missing = moved_hooks()
+    found = ", ".join(missing) or "every hook is in place"
+    yield _found("hooks", not missing, found, f"install sglang {SGLANG_VERSIONS[-1]}")
 
 
 def _demo_model() -> Iterator[Finding]:
-    from ellm_sgl.serve.process import DEMO_MODEL
+    from ellm_sgl.client.process import DEMO_MODEL
 
     ok = (DEMO_MODEL / "model.safetensors").is_file()
-    yield Finding("demo model", ok, str(DEMO_MODEL), "" if ok else "reinstall ellm-sgl")
+    yield _found("demo model", ok, str(DEMO_MODEL), "reinstall ellm-sgl")
+
+
+def _found(name: str, ok: bool, found: str, remedy: str) -> Finding:
+    return Finding(name, ok, found, "" if ok else remedy)
 
 
 def _installed(name: str, remedy: str) -> Finding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 

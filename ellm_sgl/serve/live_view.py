@@ -6,8 +6,8 @@ import bisect
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -49,23 +49,15 @@ class Progress:
         return pieces / window if window else 0.0
 
 
-class ProgressView(ABC):
+class ProgressView(AbstractContextManager["ProgressView"], ABC):
     """Shows one load as it goes; a context manager."""
 
     @abstractmethod
     def show(self, progress: Progress) -> None:
         """Called a few times a second."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        return None
+    def __exit__(self, *error: object) -> None:
+        """Leaves nothing behind."""
 
 
 def view_for(console: Console, title: str) -> ProgressView:
@@ -103,16 +95,11 @@ class LiveView(ProgressView):
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
 
     def show(self, progress: Progress) -> None:
         self._live.update(draw(self._title, progress), refresh=True)

@@ -1,1 +1,1 @@
-"""The seams to SGLang: the only code that imports it. `seams.py` lists every one of them."""
+"""The hooks on SGLang: the only code that imports it. `hooks.py` lists every one of them."""

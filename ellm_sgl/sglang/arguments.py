@@ -2,16 +2,21 @@
 
 SGLang has several hundred, and a new one may mean anything to memory, batches or rows: a test fails
 for a field of `ServerArgs` that the table lacks, so somebody has to read what it does. The rows are
-in `argument_rows.py` and `refused_rows.py`; `docs/sglang-arguments.md` is made from them.
+in `arguments.toml`; `docs/sglang-arguments.md` is made from them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from ellm_sgl.sglang.cuda import available
 
 
 class Kind(Enum):
@@ -70,36 +75,45 @@ def _default(kind: type, field: str) -> Any:
     return found.default
 
 
-def works(fields: str, tests: str, why: str = "") -> Iterator[Argument]:
-    """Rows of `fields`, names with spaces between."""
-    for field in fields.split():
-        yield Argument(field, Kind.WORKS, why, tests=f"tests/{tests}")
+_WHEN: dict[str, Callable[[Any], bool]] = {
+    "enable_priority_scheduling": lambda args: bool(
+        args.enable_priority_scheduling and not args.disable_priority_preemption
+    ),
+    "schedule_policy": lambda args: args.schedule_policy == "random",
+    "device": lambda args: args.device not in (None, "cuda" if available() else "cpu"),
+}
+"""Of what is refused in part: asked of all arguments."""
 
 
-def adapted(field: str, why: str) -> Iterator[Argument]:
-    yield Argument(field, Kind.ADAPTED, why)
-
-
-def no_bearing(fields: str, why: str) -> Iterator[Argument]:
-    for field in fields.split():
-        yield Argument(field, Kind.NO_BEARING, why)
-
-
-def refused(fields: str, why: str, *allowed: Any, **more: Any) -> Iterator[Argument]:
-    """`allowed`: values that are not refused, beside SGLang's default."""
-    for field in fields.split():
-        yield Argument(field, Kind.REFUSED, why, allowed=allowed, **more)
-
-
+@cache
 def table() -> dict[str, Argument]:
-    """All rows by field."""
-    from ellm_sgl.sglang.argument_rows import ROWS
-    from ellm_sgl.sglang.refused_rows import REFUSED
-
-    rows = [*ROWS, *REFUSED]
-    found = {row.field: row for row in rows}
-    assert len(found) == len(rows), "an argument stands in two rows"
+    """All rows by field, in the order of `arguments.toml`."""
+    text = Path(__file__).with_suffix(".toml").read_text()
+    found: dict[str, Argument] = {}
+    for kind, rows in tomllib.loads(text).items():
+        for argument in (each for row in rows for each in _arguments(Kind[kind.upper()], row)):
+            assert argument.field not in found, f"{argument.field} stands in two rows"
+            found[argument.field] = argument
     return found
+
+
+def _arguments(kind: Kind, row: dict[str, Any]) -> Iterator[Argument]:
+    """The arguments of one row of `arguments.toml`."""
+    why = row.get("why", "")
+    if "without" in row:
+        why = f"means nothing without {row['without']}, which is refused"
+    for field in row["fields"].split():
+        yield Argument(
+            field,
+            kind,
+            why,
+            tests=row.get("tests", ""),
+            allowed=tuple(row.get("allowed", {}).get(field, ())),
+            when=_WHEN.get(field),
+            remedy=row.get("remedy", Argument.remedy),
+            given_only=row.get("given_only", False),
+            option=row.get("option", {}).get(field, ""),
+        )
 
 
 def refusal(args: Any, resolved: bool) -> str | None:

@@ -14,7 +14,7 @@ _HEAD = """\
 
 What becomes of each of the {count} arguments of SGLang 0.5.17 when `--ellm-policy` enables eLLM
 (with `off`, SGLang is stock). This page is made from the table by which the server refuses them,
-`ellm_sgl/sglang/arguments.py`; a test fails when SGLang has an argument that the table lacks.
+`ellm_sgl/sglang/arguments.toml`; a test fails when SGLang has an argument that the table lacks.
 To make it again: `python -m ellm_sgl.sglang.arguments_page > docs/sglang-arguments.md`.
 """
 

@@ -11,7 +11,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
 from ellm_sgl.kernels.choose import choose
-from ellm_sgl.sglang import cuda, runtime
+from ellm_sgl.sglang import cuda
+from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from ellm_sgl.forward import StepPlan
-    from ellm_sgl.kernels.triton.graph import GraphSteps
-    from ellm_sgl.kv import KVPool
+    from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
+    from ellm_sgl.memory import KVPool
+    from ellm_sgl.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +60,16 @@ class _Layer(NamedTuple):
 
 
 class EllmAttention(AttentionBackend):
-    """Attention of the step that `Runtime.plan` describes; all it needs is in the plan."""
+    """Attention of the step that the executor runs; all it needs is in the plan."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__()
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
-        self._runtime = runtime.current()
-        pool = self._runtime.pool.buffer
-        self._layers = _Layer.of(self._runtime.pool)
+        ours = context_of(runner)
+        self.executor, self._pool = ours.executor, ours.pool
+        pool = self._pool.buffer
+        self._layers = _Layer.of(self._pool)
         self._kernel, chosen = choose(pool.device, pool.shape[-1], runner.dtype, pool.dtype)
         self._model_config = runner.model_config
         self._graphs: GraphSteps | None = None
@@ -79,10 +81,10 @@ class EllmAttention(AttentionBackend):
     # -- CUDA graphs, of decode steps with nothing missing ------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        from ellm_sgl.kernels.triton.attention import FusedAttention
-        from ellm_sgl.kernels.triton.graph import GraphSteps
+        from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
+        from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
 
-        pool, heads = self._runtime.pool, self._model_config.num_attention_heads
+        pool, heads = self._pool, self._model_config.num_attention_heads
         heads //= get_parallel().attn_tp_size
         groups = pool.shape.num_groups
         # What the device holds, and again as much for prefixes that requests share.
@@ -95,15 +97,15 @@ class EllmAttention(AttentionBackend):
 
     def may_replay(self, plan: StepPlan) -> bool:
         """Whether a captured graph does what `plan` says."""
-        nothing_missing = not plan.span_rows and not plan.transfers
+        nothing_missing = not plan.recomputed_rows and not plan.transfers
         return self._graphs is not None and nothing_missing and self._graphs.fits(plan.groups)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         if not in_capture:
-            assert self._graphs is not None and self._runtime.plan is not None
-            self._graphs.load(self._runtime.plan.groups)
+            assert self._graphs is not None and self.executor.plan is not None
+            self._graphs.load(self.executor.plan.groups)
 
     def forward_decode(
         self,
@@ -114,7 +116,7 @@ class EllmAttention(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        plan = self._runtime.plan
+        plan = self.executor.plan
         keys, values, group, begins_group, ends_group = self._layers[layer.layer_id]
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
@@ -123,18 +125,16 @@ class EllmAttention(AttentionBackend):
             assert self._graphs is not None, "attention outside of a planned step"
             out = self._graphs.run(q, k, v, keys, values, group, layer.scaling)
             return out.view(len(out), -1)
-        streamer = self._runtime.streamer
+        streamer = self.executor.streamer
         if streamer is not None and begins_group:
             streamer.wait(group)
         # What the next layer needs: in a group's last layer some rows have done their part.
         out_rows = plan.rows_in(group + ends_group)
         layout = plan.groups[group]
-        if (separate := self._runtime.separate) is not None:
+        if (separate := self.executor.separate) is not None:
             layout, (k, v) = separate.attend(layer.layer_id, layout, (k, v))
             out_rows = len(q)
-        out = self._kernel(
-            q, k, v, keys, values, layout, layer.scaling, out_rows, delta=self._runtime.delta()
-        )
+        out = self._kernel(q, k, v, keys, values, layout, layer.scaling, out_rows, delta=plan.delta)
         if streamer is not None and ends_group:
             streamer.done(group)
         return out.view(len(out), -1)

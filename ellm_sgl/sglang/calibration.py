@@ -1,8 +1,8 @@
 """Measures the machine at start-up: real steps of the model served, on made-up requests.
 
 Everything that a decoding step does on the device runs here as it will run later: the model's
-layers, eLLM's attention, planning, span rows. What SGLang's scheduler adds to a step cannot run
-without requests: a figure measured once stands for it, until the on-line fit knows better.
+layers, eLLM's attention, planning, recomputed rows. What SGLang's scheduler adds to a step cannot
+run without requests: a figure measured once stands for it, until the online fit knows better.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ellm_sgl.forward import (
-    MixedRows,
+from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
+from ellm_sgl.latency.fit import fit_profile
+from ellm_sgl.memory import KVPool, PageTable
+from ellm_sgl.sglang.context import Context
+from ellm_sgl.step import (
     NewTokens,
     Restoration,
-    SeparateRows,
     StepPlan,
     plan_step,
 )
-from ellm_sgl.kv import KVPool, PageTable
-from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
-from ellm_sgl.latency.fit import fit_profile
-from ellm_sgl.sglang import runtime
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -46,7 +44,7 @@ _SCHEDULER_TURN_S = 2e-3
 prompts' results are dealt with beside the next step."""
 _FETCH_SHARE = 3.0
 """Where the processor copies: 0.55 µs per token of the demo model, whose KV is 4 KB, beside 0.2 µs
-for the copying itself. Calibration fetches nothing; the on-line fit corrects this."""
+for the copying itself. Calibration fetches nothing; the online fit corrects this."""
 _LARGEST_SHARE = 0.1
 """A mix that would take more than this share of the whole time is left out."""
 
@@ -66,7 +64,7 @@ class Mix:
     @property
     def work(self) -> StepWork:
         b, new, n = self.requests, self.new, self.uncached
-        spans = {"span_rows": b * n, "span_squares": b * n**2}
+        spans = {"restored_tokens": b * n, "restored_squares": b * n**2}
         if new == 1:
             return StepWork(decode_rows=b, decode_tokens=b * self.tokens, **spans)
         pairs = b * (new * (self.tokens - new) + new * (new + 1) // 2)
@@ -128,7 +126,7 @@ def shape_of(model_path: str, dtype: str) -> ModelShape:
 
 
 def calibrate(
-    runner: ModelRunner, rows: MixedRows | SeparateRows, shape: ModelShape, seconds: float = 3.0
+    runner: ModelRunner, ours: Context, shape: ModelShape, seconds: float = 3.0
 ) -> HardwareProfile:
     """Measure what this rank's device sustains with the model loaded. Nothing may be running.
 
@@ -136,7 +134,7 @@ def calibrate(
 
     Args:
         runner: has its model, pool and attention backend.
-        rows: the hooks on the model's decoder, as used for serving.
+        ours: executor and pool, as used for serving.
         shape: of the model.
         seconds: about how long to measure.
     """
@@ -145,7 +143,7 @@ def calibrate(
     # All ranks must run the same steps, since each waits for the others' part: rank 0 decides.
     decided = get_tp_group().broadcast_object
     guess: HardwareProfile = decided(measure_device(runner.device))
-    steps = SyntheticSteps(runner, rows)
+    steps = SyntheticSteps(runner, ours)
     mixes = _affordable(shape, guess, steps, seconds)
     steps.run(mixes[0])  # on a GPU the very first step compiles kernels, for seconds
     deadline = time.perf_counter() + seconds
@@ -166,7 +164,7 @@ def _with_scheduler(profile: HardwareProfile) -> HardwareProfile:
         profile,
         step_overhead_s=profile.step_overhead_s + _SCHEDULER_STEP_S,
         row_overhead_s=profile.row_overhead_s + _SCHEDULER_ROW_S,
-        turn_overhead_s=_SCHEDULER_TURN_S,
+        phase_change_s=_SCHEDULER_TURN_S,
     )
 
 
@@ -202,10 +200,10 @@ class SyntheticSteps:
     Their page table is a private one over the first units of the real pool.
     """
 
-    def __init__(self, runner: ModelRunner, rows: MixedRows | SeparateRows) -> None:
+    def __init__(self, runner: ModelRunner, ours: Context) -> None:
         self._runner = runner
-        self._rows = rows
-        self._pool: KVPool = runtime.current().pool
+        self._executor = ours.executor
+        self._pool: KVPool = ours.pool
         self._context: int = runner.model_config.context_len
         self._cleared = 0
 
@@ -237,17 +235,12 @@ class SyntheticSteps:
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> None:
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-        ours = runtime.current()
-        ours.plan = plan
-        try:
-            with (
-                torch.no_grad(),
-                forward_context(ForwardContext(attn_backend=self._runner.attn_backend)),
-                self._rows.running(plan),
-            ):
-                self._runner.model.forward(batch.input_ids, batch.positions, batch)
-        finally:
-            ours.plan = None
+        with (
+            torch.no_grad(),
+            forward_context(ForwardContext(attn_backend=self._runner.attn_backend)),
+            self._executor.execute(plan),
+        ):
+            self._runner.model.forward(batch.input_ids, batch.positions, batch)
 
     def _requests(self, mix: Mix) -> tuple[PageTable, list[NewTokens]]:
         shape = self._pool.shape

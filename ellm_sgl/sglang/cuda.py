@@ -62,9 +62,8 @@ def keep_writes(original: Callable[..., bool], *_: Any, **__: Any) -> bool:
 
 def may_replay(original: Callable[..., bool], graph_runner: Any, forward_batch: Any) -> bool:
     """Around `can_run_graph`: a step that restores something runs layer by layer."""
-    from ellm_sgl.sglang import runtime  # the process that reads arguments has no need of it
-
-    plan = runtime.current().plan
-    if plan is not None and not graph_runner.attn_backend.may_replay(plan):
+    backend = graph_runner.attn_backend
+    plan = backend.executor.plan
+    if plan is not None and not backend.may_replay(plan):
         return False
     return original(graph_runner, forward_batch)

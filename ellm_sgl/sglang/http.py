@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.ranges import check_finite, shown
+from ellm_sgl.config.ranges import check_finite, shown
 from ellm_sgl.sglang.slo import SloFields
 
 CONTROL = "ellm/"

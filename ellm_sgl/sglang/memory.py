@@ -12,25 +12,31 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import RECOMPUTE, EllmConfig
-from ellm_sgl.control import ElasticMemory
-from ellm_sgl.forward import AnyStreamer, HiddenStates
-from ellm_sgl.kv import KVPool, OutOfBlocksError, PageTable, PoolShape
-from ellm_sgl.sglang import runtime
-from ellm_sgl.sglang.slots import Integers, begins_page, decode_slots, extend_slots, pages_to_add
-from ellm_sgl.sglang.tiers import (
+from ellm_sgl.memory import KVPool, OutOfBlocksError, PageTable, PoolShape
+from ellm_sgl.sglang.context import Context
+from ellm_sgl.sglang.host_offload import (
     SLOTS,
     device_units,
     hidden_groups,
     make_hidden_pool,
     make_streamer,
 )
+from ellm_sgl.sglang.token_slots import (
+    Integers,
+    begins_page,
+    decode_slots,
+    extend_slots,
+    pages_to_add,
+)
+from ellm_sgl.step import AnyStreamer, HiddenStates
 
 logger = logging.getLogger(__name__)
 
 _NO_PAGES = np.empty(0, np.int64)
 
-_device_tokens: int | None = None
-"""Tokens the device pool holds; decided before SGLang learns of the larger logical capacity."""
+_DEVICE_TOKENS = "_ellm_device_tokens"
+"""Attribute of SGLang's model config (its configurator takes none): tokens that the device pool
+holds, decided before SGLang learns of the larger logical capacity."""
 
 
 def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -> Any:
@@ -43,40 +49,38 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     In mode recompute there are as many as the device holds: SGLang then admits, retracts and
     refuses by what is there, and no block is ever without memory.
     """
-    global _device_tokens
     settings = _settings()
     block = settings.block_tokens
-    device = settings.device_kv_tokens or config.max_total_num_tokens
-    _device_tokens = device // block * block
+    device = (settings.device_kv_tokens or config.max_total_num_tokens) // block * block
+    setattr(configurator.model_config, _DEVICE_TOKENS, device)
     if settings.mode == RECOMPUTE:
-        config.max_total_num_tokens = _device_tokens
+        config.max_total_num_tokens = device
         return config
     logical = max(
-        _device_tokens + _transient_tokens(configurator) + config.max_running_requests * block,
-        4 * _device_tokens + 2 * configurator.model_config.context_len,
+        device + _max_restored_tokens(configurator) + config.max_running_requests * block,
+        4 * device + 2 * configurator.model_config.context_len,
     )
     config.max_total_num_tokens = -(-logical // block) * block
     return config
 
 
-def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVCache:
-    """Hook around `_build_token_to_kv_pool`: our pool, and with it this process's runtime."""
+def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, **_: Any) -> KVCache:
+    """Hook around `_build_token_to_kv_pool`: our pool, and with it this process's context."""
     from sglang.srt.runtime_context import get_parallel
 
     settings = _settings()
     model = configurator.model_config
     layers = configurator.layer_info.num_effective_layers
     shape = PoolShape(layers, min(settings.layer_group, layers), settings.block_tokens)
-    logical_tokens = _["sizes"].max_total_num_tokens
+    logical_tokens = sizes.max_total_num_tokens
     heads, head_dim = model.get_num_kv_heads(get_parallel().attn_tp_size), model.head_dim
     dtype = configurator.kv_cache_dtype
-    assert _device_tokens is not None
     host_units = settings.host_kv_tokens // shape.block_tokens * shape.num_groups
     groups = hidden_groups(settings, shape, configurator) if host_units else 0
     units = device_units(
         settings,
         shape,
-        _device_tokens,
+        getattr(model, _DEVICE_TOKENS),
         groups,
         model.hidden_size * model.dtype.itemsize,
         KVPool.bytes_per_unit(shape, heads, head_dim, dtype),
@@ -89,23 +93,15 @@ def build_pool(original: Callable[..., Any], configurator: Any, **_: Any) -> KVC
     streamer: AnyStreamer | None = None
     if host_units:
         streamer = make_streamer(settings, table.host.kv_units, pool, hidden)
-    ours: runtime.Runtime
-    elastic = ElasticMemory(
-        table,
-        _transient_tokens(configurator),
-        lambda tokens: ours.reclaim(tokens),
-        None if streamer is None else streamer.save,
-        SLOTS,
-    )
-    ours = runtime.Runtime(settings, table, pool, elastic, streamer, hidden)
-    runtime.install(ours)
+    max_restored = _max_restored_tokens(configurator)
+    ours = Context(settings, table, pool, max_restored, SLOTS, streamer, hidden)
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
         "%d tokens logical",
         units * shape.block_tokens // shape.num_groups, units, shape.layer_group,
         shape.block_tokens, pool.nbytes / 1e6, logical_tokens,
     )  # fmt: skip
-    return EllmKVCache(pool, logical_tokens, configurator)
+    return EllmKVCache(ours, logical_tokens, configurator)
 
 
 def build_allocator(
@@ -114,7 +110,7 @@ def build_allocator(
     """Hook around `_build_token_to_kv_pool_allocator`."""
     return EllmAllocator(
         sizes.max_total_num_tokens,
-        runtime.current().table.shape.block_tokens,
+        token_to_kv_pool.ellm.table.shape.block_tokens,
         configurator.kv_cache_dtype,
         configurator.device,
         token_to_kv_pool,
@@ -122,7 +118,7 @@ def build_allocator(
     )
 
 
-def _transient_tokens(configurator: Any) -> int:
+def _max_restored_tokens(configurator: Any) -> int:
     """Rows a step may recompute: as many as the longest request has, or a prefill may bring."""
     context: int = configurator.model_config.context_len
     return max(context, configurator.server_args.max_prefill_tokens)
@@ -137,7 +133,8 @@ def _settings() -> EllmConfig:
 class EllmKVCache(KVCache):
     """Our pool as SGLang's `KVCache`. Indices of its buffers are units, not slots."""
 
-    def __init__(self, pool: KVPool, logical_tokens: int, configurator: Any) -> None:
+    def __init__(self, ellm: Context, logical_tokens: int, configurator: Any) -> None:
+        pool = ellm.pool
         super().__init__(
             logical_tokens,
             pool.shape.block_tokens,
@@ -148,6 +145,7 @@ class EllmKVCache(KVCache):
             start_layer=configurator.layer_info.start_layer,
             end_layer=configurator.layer_info.end_layer,
         )
+        self.ellm = ellm
         self.pool = pool
         self._finalize_allocation_log(pool.num_units // pool.shape.num_groups * self.page_size)
 
@@ -172,8 +170,9 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._table = runtime.current().table
-        self._elastic = runtime.current().elastic
+        self.ellm: Context = self._kvcache.ellm
+        """Where hooks find it (`context.context_of`)."""
+        self._table = self.ellm.table
         self._group: list[torch.Tensor] | None = None
         """Pages freed within a free group, until it ends; None outside of one."""
         self.release_pages = torch.empty(0, dtype=torch.int64)
@@ -236,12 +235,12 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
         """So many blocks, with units as far as there are any."""
         if count == 0:
             return _NO_PAGES
-        with runtime.current().bookkeeping():
+        elastic = self.ellm.elastic
+        with elastic.totals.bookkeeping():
             try:
-                blocks = self._table.allocate(count)
+                blocks = elastic.allocate(count)
             except OutOfBlocksError:
                 return None
-            self._elastic.place(blocks)
         return blocks.astype(np.int64)
 
     def free(self, free_index: torch.Tensor) -> None:
@@ -263,7 +262,7 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
 
     def _free_pages(self, pages: torch.Tensor) -> None:
         if self._group is None:
-            with runtime.current().bookkeeping():
+            with self.ellm.elastic.totals.bookkeeping():
                 self._table.release(torch.unique(pages).cpu().numpy())
         else:
             self._group.append(pages)

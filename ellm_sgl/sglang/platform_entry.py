@@ -11,7 +11,7 @@ ATTENTION_BACKEND = "torch_native"
 """SGLang takes its paths without Triton kernels for this name, whatever class it stands for. With
 eLLM enabled on the CPU platform it stands for eLLM's."""
 
-PLATFORM = "ellm_sgl.sglang.platform:EllmCpuPlatform"
+PLATFORM = "ellm_sgl.sglang.platform.cpu:EllmCpuPlatform"
 
 
 def activate() -> str | None:

@@ -1,4 +1,4 @@
-"""Entry point `sglang.srt.plugins`: installs the hooks of `seams.SEAMS` in every process.
+"""Entry point `sglang.srt.plugins`: installs the hooks of `hooks.HOOKS` in every process.
 
 What a process is for cannot be told from where it stands: servers are started from a shell, from a
 notebook, or by a training framework in a child process. So hooks are chosen by what is enabled,
@@ -7,31 +7,22 @@ never by process, and each is on a function that only processes of its role call
 
 from __future__ import annotations
 
-import pkgutil
-from typing import Any
-
 from ellm_sgl.config import EllmConfig
+from ellm_sgl.sglang.hooks import HOOKS, When
 from ellm_sgl.sglang.platform_entry import activate
-from ellm_sgl.sglang.seam import When
-from ellm_sgl.sglang.seams import SEAMS
 
 
 def register() -> None:
-    """Register the hooks that are wanted; SGLang applies them."""
+    """Register the hooks for what is enabled here; SGLang applies them."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     enabled, on_cpu = EllmConfig.from_env() is not None, activate() is not None
-    wanted = {
-        When.ALWAYS: True,
-        When.PLATFORM: on_cpu,
-        When.ENABLED: enabled,
-    }
-    for seam in SEAMS:
-        if wanted[seam.when]:
-            hook: Any = pkgutil.resolve_name(seam.hook)
-            HookRegistry.register(seam.target, hook, HookType[seam.kind])
+    installed = {When.ALWAYS: True, When.PLATFORM: on_cpu, When.ENABLED: enabled}
+    for hook in HOOKS:
+        if installed[hook.when]:
+            HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
     if on_cpu:
-        from ellm_sgl.sglang import cpu_attention
+        from ellm_sgl.sglang.platform import attention as cpu_attention
 
         cpu_attention.register_backend()
     if enabled:

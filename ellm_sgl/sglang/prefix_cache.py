@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.registry import (
     registered_radix_cache_backends,
 )
 
-from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.context import context_of, row_of
 from ellm_sgl.sglang.server_args import PREFIX_CACHE
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def register_prefix_cache() -> None:
 def _build(context: TreeCacheBuildContext) -> RadixCache | ChunkCache:
     kind = EllmChunkCache if context.disable_radix_cache else EllmRadixCache
     cache = kind(context.params)
-    runtime.current().prefix_cache = cache
+    context_of(cache).prefix_cache = cache
     return cache
 
 
@@ -48,7 +48,7 @@ class EllmChunkCache(ChunkCache):
     def cache_finished_req(
         self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
-        runtime.current().forget_request(req)
+        context_of(self).forget_request(req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
 
@@ -57,7 +57,7 @@ class EllmRadixCache(RadixCache):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self._table = runtime.current().table
+        self._table = context_of(self).table
         self._match_all = False
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -89,9 +89,9 @@ class EllmRadixCache(RadixCache):
             super().cache_unfinished_req(req, chunked)
         finally:
             self._match_all = False
-        length = self._table.length_of(runtime.row_of(req))
-        row = self.req_to_token_pool.req_to_token[runtime.row_of(req), :length]
-        runtime.current().map_request(req, row.cpu().numpy(), length)
+        length = self._table.length_of(row_of(req))
+        row = self.req_to_token_pool.req_to_token[row_of(req), :length]
+        context_of(self).map_request(req, row.cpu().numpy(), length)
 
     def cache_finished_req(
         self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
@@ -99,7 +99,7 @@ class EllmRadixCache(RadixCache):
         """Keep a finished request's blocks as far as they are all there."""
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
         key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
-        runtime.current().forget_request(req)
+        context_of(self).forget_request(req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         cached = super().match_prefix(MatchPrefixParams(key=key)).device_indices
         resident = self._resident_tokens(cached)

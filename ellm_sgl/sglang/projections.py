@@ -40,7 +40,7 @@ class Projections:
     def __call__(
         self, layer: int, states: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `forward.hidden.Projection`."""
+        """See `step.hidden.Projection`."""
         attention = self._attentions[layer]
         projection, first = attention.qkv_proj, attention.q_size
         bias = None if projection.bias is None else projection.bias[first:]

@@ -9,14 +9,13 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ellm_sgl.config import ELLM, ConfigError, EllmConfig
-from ellm_sgl.flags import FLAGS, Flag
-from ellm_sgl.ranges import shown
-from ellm_sgl.settings import settle
+from ellm_sgl.config.flags import FLAGS, Flag
+from ellm_sgl.config.ranges import shown
+from ellm_sgl.config.resolve import resolve
 from ellm_sgl.sglang import cuda
-from ellm_sgl.sglang.arguments import refusal
+from ellm_sgl.sglang.arguments import refusal, table
+from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_hooks
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
-from ellm_sgl.sglang.refused_rows import WEIGHTS_ALONE
-from ellm_sgl.sglang.seams import SGLANG_VERSIONS, moved_seams
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -64,7 +63,7 @@ def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> Ser
             flag = next(iter(given)).replace("_", "-")
             raise ConfigError(f"--ellm-{flag} needs --ellm-policy, which enables eLLM")
         if given and policy != OFF:
-            settle(given).to_env()
+            resolve(given).to_env()
     except ConfigError as error:
         _refuse(str(error))
     return original(cls, args)
@@ -107,11 +106,12 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"supported by eLLM ({', '.join(sorted(ARCHITECTURES))} are); use --ellm-policy {OFF}"
         )
     method = args.get_model_config().quantization
-    if method not in (None, *WEIGHTS_ALONE):
+    weights_alone = table()["quantization"].allowed
+    if method not in (None, *weights_alone):
         _refuse(
             f"--model-path {args.model_path}: the model is quantised with {method}, and only "
             f"methods that quantise weights alone are supported by eLLM "
-            f"({', '.join(WEIGHTS_ALONE)}); use --ellm-policy {OFF}"
+            f"({', '.join(weights_alone)}); use --ellm-policy {OFF}"
         )
     layers = args.get_model_config().num_hidden_layers
     if config.host_keeps.isdecimal() and int(config.host_keeps) > layers:
@@ -119,8 +119,8 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--ellm-host-keeps {config.host_keeps}: the model has {layers} layers; give as many "
             "at most"
         )
-    from ellm_sgl.sglang.tier_files import check_files
-    from ellm_sgl.sglang.tiers import check_room
+    from ellm_sgl.sglang.host_offload import check_room
+    from ellm_sgl.sglang.host_offload_files import check_files
 
     try:
         if args.kv_cache_dtype == "auto":
@@ -161,7 +161,7 @@ def _refuse_other_sglang() -> None:
     remedy = f"install sglang=={SGLANG_VERSIONS[-1]}, or use --ellm-policy {OFF}"
     if installed not in SGLANG_VERSIONS:
         _refuse(f"eLLM has not been tested with sglang {installed}; {remedy}")
-    if missing := moved_seams():
+    if missing := moved_hooks():
         _refuse(f"this sglang lacks what eLLM hooks into ({', '.join(missing)}); {remedy}")
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from ellm_sgl.ranges import MILLISECONDS, check_depth, shown
+from ellm_sgl.config.ranges import MILLISECONDS, check_depth, shown
 
 SLO_FIELDS = ("tpot_slo_ms", "ttft_slo_ms")
 

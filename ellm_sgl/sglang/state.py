@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ellm_sgl.config import RECOMPUTE, ConfigError
-from ellm_sgl.control.asking import FIRST_ANSWER_S
-from ellm_sgl.kv import IntegrityError, PageTable
+from ellm_sgl.config.ranges import SHARE, Range, shown
+from ellm_sgl.engine.policy_guard import FIRST_ANSWER_S
 from ellm_sgl.latency import PaperLatencyModel
+from ellm_sgl.memory import IntegrityError, PageTable
 from ellm_sgl.policies.registry import create
-from ellm_sgl.ranges import SHARE, Range, shown
-from ellm_sgl.sglang import runtime
+from ellm_sgl.sglang.context import Context, context_of
 from ellm_sgl.sglang.http import CONTROL
-from ellm_sgl.sglang.starting import switch_policy
+from ellm_sgl.sglang.scheduler import scheduler_of
+from ellm_sgl.sglang.start import switch_policy
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import SetInternalStateReq
@@ -41,13 +42,13 @@ def report(result: Any, scheduler: Scheduler, *_: Any) -> Any:
 
 def describe(scheduler: Scheduler) -> dict[str, Any]:
     """What `GET /ellm/state` answers."""
-    ours = runtime.current()
+    ours = context_of(scheduler)
     statistics = ours.table.statistics()
     totals = ours.elastic.totals
     return {
         "enabled": True,
-        "mode": ours.config.mode,
-        "policy": _policy(),
+        "mode": ours.settings.mode,
+        "policy": _policy(ours),
         "hardware": None if ours.hardware is None else dataclasses.asdict(ours.hardware),
         "layer_group": ours.table.shape.layer_group,
         "block_tokens": ours.table.shape.block_tokens,
@@ -68,20 +69,19 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "projected_units_total": totals.projected_units,
         "swap_stall_ms_total": totals.swap_stall_s * 1e3,
         "restored_units_total": totals.restored_units,
-        "steps_total": 0 if ours.deciding is None else ours.deciding.loop.steps.steps,
+        "steps_total": 0 if ours.iteration is None else ours.iteration.controller.steps.steps,
         "retractions_total": totals.retractions,
-        "sat_out_total": totals.sat_out,
+        "pauses_total": totals.pauses,
         "page_table_ms_total": totals.page_table_s * 1e3,
         "pool": dataclasses.asdict(statistics),
     }
 
 
-def _policy() -> dict[str, Any]:
+def _policy(ours: Context) -> dict[str, Any]:
     """The policy in force, and how often its answer had to be replaced."""
-    ours = runtime.current()
-    if ours.deciding is None:
+    if ours.iteration is None:
         return {"name": ours.policy_name}
-    safe = ours.deciding.loop.safe
+    safe = ours.iteration.controller.guard
     return {
         "name": ours.policy_name,
         "budget_ms": safe.budget_s * 1e3,
@@ -90,12 +90,11 @@ def _policy() -> dict[str, Any]:
     }
 
 
-def _steps() -> list[dict[str, Any]]:
+def _steps(ours: Context) -> list[dict[str, Any]]:
     """The last measured steps: work, time, and what each latency model said of them."""
-    ours = runtime.current()
-    if ours.deciding is None or ours.hardware is None:
+    if ours.iteration is None or ours.hardware is None:
         return []
-    loop = ours.deciding.loop
+    loop = ours.iteration.controller
     paper = PaperLatencyModel(loop.limits.model, ours.hardware)
     return [
         {
@@ -115,7 +114,7 @@ def integrity(scheduler: Scheduler) -> str:
     The tables must not only be consistent but alike: each rank holds its heads of the same blocks.
     Takes time in proportion to the pool, 80 ms with a million tokens; and all ranks must call it.
     """
-    table = runtime.current().table
+    table = context_of(scheduler).table
     mine = (_contradiction(table), dataclasses.asdict(table.statistics()))
     count = scheduler.ps.tp_size
     if count == 1:
@@ -153,9 +152,9 @@ def control(original: Callable[..., Any], scheduler: Scheduler, request: Any) ->
     return scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
 
 
-def _refuse_in_a_baseline(what: str) -> None:
+def _refuse_in_a_baseline(scheduler: Scheduler, what: str) -> None:
     """Raise ConfigError where the mode decides by itself."""
-    config = runtime.current().config
+    config = context_of(scheduler).settings
     if config.is_baseline:
         raise ConfigError(
             f"{what} cannot be changed: the server runs in mode {config.mode}, which decides by "
@@ -170,19 +169,20 @@ def _state(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
     return [describe(scheduler) | {"integrity": integrity(scheduler)}]
 
 
-def _switch(_: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
-    _refuse_in_a_baseline("the policy")
-    deciding = runtime.current().deciding
-    assert deciding is not None
-    deciding.settled = False  # on every rank alike, whether rank 0 can make the policy or not
-    if deciding.asks:
-        switch_policy(body["name"], create(body["name"], body["options"], FIRST_ANSWER_S))
+def _switch(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
+    _refuse_in_a_baseline(scheduler, "the policy")
+    ours = scheduler_of(scheduler)
+    # On every rank alike, whether rank 0 can make the policy or not.
+    ours.iteration.ask_anew()
+    if ours.asks:
+        policy = create(body["name"], body["options"], FIRST_ANSWER_S)
+        switch_policy(scheduler, body["name"], policy)
     return []
 
 
 _CONTROLS: dict[str, Callable[[Scheduler, dict[str, Any]], list[dict[str, Any]]]] = {
     "state": _state,
-    "steps": lambda *_: _steps(),
+    "steps": lambda scheduler, _: _steps(context_of(scheduler)),
     "policy": _switch,
 }
 
@@ -198,7 +198,7 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
 
     theirs = {k: v for k, v in request.server_args.items() if k not in (RATIO, DEVICE_TOKENS)}
     try:
-        apply = _prepare(request.server_args)
+        apply = _prepare(scheduler, request.server_args)
     except ConfigError as error:
         logger.warning("set_internal_state refused, nothing has changed: %s", error)
         return SetInternalStateReqOutput(updated=False)
@@ -211,20 +211,20 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
     return SetInternalStateReqOutput(updated=True)
 
 
-def _prepare(values: dict[str, Any]) -> Callable[[], None]:
+def _prepare(scheduler: Scheduler, values: dict[str, Any]) -> Callable[[], None]:
     """Check all values, and return what applies them.
 
     Raises:
         ConfigError: one of them makes no sense; none is applied.
     """
-    ours = runtime.current()
+    ours = context_of(scheduler)
     policy, limit = None, ours.table.unit_limit
     if RATIO in values:
-        _refuse_in_a_baseline(RATIO)
+        _refuse_in_a_baseline(scheduler, RATIO)
         _check(RATIO, values[RATIO], SHARE, "the share of each request's tokens to leave uncached")
         policy = create("fixed-ratio", {"ratio": values[RATIO]})
     if DEVICE_TOKENS in values:
-        if ours.config.mode == RECOMPUTE:
+        if ours.settings.mode == RECOMPUTE:
             raise ConfigError(f"{DEVICE_TOKENS}: mode {RECOMPUTE} leaves memory to SGLang")
         tokens, shape = values[DEVICE_TOKENS], ours.table.shape
         blocks = ours.table.num_units // shape.num_groups
@@ -234,7 +234,7 @@ def _prepare(values: dict[str, Any]) -> Callable[[], None]:
 
     def apply() -> None:
         if policy is not None:
-            switch_policy("fixed-ratio", policy)
+            switch_policy(scheduler, "fixed-ratio", policy)
         ours.table.limit_units(limit)
 
     return apply

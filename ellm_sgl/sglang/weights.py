@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.sglang import runtime
-from ellm_sgl.sglang.deciding import deciding
+from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.scheduler import scheduler_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -30,7 +30,7 @@ def update(
 ) -> Any:
     """Around the scheduler's `update_weights_from_*`: after what the old weights computed is gone,
     or not at all."""
-    if problem := _drop_all_kv():
+    if problem := _drop_all_kv(updater.scheduler):
         from sglang.srt.managers import io_struct
 
         answer = type(request).__name__.replace("ReqInput", "ReqOutput")
@@ -61,9 +61,9 @@ def flush(
     return None
 
 
-def _drop_all_kv() -> str | None:
+def _drop_all_kv(scheduler: Any) -> str | None:
     """Drop all KV that is kept for later. Returns, in one sentence, why some has to stay."""
-    ours = runtime.current()
+    ours = context_of(scheduler)
     if held := len(ours.table.sequence_ids):
         return (
             f"KV of the present weights is in use (requests: {held}), and eLLM would complete it "
@@ -83,6 +83,6 @@ def pause(
     clock that times steps."""
     before = set(scheduler.waiting_queue)
     original(scheduler, request)
-    ours = deciding()
+    ours = scheduler_of(scheduler)
     ours.retracted([req for req in scheduler.waiting_queue if req not in before])
-    ours.loop.steps.idle()
+    ours.iteration.idle()

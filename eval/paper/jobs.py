@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-from ellm_sgl.eval.goodput import goodput
+from ellm_sgl.client.goodput import goodput
+from ellm_sgl.client.workloads import paper_workload
 from ellm_sgl.eval.simulator import Load, Settings, SimReport, preset, simulate
-from ellm_sgl.eval.workloads import LENGTHS, paper_workload
 
 MAX_NEW_TOKENS = {"sharegpt": 4096, "l-eval": 16_384}
 """What requests say they may generate: servers do not know output lengths."""
@@ -30,11 +30,6 @@ class LoadSpec:
     def draw(self) -> Load:
         trace = paper_workload(self.data_set, self.requests, self.seed, self.per_second)
         return Load.of(trace, MAX_NEW_TOKENS[self.data_set], self.tpot_slo_s, self.ttft_slo_s)
-
-    @property
-    def output_mean(self) -> float:
-        """Mean output tokens of the data set."""
-        return LENGTHS[self.data_set].output.mean
 
 
 @dataclass(frozen=True)

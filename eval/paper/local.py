@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ellm_sgl.eval.simulator import Machine
-from ellm_sgl.kv import PageTable, PoolShape
-from ellm_sgl.serve.policies_bench import PolicyBench, bench
+from ellm_sgl.memory import PageTable, PoolShape
+from ellm_sgl.policies.testing.bench import PolicyBench, bench
 
 TOKENS, REQUESTS, STEPS = 895, 56, 64
 """A batch of ShareGPT requests half way through their output (222 + 1346 / 2 tokens)."""

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import Range
 from ellm_sgl.eval.validate.results import MEASURES
-from ellm_sgl.ranges import Range
 
 COMMANDS = (
     "ellm-sgl compare",
     "python -m ellm_sgl.eval.validate",
-    "python -m ellm_sgl.eval.load_sweep",
-    "python -m ellm_sgl.eval.layer_groups",
-    "python -m ellm_sgl.eval.fusion",
+    "ellm-sgl bench load-sweep",
+    "ellm-sgl bench layer-groups",
+    "ellm-sgl bench fusion",
 )
 """Those whose `--json` is understood."""
 _FIGURES = Range(0, 10**12)
@@ -110,6 +110,8 @@ def _with(found: Measured, document: Any) -> Measured:
             }
             wasted = {t["layer_group"]: _figure(t["fragmentation"]) for t in table}
             return replace(found, table_shares=shares, fragmentation=wasted)
+        case {"loads": loads}:
+            return _with(found, loads)
         case [{"separate_ms": _}, *_]:
             loads = {f"{c['requests']} x {c['prompt_tokens']} tokens": c for c in document}
             fused = {load: 1 / _figure(c["ratio"]) for load, c in loads.items()}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.eval.paper.jobs import Done
 from ellm_sgl.eval.paper.results import Comparison, Results
+from ellm_sgl.eval.plotting import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,9 +39,7 @@ def attainment(d: Done) -> float:
 
 
 def _figure(panels: int) -> tuple[Figure, Sequence[Any]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(min(4.2 * panels, 14), 3.4), layout="constrained")
+    figure = new_figure(figsize=(min(4.2 * panels, 14), 3.4))
     return figure, figure.subplots(1, panels, squeeze=False)[0]
 
 

@@ -9,7 +9,7 @@ from ellm_sgl.eval.paper.bounds import Bounds
 from ellm_sgl.eval.paper.jobs import Done
 from ellm_sgl.eval.paper.local import TableTime
 from ellm_sgl.eval.paper.measured import Measured
-from ellm_sgl.serve.policies_bench import PolicyBench
+from ellm_sgl.policies.testing.bench import PolicyBench
 
 BASELINES = ("recompute", "swap", "hcache")
 

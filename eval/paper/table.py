@@ -145,7 +145,7 @@ def _fused(results: Results) -> Iterator[Row]:
         yield Row(
             "fused step", f"step time, one pass over two, r = {claims.FUSED_RATIO}: {load}",
             claims.FUSED_TPOT, None, ratio,
-            "Real servers, python -m ellm_sgl.eval.fusion: on a CPU the rows, not the weights, are "
+            "Real servers, ellm-sgl bench fusion: on a CPU the rows, not the weights, are "
             "what a step takes time for.", "x",
         )  # fmt: skip
 
@@ -160,8 +160,8 @@ def _decisions(results: Results) -> Iterator[Row]:
         )  # fmt: skip
     bench = next(iter(results.decisions.values()))
     yield Row(
-        "Fig. 16", "time to choose l1, l2 and δ", claims.THREADS_MS, None,
-        bench.threads.mean_us / 1e3, "Arithmetic on a few numbers.", " ms",
+        "Fig. 16", "time to choose l1, l2 and δ", claims.SPLIT_MS, None,
+        bench.split.mean_us / 1e3, "Arithmetic on a few numbers.", " ms",
     )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def _table_2(results: Results) -> Iterator[Row]:
                 "Table 2", f"page table's share of a real server's time, r = 0.5, F = {group}",
                 _percent(share), None,
                 100 * measured.table_shares[group],
-                "python -m ellm_sgl.eval.layer_groups: everything that keeps the books, planning "
+                "ellm-sgl bench layer-groups: everything that keeps the books, planning "
                 "included, of steps of a small model.", " %",
             )  # fmt: skip
         yield Row("Table 2", f"tokens/s, F = {group}", None, done.sim.summary.tokens_per_s, None,
@@ -225,7 +225,7 @@ def _goodput(results: Results) -> Iterator[Row]:
     if (gain := median(results.measured.goodput_gains)) is not None:
         yield Row(
             "Figs. 14-15", "goodput of eLLM over stock SGLang, median of the seeds", None, None,
-            gain, "Real servers: python -m ellm_sgl.eval.load_sweep.", "x",
+            gain, "Real servers: ellm-sgl bench load-sweep.", "x",
         )  # fmt: skip
 
 

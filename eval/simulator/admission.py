@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ellm_sgl.eval.traces import IntArray
+from ellm_sgl.client.traces import IntArray
 
 CLIP_NEW_TOKENS = 4096
 INIT_RATIO, LEAST_RATIO_FACTOR, DECAY_STEPS = 0.7, 0.14, 600
@@ -111,7 +111,7 @@ def admit(
     Args:
         budget: memory before anything is admitted.
         reserved: tokens that running requests are expected to need.
-        places: requests that may join.
+        places: requests that may be admitted.
         alone: nothing runs; the first request may then be larger than the budget.
         under_way: a prompt that is not finished; it goes first, whatever memory says.
         candidates: waiting requests in the order of their turn.

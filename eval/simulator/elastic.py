@@ -1,4 +1,4 @@
-"""eLLM's mode: the server's own control loop, elastic memory and page table."""
+"""eLLM's mode: the server's own loop, elastic memory and page table."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ellm_sgl.control import Arrival, ControlLoop, ElasticMemory, RequestBook
+from ellm_sgl.client.traces import IntArray
+from ellm_sgl.engine import Arrival, Controller, Iteration
 from ellm_sgl.eval.simulator.admission import Budget, Chunk
+from ellm_sgl.eval.simulator.clock import VirtualClock
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn, missing_tokens
-from ellm_sgl.eval.traces import IntArray
-from ellm_sgl.kv import PageTable
-from ellm_sgl.kv.shape import IntArray as Units
-from ellm_sgl.policies.rotation_limits import LINK_SHARE
+from ellm_sgl.eval.simulator.modes import Grown, Mode, Moves, Span, missing_tokens
+from ellm_sgl.memory import ElasticMemory, PageTable
+from ellm_sgl.memory.shape import IntArray as Units
+from ellm_sgl.policies.pausing.limits import LINK_SHARE
 
 
 class Elastic(Mode):
-    """Part of each request cached, as `ellm_sgl.sglang.deciding` and `.scheduling` have it.
+    """Part of each request cached: the phases of `Iteration`, as SGLang's scheduler calls them.
 
     Args:
-        loop: asks the policy.
-        transient_tokens: rows that a step may recompute.
+        controller: asks the policy.
+        max_restored_tokens: rows that a step may recompute.
     """
 
     def __init__(
@@ -29,22 +30,23 @@ class Elastic(Mode):
         table: PageTable,
         load: Load,
         progress: Progress,
-        loop: ControlLoop,
-        transient_tokens: int,
+        controller: Controller,
+        max_restored_tokens: int,
+        clock: VirtualClock,
     ) -> None:
         super().__init__(table, load, progress)
-        self.loop = loop
         save = _save if table.host.num_units else None
-        self.elastic = ElasticMemory(table, transient_tokens, lambda tokens: 0, save)
-        self.book = RequestBook()
-        self._ratios: dict[int, float] = {}
-        self._joining_ratio = 0.0
-        self._resting: Sequence[int] = ()
+        self.elastic = ElasticMemory(table, max_restored_tokens, lambda tokens: 0, save)
+        shape, model = table.shape, controller.limits.model
+        self._unit_tokens = shape.block_tokens / shape.num_groups
+        unit_bytes = model.kv_bytes_per_token * self._unit_tokens
+        self.iteration = Iteration(controller, self.elastic, unit_bytes, clock)
+        self._paused: Sequence[int] = ()
         """Who sits out the coming step."""
 
-    def arrived(self, request: int, now_s: float) -> None:
-        load = self.load
-        self.progress.slot[request] = self.book.add(
+    def arrived(self, request: int) -> None:
+        load, iteration = self.load, self.iteration
+        self.progress.entry[request] = iteration.requests.add(
             Arrival(
                 tokens=int(load.prompt_tokens[request]),
                 prompt_tokens=int(load.prompt_tokens[request]),
@@ -54,73 +56,65 @@ class Elastic(Mode):
                 tpot_slo_s=float(load.tpot_slo_s[request]),
                 ttft_slo_s=float(load.ttft_slo_s[request]),
             ),
-            now_s,
+            iteration.clock(),
         )
 
-    def decoded(self, ids: IntArray, now_s: float) -> None:
-        self.book.decoded(self.progress.slot[ids], self.progress.kv_tokens[ids], now_s)
+    def decoded(self, ids: IntArray) -> None:
+        self.iteration.in_step(self.progress.entry[ids], self.progress.kv_tokens[ids])
+        self.iteration.report()
 
-    def retracted(self, request: int, now_s: float) -> None:
+    def retracted(self, request: int) -> None:
         self.elastic.totals.retractions += 1
         tokens = int(self.load.prompt_tokens[request] + self.progress.generated[request])
-        self.book.wait_again(int(self.progress.slot[request]), tokens, now_s)
+        self.iteration.retracted(int(self.progress.entry[request]), tokens)
 
     def ended(self, request: int) -> None:
-        self.book.remove(int(self.progress.slot[request]))
+        self.iteration.requests.remove(int(self.progress.entry[request]))
 
-    def turn(self, now_s: float, running: Sequence[int], waiting: IntArray) -> Turn:
-        slot, ids = self.progress.slot, np.array(running, np.int64)
-        state = self.loop.state(
-            now_s,
-            self.book.running(
-                slot[ids],
-                self.progress.kv_tokens[ids],
-                np.zeros(len(ids), np.int64),
-                missing_tokens(self.table, ids),
-                now_s,
-            ),
-            self.book.waiting(slot[waiting], now_s),
-            self.elastic.memory_state(running),
-        )
-        decision = self.loop.decide(state)
-        self._ratios = dict(zip(running, decision.ratios, strict=True))
-        self._joining_ratio = decision.joining_ratio
-        return Turn(
-            waiting[list(decision.join)].tolist(), frozenset(running[p] for p in decision.pause)
-        )
+    def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
+        iteration, entry = self.iteration, self.progress.entry
+        state = iteration.observe(entry[np.array(running, np.int64)], running, entry[waiting])
+        decision = iteration.decide(state)
+        # Named by their numbers in the load, as the simulator does.
+        iteration.put_in_force(decision, running, running, waiting.tolist())
+        return Moves(list(iteration.decided.admit), iteration.decided.pause)
+
+    def closed(self, closed: bool, anybody_waits: bool) -> bool:
+        return self.iteration.queue_closed(closed, anybody_waits)
+
+    def refused(self, budget: Budget) -> None:
+        self.iteration.refused(budget.eventually)
+
+    def idle(self) -> None:
+        self.iteration.idle()
 
     def budget(self) -> Budget:
-        return Budget(*self.elastic.admission_tokens(0, self._joining_ratio))
+        return Budget(*self.iteration.admission_tokens())
 
     def steps_that_fit(self, ids: IntArray, most: int) -> int:
-        needed = int(self.new_blocks(ids, 1).sum()) * self.table.shape.num_groups
-        requests = ids.tolist()
-        fits = self.elastic.make_room_for_step(needed, requests)
-        return most if fits and self.elastic.fits_transient(requests) else 0
+        needed = int(self.new_blocks(ids, 1).sum())
+        return most if self.iteration.make_room(needed, ids.tolist()) else 0
 
     def enter(self, chunk: Chunk) -> Span:
         table, blocks_for = self.table, self.table.shape.blocks_for
-        blocks = table.allocate(blocks_for(chunk.end) - blocks_for(chunk.begin))
+        blocks = self.elastic.allocate(blocks_for(chunk.end) - blocks_for(chunk.begin))
         if chunk.begin == 0:
-            self.elastic.place(blocks)
             table.map(chunk.request, blocks, chunk.end)
             table.note_computed([chunk.request], [chunk.end])
             return Span()
-        self.elastic.place(blocks)
         before = table.blocks_of(chunk.request)
-        missing = np.count_nonzero(table.lacks_units(before))
+        missing = np.count_nonzero(table.misses_units(before))
         table.extend(chunk.request, chunk.end, blocks)
         table.note_computed([chunk.request], [chunk.end - chunk.begin])
         return Span.of(np.array([missing * table.shape.block_tokens]))
 
     def grow(self, ids: IntArray, steps: int) -> Grown:
         requests = ids.tolist()
-        self.elastic.apply_targets(requests, [self._ratios.get(i, 0.0) for i in requests])
+        self.iteration.bring_to_ratios(requests)
         begun = missing_tokens(self.table, ids)
         counts = self.new_blocks(ids, steps)
-        blocks = self.table.allocate(int(counts.sum()))
-        self.elastic.make_room_for_step(len(blocks) * self.table.shape.num_groups, requests)
-        self.elastic.place(blocks)
+        self.iteration.make_room(int(counts.sum()), requests)
+        blocks = self.elastic.allocate(int(counts.sum()))
         self.extend(ids, steps, blocks, counts)
         self.table.note_computed(requests, [steps] * len(requests))
         before = missing_tokens(self.table, ids)
@@ -130,24 +124,18 @@ class Elastic(Mode):
             return Grown(Span.of(begun if steps > 1 else before), Span.of(before))
         return Grown(Span.of(before), Span.of(missing_tokens(self.table, ids)))
 
-    def sit_out(self, requests: Sequence[int]) -> None:
-        self._resting = requests
-        ratios = [self._ratios.get(i, 0.0) for i in requests]
-        self.elastic.apply_targets(requests, ratios, sitting_out=True)
+    def pause(self, requests: Sequence[int]) -> None:
+        self._paused = requests
+        self.iteration.bring_to_ratios(requests, paused=True)
 
     def fetch_ahead(self, decoding: int, step_s: float) -> float:
-        if not self._resting:
+        if not self._paused:
             return 0.0
-        shape, limits = self.table.shape, self.loop.limits
-        unit_tokens = shape.block_tokens / shape.num_groups
-        token_s = limits.model.kv_bytes_per_token / limits.hardware.link_bytes_per_s
-        most = int(LINK_SHARE * step_s / (token_s * unit_tokens))
-        units, _ = self.elastic.fetch_ahead(self._resting, decoding, most)
-        return len(units) * unit_tokens
+        units, _ = self.iteration.fetch_ahead(self._paused, decoding, LINK_SHARE * step_s)
+        return len(units) * self._unit_tokens
 
     def forget(self, request: int) -> None:
         self.elastic.forget(request)
-        self._ratios.pop(request, None)
 
 
 def _save(device: Units, host: Units) -> None:

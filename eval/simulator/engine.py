@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ellm_sgl.control.steps import StepLog, Turns
+from ellm_sgl.client.traces import FloatArray, IntArray
+from ellm_sgl.engine.step_log import PhaseChanges
 from ellm_sgl.eval.simulator.admission import (
     Candidate,
     Chunk,
@@ -36,7 +37,6 @@ from ellm_sgl.eval.simulator.machines import Machine
 from ellm_sgl.eval.simulator.modes import Grown, Mode
 from ellm_sgl.eval.simulator.record import Record
 from ellm_sgl.eval.simulator.settings import Settings, build_mode, device_model
-from ellm_sgl.eval.traces import FloatArray, IntArray
 from ellm_sgl.latency import StepWork
 
 Tick = Callable[[int], None]
@@ -64,8 +64,8 @@ class Simulation:
         self.mode: Mode = build_mode(machine, settings, load, self.progress, self.clock)
         self.record = Record(len(load))
         self._device = device_model(machine, settings)
-        self._turns = Turns()
-        self._unevenness = np.array(settings.unevenness or [1.0])
+        self._turns = PhaseChanges()
+        self._step_noise = np.array(settings.step_noise or [1.0])
         self._steps = 0
         self._ratio = NewTokenRatio.of(settings.conservativeness)
         self._limits = PrefillLimits(settings.block_tokens, settings.chunk_tokens)
@@ -75,8 +75,6 @@ class Simulation:
         self._under_way: UnderWay | None = None
         self._full = False
         """SGLang's `batch_is_full`: nobody is considered until somebody has left."""
-        self._refused_at: int | None = None
-        """Room when memory last ran out for those who wait."""
         self._step_s = 0.0
         """Time of the latest decode step."""
 
@@ -100,20 +98,20 @@ class Simulation:
         if not self._running and not len(self._waiting) and self._under_way is None:
             self._rest()
             return
-        turn = self.mode.turn(self.clock.now_s, self._running, self._waiting)
-        if turn.back:
-            self._fetch(turn.back)
-        chunks = self._admit(turn.join)
+        moves = self.mode.decide(self._running, self._waiting)
+        if moves.back:
+            self._fetch(moves.back)
+        chunks = self._admit(moves.admit)
         if chunks:
             self._prefill(chunks)
         elif self._running:
-            self._decode(turn.pause)
+            self._decode(moves.pause)
         elif self._arrived < len(self.load):
             self._rest()
         else:
             raise RuntimeError(
-                f"the policy {self.settings.policy} lets none of {len(self._waiting)} waiting "
-                "requests join an idle server"
+                f"the policy {self.settings.policy} admits none of {len(self._waiting)} waiting "
+                "requests to an idle server"
             )
 
     def _take_arrivals(self) -> None:
@@ -124,7 +122,7 @@ class Simulation:
                 self.progress.refused[request] = True
                 self.record.ended += 1
                 continue
-            self.mode.arrived(request, self.clock.now_s)
+            self.mode.arrived(request)
             taken.append(request)
         self._arrived = due
         if taken:
@@ -140,18 +138,17 @@ class Simulation:
     def _rest(self) -> None:
         """Nothing to do until the next arrival."""
         self.record.rest()
-        if isinstance(self.mode, Elastic):
-            self.mode.loop.steps.idle()
+        self.mode.idle()
         if self._arrived < len(self.load):
             self.clock.now_s = max(self.clock.now_s, float(self.load.at_s[self._arrived]))
 
     # -- admission --------------------------------------------------------------------------
 
-    def _admit(self, join: Sequence[int]) -> tuple[Chunk, ...]:
-        self._open_or_close(join)
+    def _admit(self, wanted: Sequence[int]) -> tuple[Chunk, ...]:
+        self._full = self.mode.closed(self._full, len(self._waiting) > 0)
         if self._full:
-            join = []
-        if not join and self._under_way is None:
+            wanted = []
+        if not wanted and self._under_way is None:
             return ()
         budget = self.mode.budget()
         under_way, running = self._under_way, np.array(self._running, np.int64)
@@ -164,24 +161,12 @@ class Simulation:
             self.settings.max_running - busy + (under_way is not None),
             not busy,
             under_way,
-            map(self._candidate, join),
+            map(self._candidate, wanted),
         )
         if admitted.full:
             self._full = True
-            self._refused_at = budget.eventually
+            self.mode.refused(budget)
         return self._started(admitted.chunks)
-
-    def _open_or_close(self, join: Sequence[int]) -> None:
-        """As `Deciding._open_or_close`: the policy may open a full batch again."""
-        if not isinstance(self.mode, Elastic):
-            return
-        if not join:
-            self._full = len(self._waiting) > 0
-            self._refused_at = None
-        elif self._full and (
-            self._refused_at is None or self.mode.budget().eventually > self._refused_at
-        ):
-            self._full = False
 
     def _candidate(self, request: int) -> Candidate:
         return Candidate(
@@ -200,7 +185,7 @@ class Simulation:
         return min(said, max(room - 2 * self.settings.block_tokens, 0))
 
     def _started(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-        """Take those who join out of the queue, and note what is left of the last one's prompt."""
+        """Take those admitted out of the queue, and note what is left of the last one's prompt."""
         joined = [c.request for c in chunks if c.begin == 0]
         if joined:
             self._waiting = self._waiting[~np.isin(self._waiting, joined)]
@@ -234,10 +219,16 @@ class Simulation:
             spans += span.rows
             squares += span.squares
         work = StepWork(
-            0, 0, spans, squares, prefill_rows=rows, prefill_pairs=pairs, turns=self._turns.of(True)
+            0,
+            0,
+            spans,
+            squares,
+            prefill_rows=rows,
+            prefill_pairs=pairs,
+            phase_changes=self._turns.of(True),
         )
         self._log(work)
-        self.clock.now_s += float(self._device.step_seconds(work) * self._uneven(1)[0])
+        self.clock.now_s += float(self._device.step_seconds(work) * self._noise(1)[0])
         self.record.prefill(self.clock.now_s, int(rows))
         for chunk in chunks:
             if chunk.last:
@@ -252,7 +243,7 @@ class Simulation:
 
     def _decode(self, pause: frozenset[int]) -> None:
         decoding = [i for i in self._running if i not in pause] or self._running
-        self.mode.sit_out([i for i in self._running if i in pause])
+        self.mode.pause([i for i in self._running if i in pause])
         steps = 1 if pause else self._stride(decoding)
         while (fitting := self.mode.steps_that_fit(np.array(decoding), steps)) == 0:
             victim = self.mode.victim(decoding)
@@ -264,24 +255,24 @@ class Simulation:
         work = self._decode_work(ids, fitting, self.mode.grow(ids, fitting))
         self._log(work)
         ahead = self.mode.fetch_ahead(len(ids), self._step_s)
-        moved = dataclasses.replace(work, span_rows=work.span_rows + ahead)
-        seconds = self._device.step_seconds(moved) * self._uneven(fitting)
+        moved = dataclasses.replace(work, restored_tokens=work.restored_tokens + ahead)
+        seconds = self._device.step_seconds(moved) * self._noise(fitting)
         ends = self.clock.now_s + np.cumsum(seconds)
         self.progress.kv_tokens[ids] += fitting
         self.record.blocks(self.progress.kv_tokens[ids], self.settings.block_tokens)
         self._step_s = float(seconds[-1])
         self.clock.now_s = float(ends[-1])
         self._tokens_came(ids, ends)
-        self.mode.decoded(ids, self.clock.now_s)
+        self.mode.decoded(ids)
         self.record.decode(ends, float(seconds.sum()), len(ids), len(self._waiting), work)
         self._ratio.decay(fitting)
         self._end_finished()
 
-    def _uneven(self, steps: int) -> FloatArray:
+    def _noise(self, steps: int) -> FloatArray:
         """By how much each of the next steps takes longer than the device's model says."""
-        at = np.arange(self._steps, self._steps + steps) % len(self._unevenness)
+        at = np.arange(self._steps, self._steps + steps) % len(self._step_noise)
         self._steps += steps
-        return self._unevenness[at]
+        return self._step_noise[at]
 
     def _stride(self, decoding: list[int]) -> int:
         """Steps until something else happens."""
@@ -302,20 +293,20 @@ class Simulation:
         if steps == 1:
             last = first
         return StepWork(
-            turns=self._turns.of(False) * (after == 1),
+            phase_changes=self._turns.of(False) * (after == 1),
             decode_rows=len(ids),
             decode_tokens=tokens + len(ids) * after,
-            span_rows=first.rows + share * (last.rows - first.rows),
-            span_squares=first.squares + share * (last.squares - first.squares),
+            restored_tokens=first.rows + share * (last.rows - first.rows),
+            restored_squares=first.squares + share * (last.squares - first.squares),
         )
 
     def _log(self, work: StepWork) -> None:
         """Tell the control loop; several steps count as their first."""
         if isinstance(self.mode, Elastic):
-            steps: StepLog = self.mode.loop.steps
+            iteration = self.mode.iteration
             first = {name: float(np.ravel(value)[0]) for name, value in vars(work).items()}
             one = StepWork(**first)
-            steps.start(self._device.restored(one) if self.settings.unevenness else one)
+            iteration.started(self._device.restored(one) if self.settings.step_noise else one)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -343,7 +334,7 @@ class Simulation:
         self._running.remove(request)
         self.mode.leave(request)
         self.progress.kv_tokens[request] = 0
-        self.mode.retracted(request, self.clock.now_s)
+        self.mode.retracted(request)
         self.record.retractions += 1
         self._full = False
         if self.mode.swaps:

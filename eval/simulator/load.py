@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ellm_sgl.eval.traces import FloatArray, IntArray, Trace
+from ellm_sgl.client.traces import FloatArray, IntArray, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +63,8 @@ class Progress:
         """When its first token came."""
         self.last_s = np.full(count, np.nan)
         """When its latest token came."""
-        self.slot = np.full(count, -1, np.int64)
-        """In the control loop's request book."""
+        self.entry = np.full(count, -1, np.int64)
+        """In the loop's request table."""
         self.refused = np.zeros(count, bool)
         """Larger than a server without partial caching can take."""
         self.on_host = np.zeros(count, bool)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import Range, read_json, shown
 from ellm_sgl.latency import HardwareProfile, ModelShape
-from ellm_sgl.ranges import Range, read_json, shown
 
 MEMORY_SHARE = 0.9
 """Share of device memory for weights and KV, as SGLang's --mem-fraction-static."""
 COMPUTE_SHARE, BANDWIDTH_SHARE, ATTENTION_SHARE = 0.7, 0.85, 0.5
-"""What presets take as sustained of the data sheet's FLOPs and bandwidths (DESIGN §5)."""
+"""What presets take as sustained of the data sheet's FLOPs and bandwidths: assumptions, since no
+such device was measured."""
 ALL_REDUCE_S = 2e-5
 """Time of one all-reduce of a decode step's rows over NVLink; two per layer."""
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ellm_sgl.client.traces import IntArray
 from ellm_sgl.eval.simulator.admission import Budget, Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.eval.traces import IntArray
-from ellm_sgl.kv import PageTable
-from ellm_sgl.kv.page_table import Blocks
+from ellm_sgl.memory import PageTable
+from ellm_sgl.memory.page_table import Blocks
 
 
 @dataclass(frozen=True)
-class Turn:
+class Moves:
     """What one iteration may do. Requests are named by their number in the load."""
 
-    join: Sequence[int]
-    """Waiting requests that may join, in this order."""
+    admit: Sequence[int]
+    """Waiting requests that may be admitted, in this order."""
     pause: frozenset[int] = frozenset()
     """Running requests that sit out this step."""
     back: Sequence[int] = ()
@@ -61,25 +61,35 @@ class Mode(ABC):
         self.load = load
         self.progress = progress
 
-    def arrived(self, request: int, now_s: float) -> None:  # noqa: B027 (optional)
-        """A request has come. Not every mode keeps a book."""
+    def arrived(self, request: int) -> None:  # noqa: B027 (optional)
+        """A request has come. Not every mode keeps a request table."""
 
-    def decoded(self, ids: IntArray, now_s: float) -> None:  # noqa: B027 (optional)
+    def decoded(self, ids: IntArray) -> None:  # noqa: B027 (optional)
         """These requests have just got a token each."""
 
-    def retracted(self, request: int, now_s: float) -> None:  # noqa: B027 (optional)
+    def retracted(self, request: int) -> None:  # noqa: B027 (optional)
         """A running request waits again; `leave` comes before."""
 
     def ended(self, request: int) -> None:  # noqa: B027 (optional)
         """A request has all its tokens; `leave` comes before."""
 
     @abstractmethod
-    def turn(self, now_s: float, running: Sequence[int], waiting: IntArray) -> Turn:
+    def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         """Asked once per iteration."""
+
+    def closed(self, closed: bool, anybody_waits: bool) -> bool:
+        """Whether SGLang looks at nobody who waits, as `closed` says it has until now."""
+        return closed
+
+    def refused(self, budget: Budget) -> None:  # noqa: B027 (optional)
+        """Memory or places ran out before the queue did."""
+
+    def idle(self) -> None:  # noqa: B027 (optional)
+        """Nothing is done until the next request arrives."""
 
     @abstractmethod
     def budget(self) -> Budget:
-        """Room for those who join."""
+        """Room for those admitted."""
 
     @abstractmethod
     def steps_that_fit(self, ids: IntArray, most: int) -> int:
@@ -93,7 +103,7 @@ class Mode(ABC):
     def grow(self, ids: IntArray, steps: int) -> Grown:
         """Memory for the next tokens of each of these requests."""
 
-    def sit_out(self, requests: Sequence[int]) -> None:  # noqa: B027 (optional)
+    def pause(self, requests: Sequence[int]) -> None:  # noqa: B027 (optional)
         """These running requests take no part in the coming step."""
 
     def fetch_ahead(self, decoding: int, step_s: float) -> float:
@@ -149,10 +159,10 @@ class Mode(ABC):
 def missing_tokens(table: PageTable, ids: IntArray) -> IntArray:
     """Tokens of each request in blocks that lack a unit; as `PageTable.uncached_tokens`, for many
     requests at once (a tail block counts as full)."""
-    if table.none_units == 0 or len(ids) == 0:
+    if table.missing_units == 0 or len(ids) == 0:
         return np.zeros(len(ids), np.int64)
     blocks = [table.blocks_of(i) for i in ids.tolist()]
-    lacking = table.lacks_units(np.concatenate(blocks))
+    lacking = table.misses_units(np.concatenate(blocks))
     starts = np.cumsum([0, *map(len, blocks[:-1])])
     counts = np.add.reduceat(lacking.astype(np.int64), starts)
     return np.asarray(counts * table.shape.block_tokens, np.int64)

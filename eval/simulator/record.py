@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ellm_sgl.eval.traces import FloatArray, IntArray
+from ellm_sgl.client.traces import FloatArray, IntArray
 from ellm_sgl.latency import StepWork
 
 
@@ -66,7 +66,7 @@ class Record:
         self._steps += [(end, True) for end in ends.tolist()]
         self.decode_s += seconds
         self.rows_s += rows * seconds
-        restored, read = float(np.sum(work.span_rows)), float(np.sum(work.decode_tokens))
+        restored, read = float(np.sum(work.restored_tokens)), float(np.sum(work.decode_tokens))
         self.decode_steps += steps
         self.restored_tokens += restored
         self.decoded_tokens += read

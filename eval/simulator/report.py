@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ellm_sgl.client.summary import Spread, Summary
 from ellm_sgl.eval.simulator.engine import Simulation, Tick
 from ellm_sgl.eval.simulator.load import Load
 from ellm_sgl.eval.simulator.machines import Machine
 from ellm_sgl.eval.simulator.record import Record, Sample
 from ellm_sgl.eval.simulator.settings import Settings
-from ellm_sgl.eval.summary import Spread, Summary
 
 SERIES_POINTS = 400
 """Points of a time series that are kept."""

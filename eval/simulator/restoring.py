@@ -10,7 +10,7 @@ import numpy as np
 
 from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
 from ellm_sgl.latency.base import FloatArray, Quantity
-from ellm_sgl.policies.threads import CONFIGURATIONS
+from ellm_sgl.policies.work_split import CONFIGURATIONS
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Restoration:
     """Values of φ, the share of the layers that are recomputed, to choose from; the rest is
     fetched from host memory. A step takes the one that makes it shortest."""
     fused: bool = True
-    """Span rows share one pass through the weights with the decode rows."""
+    """Recomputed rows share one pass through the weights with the decode rows."""
     overlapped: bool = True
     """Transfers run beside the computing."""
 
@@ -39,15 +39,15 @@ RESTORATIONS = {
 class RestoringModel(LatencyModel):
     """Steps as another model predicts them, their spans restored in a given way.
 
-    It is the device of a simulation, and what policies are shown: a policy that plans span rows
-    sees what restoring them costs here. Fixed: it never learns.
+    It is the device of a simulation, and what policies are shown: a policy that plans to
+    restore sees what restoring them costs here. Fixed: it never learns.
 
     Args:
-        inner: predicts steps in which span rows are recomputed in all layers.
+        inner: predicts steps in which what is missing is recomputed in all layers.
         shape: gives the KV's size.
         profile: gives the link, for the transfers' time (Eq. 6).
         restoration: how spans come back.
-        host_tokens: span tokens that host memory can hold; the rest has to be recomputed. None:
+        host_tokens: restored tokens that host memory can hold; the rest has to be recomputed. None:
             all of them.
     """
 
@@ -68,7 +68,7 @@ class RestoringModel(LatencyModel):
         self._host_tokens = math.inf if host_tokens is None else float(host_tokens)
 
     def step_seconds(self, work: StepWork) -> FloatArray:
-        if not np.any(work.span_rows):
+        if not np.any(work.restored_tokens):
             return self._inner.step_seconds(work)
         return np.asarray(self._candidates(work).min(axis=0), np.float64)
 
@@ -76,17 +76,17 @@ class RestoringModel(LatencyModel):
         """Nothing."""
 
     def restored(self, work: StepWork) -> StepWork:
-        """One step's work, told as a server tells it: how its span rows came back."""
-        if not work.span_rows:
+        """One step's work, told as a server tells it: how its recomputed rows came back."""
+        if not work.restored_tokens:
             return work
-        shares = self._shares_of(np.asarray(work.span_rows, np.float64))
+        shares = self._shares_of(np.asarray(work.restored_tokens, np.float64))
         share = float(shares[int(self._candidates(work).argmin())])
-        fetched = work.span_rows if share < 1 else 0.0
+        fetched = work.restored_tokens if share < 1 else 0.0
         return dataclasses.replace(work, swap_tokens=fetched, recompute_share=share)
 
     def _candidates(self, work: StepWork) -> FloatArray:
         """Seconds for each share (first axis) and each step."""
-        rows = np.asarray(work.span_rows, np.float64)
+        rows = np.asarray(work.restored_tokens, np.float64)
         shares = self._shares_of(rows)
         swapped = (1 - shares) * rows
         link = self._token_s * swapped + self._latency_s * (swapped > 0)
@@ -102,16 +102,16 @@ class RestoringModel(LatencyModel):
 
     def _compute_seconds(self, work: StepWork, shares: Quantity) -> FloatArray:
         span = {
-            "span_rows": shares * work.span_rows,
-            "span_squares": shares * work.span_squares,
-            "span_prefix": shares * work.span_prefix,
+            "restored_tokens": shares * work.restored_tokens,
+            "restored_squares": shares * work.restored_squares,
+            "restored_prefix": shares * work.restored_prefix,
         }
         if self._restoration.fused:
             return self._inner.step_seconds(dataclasses.replace(work, **span))
         nothing = {name: 0.0 for name in span}
         apart = self._inner.step_seconds(StepWork(0, 0, **span))
         decode = self._inner.step_seconds(dataclasses.replace(work, **nothing))
-        return np.where(span["span_rows"] > 0, apart, 0.0) + decode
+        return np.where(span["restored_tokens"] > 0, apart, 0.0) + decode
 
 
 def fetch_seconds(shape: ModelShape, profile: HardwareProfile, tokens: float) -> float:

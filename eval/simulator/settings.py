@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
-from ellm_sgl.control import ControlLoop, ServerLimits, StepLog
+from ellm_sgl.config.ranges import TOKENS, Range, shown
+from ellm_sgl.engine import Controller, ServerLimits, StepLog
 from ellm_sgl.eval.simulator.clock import VirtualClock
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.load import Load, Progress
@@ -22,8 +23,7 @@ from ellm_sgl.eval.simulator.restoring import (
     fetch_seconds,
     hcache_seconds,
 )
-from ellm_sgl.eval.simulator.whole import WholeRequests
-from ellm_sgl.kv import PageTable, PoolShape
+from ellm_sgl.eval.simulator.whole import WholeRequestMode
 from ellm_sgl.latency import (
     HardwareProfile,
     LatencyModel,
@@ -31,11 +31,11 @@ from ellm_sgl.latency import (
     RooflineLatencyModel,
     StepWork,
 )
+from ellm_sgl.memory import PageTable, PoolShape
 from ellm_sgl.policies.registry import create
-from ellm_sgl.ranges import TOKENS, Range, shown
 
 MODES = ("ellm", "recompute", "swap", "hcache")
-LEAST_TRANSIENT = 16_384
+LEAST_RESTORED = 16_384
 """SGLang's --max-prefill-tokens: a step may always recompute so many tokens."""
 FACTOR = Range(0, 10**6, low_open=True)
 MODEL_ERROR = Range(-1, 10**6, low_open=True)
@@ -75,14 +75,14 @@ class Settings:
     late_results: bool = False
     """Tokens come out a step late, as from a server whose scheduler waits while a step computes
     (a CPU): see `Record.one_step_late`."""
-    unevenness: tuple[float, ...] = ()
+    step_noise: tuple[float, ...] = ()
     """What successive steps take, in multiples of the latency model's time, over and over: as
     measured. The policy's model then learns from such steps, as a server's does (with a stride of
     1). Empty: steps take what the model says, and the policy knows it."""
     calibrated: HardwareProfile | None = None
     """What the policy's model begins with where it learns: a server's own calibration at start-up.
     None: the device's."""
-    experience: tuple[tuple[StepWork, float], ...] = ()
+    observed_steps: tuple[tuple[StepWork, float], ...] = ()
     """Steps, and their seconds, that the policy's model has learnt from before."""
     stride: int = 8
     """Decode steps that one decision is good for, at most. 1 is what a server does; more is
@@ -102,24 +102,26 @@ class Settings:
             raise ConfigError(f"tpot_slo_s {self.tpot_slo_s}: give seconds above 0, or none")
         if self.chunk_tokens < self.block_tokens:
             raise ConfigError(f"chunk_tokens {self.chunk_tokens}: less than one block")
-        if not all(0 < factor < math.inf for factor in self.unevenness):
-            raise ConfigError("unevenness: every factor must be a number above 0")
-        if self.unevenness and self.stride != 1:
+        if not all(0 < factor < math.inf for factor in self.step_noise):
+            raise ConfigError("step_noise: every factor must be a number above 0")
+        if self.step_noise and self.stride != 1:
             raise ConfigError(f"stride {self.stride}: uneven steps are learnt from one by one; 1")
-        if self.unevenness and self.latency_model != "roofline":
-            raise ConfigError(f"unevenness: the model {self.latency_model} does not learn")
-        if (self.calibrated or self.experience) and not self.unevenness:
-            raise ConfigError("calibrated, experience: only a model that meets unevenness learns")
+        if self.step_noise and self.latency_model != "roofline":
+            raise ConfigError(f"step_noise: the model {self.latency_model} does not learn")
+        if (self.calibrated or self.observed_steps) and not self.step_noise:
+            raise ConfigError(
+                "calibrated, observed_steps: only a model that meets step_noise learns"
+            )
         if self.model_error not in MODEL_ERROR:
             raise ConfigError(f"model_error {self.model_error}: give {MODEL_ERROR}")
 
 
 def policy_model(machine: Machine, settings: Settings) -> LatencyModel:
     """What the policy is told of a step: what it takes, or what a server would have learnt."""
-    if settings.unevenness:
+    if settings.step_noise:
         profile = settings.calibrated or machine.profile
         model = RooflineLatencyModel(machine.shape, slower(profile, 1 + settings.model_error))
-        for work, seconds in settings.experience:
+        for work, seconds in settings.observed_steps:
             model.observe(work, seconds)
         return model
     return device_model(machine, settings, settings.model_error)
@@ -167,11 +169,11 @@ def build_mode(
         }[settings.mode]
         _check_size(machine, pool, device_blocks)
         table = PageTable(pool, device_blocks, units)
-        return WholeRequests(table, load, progress, fetch)
+        return WholeRequestMode(table, load, progress, fetch)
     longest = int((load.prompt_tokens + load.output_tokens).max(initial=1))
-    transient = max(longest, LEAST_TRANSIENT)
+    max_restored = max(longest, LEAST_RESTORED)
     logical = max(
-        machine.kv_tokens + transient + settings.max_running * block,
+        machine.kv_tokens + max_restored + settings.max_running * block,
         4 * machine.kv_tokens + 2 * longest,
     )
     _check_size(machine, pool, -(-logical // block))
@@ -179,13 +181,13 @@ def build_mode(
     host_blocks = -(-logical // block) if host is None else host // block
     table = PageTable(pool, -(-logical // block), units, host_blocks * pool.num_groups)
     known = settings.calibrated or machine.profile
-    loop = ControlLoop(
+    controller = Controller(
         create(settings.policy, settings.policy_options),
         math.inf,
         StepLog(policy_model(machine, settings), clock),
-        ServerLimits(shape, known, settings.max_running, settings.tpot_slo_s, transient),
+        ServerLimits(shape, known, settings.max_running, settings.tpot_slo_s, max_restored),
     )
-    return Elastic(table, load, progress, loop, transient)
+    return Elastic(table, load, progress, controller, max_restored, clock)
 
 
 def _check_size(machine: Machine, pool: PoolShape, blocks: int) -> None:
@@ -207,5 +209,5 @@ def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:
         attention_flops=profile.attention_flops / factor,
         step_overhead_s=profile.step_overhead_s * factor,
         row_overhead_s=profile.row_overhead_s * factor,
-        turn_overhead_s=profile.turn_overhead_s * factor,
+        phase_change_s=profile.phase_change_s * factor,
     )

@@ -5,8 +5,8 @@ Admission is SGLang's. When a decode step finds no room, whole requests lose the
 - `recompute`: SGLang's retraction. The KV is discarded, the request goes to the end of the queue,
   and prompt and output so far are prefilled again. Kept of the original: all of the above, with
   SGLang's defaults. Not modelled: the prefix cache, which keeps what it has room for.
-- `swap`: as vLLM's swapping, and the server's mode `swap` (`policies.whole_requests`). The request
-  that came last goes to host memory; when all of its KV fits beside a further block of
+- `swap`: as vLLM's swapping, and the server's mode `swap` (`policies.baselines.whole_requests`).
+  The request that came last goes to host memory; when all of its KV fits beside a further block of
   everybody's it is fetched, before anybody new joins; decoding waits for the fetch. Kept: who goes,
   who comes back first and when, that a transfer blocks. Left out: copying out (taken to be hidden),
   vLLM's own admission, and that the server's admits in the very step that brings requests back,
@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ellm_sgl.client.traces import IntArray
 from ellm_sgl.eval.simulator.admission import Budget, Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.eval.simulator.modes import Grown, Mode, Span, Turn
-from ellm_sgl.eval.traces import IntArray
-from ellm_sgl.kv import PageTable
+from ellm_sgl.eval.simulator.modes import Grown, Mode, Moves, Span
+from ellm_sgl.memory import PageTable
 
 
-class WholeRequests(Mode):
+class WholeRequestMode(Mode):
     """Recomputation of whole requests, or fetching them.
 
     Args:
@@ -46,11 +46,11 @@ class WholeRequests(Mode):
         self._fetch = fetch
         self.swaps = fetch is not None
 
-    def turn(self, now_s: float, running: Sequence[int], waiting: IntArray) -> Turn:
+    def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         out = int(self.progress.on_host[waiting].sum())
         back = self._coming_back(len(running), waiting[:out].tolist())
-        join = waiting[out:].tolist() if len(back) == out else ()
-        return Turn(join=join, back=back)
+        admit = waiting[out:].tolist() if len(back) == out else ()
+        return Moves(admit=admit, back=back)
 
     def _coming_back(self, running: int, out: Sequence[int]) -> Sequence[int]:
         """The first of those in host memory, while they fit beside a block more of everybody's."""

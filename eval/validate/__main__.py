@@ -17,12 +17,12 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from ellm_sgl.click_types import ROUNDS
+from ellm_sgl.client.process import DEMO_MODEL, ServerError
 from ellm_sgl.config import ConfigError
+from ellm_sgl.config.click_types import ROUNDS
 from ellm_sgl.eval.validate.configurations import CONFIGURATIONS
 from ellm_sgl.eval.validate.measure import validate
 from ellm_sgl.eval.validate.results import overall, table
-from ellm_sgl.serve.process import DEMO_MODEL, ServerError
 
 
 @click.command()

@@ -6,9 +6,9 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
+from ellm_sgl.client.traces import Trace
+from ellm_sgl.client.workloads import paper_workload
 from ellm_sgl.eval.simulator import MODES
-from ellm_sgl.eval.traces import Trace
-from ellm_sgl.eval.workloads import paper_workload
 
 POOL_TOKENS = 16_000
 """KV tokens of an ample device, and of the host tier."""

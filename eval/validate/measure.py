@@ -15,12 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ellm_sgl.eval.replay import replay_to_end
+from ellm_sgl.client.process import ServerError, ServerProcess, stop_on_signals
+from ellm_sgl.client.replay import replay_to_end
+from ellm_sgl.client.summary import Summary, summarize
+from ellm_sgl.client.traces import FloatArray, Trace
+from ellm_sgl.client.workloads import to_requests
 from ellm_sgl.eval.simulator import Load, Machine, Settings, simulate
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.eval.simulator.settings import slower
-from ellm_sgl.eval.summary import Summary, summarize
-from ellm_sgl.eval.traces import FloatArray, Trace
 from ellm_sgl.eval.validate.configurations import (
     BURST,
     CHUNK_TOKENS,
@@ -35,10 +37,8 @@ from ellm_sgl.eval.validate.configurations import (
     Server,
 )
 from ellm_sgl.eval.validate.results import MEASURES, Comparison, Validation, mean_of
-from ellm_sgl.eval.workloads import to_requests
 from ellm_sgl.latency import HardwareProfile, RooflineLatencyModel, StepWork
 from ellm_sgl.latency.fit import fit_profile
-from ellm_sgl.serve.process import ServerError, ServerProcess, stop_on_signals
 
 Say = Callable[[str], None]
 Steps = Sequence[tuple[StepWork, float]]
@@ -46,16 +46,16 @@ TEACHING_SEED, OTHER_SEED = 100, 200
 BETWEEN = 4
 """Configurations between two runs of the reference load."""
 DRAWS = 16
-"""Predictions whose mean is one: each meets the machine's unevenness elsewhere."""
+"""Predictions whose mean is one: each meets the noise of the machine's steps elsewhere."""
 
 
 @dataclass(frozen=True)
 class _Pace:
     """What steps took, in multiples of what the model says that was fitted to the machine."""
 
-    slowness: float
+    slowdown: float
     """Of them all: the mean."""
-    unevenness: FloatArray
+    step_noise: FloatArray
     """Each one's, over the mean."""
 
     def beginning_at(self, share: float) -> _Pace:
@@ -64,8 +64,8 @@ class _Pace:
         Args:
             share: of the steps that then come last.
         """
-        skipped = int(share * len(self.unevenness))
-        return dataclasses.replace(self, unevenness=np.roll(self.unevenness, -skipped))
+        skipped = int(share * len(self.step_noise))
+        return dataclasses.replace(self, step_noise=np.roll(self.step_noise, -skipped))
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _Run:
     configuration: Configuration
     measured: Summary
     steps: Steps
-    experience: Steps
+    observed_steps: Steps
     """What the policy's model had learnt from before, since the machine was learnt, too."""
 
 
@@ -129,8 +129,8 @@ def validate(
     say("predicting")
     of_each = [[r for r in runs if r.configuration == c] for c in configurations]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        slowness = statistics.fmean(slownesses)
-        compared = tuple(pool.map(partial(_compare, taught, slowness), of_each))
+        slowdown = statistics.fmean(slownesses)
+        compared = tuple(pool.map(partial(_compare, taught, slowdown), of_each))
     return Validation(
         model_path=str(model_path),
         hardware=taught.machine.profile,
@@ -161,7 +161,7 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
     pace = _pace(machine, steps)
-    error = float(np.abs(1 / (pace.slowness * pace.unevenness) - 1).mean())
+    error = float(np.abs(1 / (pace.slowdown * pace.step_noise) - 1).mean())
     taught = _Taught(
         machine=machine,
         calibrated=unfitted.profile,
@@ -176,8 +176,8 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     left_out = []
     for run, trace in lessons:
         pace = _pace(machine, run.steps)
-        simulated = _simulate(taught, run.configuration, trace, pace, run.experience)
-        left_out.append((run.measured.ttft.mean - simulated.ttft.mean) / pace.slowness)
+        simulated = _simulate(taught, run.configuration, trace, pace, run.observed_steps)
+        left_out.append((run.measured.ttft.mean - simulated.ttft.mean) / pace.slowdown)
     # The median: where requests queue, one that joins a step later than simulated is no HTTP.
     return dataclasses.replace(taught, request_s=statistics.median(left_out))
 
@@ -187,7 +187,11 @@ def _steps_of(lessons: Sequence[tuple[_Run, Trace]]) -> Steps:
 
 
 def _run(
-    server: ServerProcess, configuration: Configuration, trace: Trace, seed: int, experience: Steps
+    server: ServerProcess,
+    configuration: Configuration,
+    trace: Trace,
+    seed: int,
+    observed_steps: Steps,
 ) -> _Run:
     """Replay; with the steps that it took, and their times.
 
@@ -204,13 +208,13 @@ def _run(
     ]
     if len(steps) != new:
         raise ServerError(f"{configuration}: of {new} steps the server has kept {len(steps)}")
-    return _Run(configuration, summary, steps, experience)
+    return _Run(configuration, summary, steps, observed_steps)
 
 
 def _pace(machine: Machine, steps: Steps) -> _Pace:
     model = RooflineLatencyModel(machine.shape, machine.profile)
-    slowness = np.array([seconds / float(model.step_seconds(work)) for work, seconds in steps])
-    return _Pace(float(slowness.mean()), slowness / slowness.mean())
+    slowdown = np.array([seconds / float(model.step_seconds(work)) for work, seconds in steps])
+    return _Pace(float(slowdown.mean()), slowdown / slowdown.mean())
 
 
 def _run_all(
@@ -231,24 +235,24 @@ def _run_all(
             learnt.extend(done.steps)
         return done
 
-    def slowness() -> float:
+    def slowdown() -> float:
         done = run(REFERENCE, taught.reference, TEACHING_SEED)
-        return _pace(taught.machine, done.steps).slowness
+        return _pace(taught.machine, done.steps).slowdown
 
-    slownesses = [slowness()]
+    slownesses = [slowdown()]
     runs = []
     for number, configuration in enumerate(configurations, 1):
         say(str(configuration))
         runs.append(run(configuration, configuration.cell.trace(taught.capacity, seed=0), 0))
         if number % BETWEEN == 0:
-            slownesses.append(slowness())
+            slownesses.append(slowdown())
     return runs, slownesses
 
 
-def _compare(taught: _Taught, slowness: float, runs: Sequence[_Run]) -> Comparison:
-    """All replays of one configuration, what was to be expected of it at the machine's slowness,
+def _compare(taught: _Taught, slowdown: float, runs: Sequence[_Run]) -> Comparison:
+    """All replays of one configuration, what was to be expected of it at the machine's slowdown,
     and what is to be expected of each replay knowing how long its steps took."""
-    pace = dataclasses.replace(taught.pace, slowness=slowness)
+    pace = dataclasses.replace(taught.pace, slowdown=slowdown)
     expected = [
         _predict(taught, runs[draw % len(runs)], pace.beginning_at(draw / DRAWS))
         for draw in range(DRAWS)
@@ -267,8 +271,8 @@ def _measures(summary: Summary) -> dict[str, float]:
 
 def _predict(taught: _Taught, run: _Run, pace: _Pace) -> dict[str, float]:
     trace = run.configuration.cell.trace(taught.capacity, seed=0)
-    found = _measures(_simulate(taught, run.configuration, trace, pace, run.experience))
-    return found | {"ttft": found["ttft"] + taught.request_s * pace.slowness}
+    found = _measures(_simulate(taught, run.configuration, trace, pace, run.observed_steps))
+    return found | {"ttft": found["ttft"] + taught.request_s * pace.slowdown}
 
 
 def _replay(
@@ -290,7 +294,7 @@ def _replay(
 
 
 def _simulate(
-    taught: _Taught, configuration: Configuration, trace: Trace, pace: _Pace, experience: Steps
+    taught: _Taught, configuration: Configuration, trace: Trace, pace: _Pace, observed_steps: Steps
 ) -> Summary:
     """What the simulator says of these requests."""
     settings = Settings(
@@ -301,11 +305,11 @@ def _simulate(
         max_running=MAX_RUNNING,
         chunk_tokens=CHUNK_TOKENS,
         late_results=True,
-        unevenness=tuple(pace.unevenness.tolist()),
+        step_noise=tuple(pace.step_noise.tolist()),
         calibrated=taught.calibrated,
-        experience=tuple(experience),
+        observed_steps=tuple(observed_steps),
         stride=1,
     )
     machine = taught.machine.limited(configuration.cell.device_tokens, None)
-    machine = dataclasses.replace(machine, profile=slower(machine.profile, pace.slowness))
+    machine = dataclasses.replace(machine, profile=slower(machine.profile, pace.slowdown))
     return simulate(machine, settings, Load.of(trace)).summary

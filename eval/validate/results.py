@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ellm_sgl.eval.summary import Summary
+from ellm_sgl.client.summary import Summary
 from ellm_sgl.eval.validate.configurations import BY_MODE, Cell, Configuration
 from ellm_sgl.latency import HardwareProfile
 
@@ -40,7 +40,8 @@ class Comparison:
     predicted: dict[str, float]
     given_steps: Sequence[dict[str, float]]
     """What would have been predicted of each replay, had it been known how much longer than the
-    model says each of its steps would take: what is wrong then is not the machine's unevenness."""
+    model says each of its steps would take: what is wrong then is not the
+    noise of the machine's steps."""
 
     @property
     def measured(self) -> dict[str, float]:

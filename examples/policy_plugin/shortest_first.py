@@ -1,12 +1,11 @@
-"""The shortest waiting request joins first, so that short ones need not wait behind long ones."""
+"""Admits the shortest waiting request first, so that short ones need not wait for long ones."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, Threads
-from ellm_sgl.policies.threads import plan_threads
+from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, WorkSplit, plan_split
 
 
 class ShortestFirst(Policy):
@@ -28,10 +27,10 @@ class ShortestFirst(Policy):
     def batch(self, state: SystemState) -> Batch:
         waiting = state.waiting
         order = np.argsort(waiting.tokens - self._rate * waiting.waited_s, kind="stable")
-        return Batch(join=tuple(order.tolist()))  # the server admits as many as there is room for
+        return Batch(admit=tuple(order.tolist()))  # the server admits as many as there is room for
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return Ratios(running=np.zeros(len(state.running)), joining=np.zeros(len(batch.join)))
+        return Ratios(running=np.zeros(len(state.running)), admitted=np.zeros(len(batch.admit)))
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return plan_threads(state, plan)
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return plan_split(state, plan)

@@ -18,7 +18,7 @@ from ellm_sgl.kernels.cpu.library import (
     loaded,
 )
 from ellm_sgl.kernels.cpu.transfer import check_buffers, check_units
-from ellm_sgl.kernels.layout import AlikeGroups, GroupLayout, RequestLayout
+from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, StackedLayout
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of rows and of the pool, as attention.h numbers them."""
@@ -63,7 +63,7 @@ def mixed_attention(
     Raises:
         ValueError: `supports` says no, or a tensor is not laid out as the reference says.
     """
-    groups = layout.alike
+    groups = layout.stacked
     plan = _prepare(groups, keys.shape[1], q.shape[2])
     rows = groups.rows if out_rows is None else out_rows
     heads, head_dim = q.shape[1:]
@@ -124,7 +124,7 @@ def copy_units(
 class _Plan:
     """Layouts of groups that are alike, in the form the kernels read."""
 
-    def __init__(self, groups: AlikeGroups, block_tokens: int, head_dim: int) -> None:
+    def __init__(self, groups: StackedLayout, block_tokens: int, head_dim: int) -> None:
         columns = _columns(groups.requests)
         units, write_units = groups.units.contiguous(), groups.write_units.contiguous()
         write_offsets = groups.write_offsets.contiguous()
@@ -176,10 +176,10 @@ def _array(numbers: list[int]) -> ctypes.Array[c_int64]:
 
 
 _last_columns: _Columns | None = None
-_last: tuple[AlikeGroups, int, int, _Plan] | None = None
+_last: tuple[StackedLayout, int, int, _Plan] | None = None
 
 
-def _prepare(groups: AlikeGroups, block_tokens: int, head_dim: int) -> _Plan:
+def _prepare(groups: StackedLayout, block_tokens: int, head_dim: int) -> _Plan:
     """The plan of these groups. Their layers follow one another, so the last one is kept."""
     global _last
     if (last := _last) is not None and last[0] is groups and last[1:3] == (block_tokens, head_dim):

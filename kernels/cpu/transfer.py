@@ -87,5 +87,5 @@ class Transfer:
         self._library.ellm_transfer_done(self._handle, group)
 
     def finish(self) -> None:
-        """Drop what has not been begun; return once nothing is under way."""
+        """Drop what has not been begun; return once nothing is in flight."""
         self._library.ellm_transfer_finish(self._handle)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 
 AMPLE_TOKENS = 32_000
 SERVER_ARGUMENTS = (

@@ -33,8 +33,8 @@ def install(folder: Path, error: str, every: int = 1) -> dict[str, str]:
 
 def register() -> None:
     """SGLang calls this in every process of a server."""
-    from ellm_sgl.forward.native_streamer import NativeStreamer
-    from ellm_sgl.forward.streamer import Streamer
+    from ellm_sgl.step.transfer.native import NativeStreamer
+    from ellm_sgl.step.transfer.python import Streamer
 
     _plant(NativeStreamer)
     _plant(Streamer)

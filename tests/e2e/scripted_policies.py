@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, Threads
+from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, WorkSplit
 
 _ENTRY_POINTS = """[ellm_sgl.policies]
 faulty = scripted_policies:Faulty
@@ -40,7 +40,7 @@ class Faulty(Policy):
         if how == "hang when made":
             threading.Event().wait()
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         if self.how == "hang before any question":
             threading.Event().wait()
         return False
@@ -56,21 +56,21 @@ class Faulty(Policy):
         if fails and self.how == "sleep":
             time.sleep(1.0)
         if fails and self.how == "b = -1":
-            return Batch(join=(-1,))
+            return Batch(admit=(-1,))
         if self.how == "nobody joins":
-            return Batch(join=())
+            return Batch(admit=())
         if fails and self.how == "all pause":
-            return Batch(join=(), pause=tuple(range(len(state.running))))
-        return Batch(join=everybody)
+            return Batch(admit=(), pause=tuple(range(len(state.running))))
+        return Batch(admit=everybody)
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         r = 0.5
         if self.calls % 2 == 0:
             r = {"nan": np.nan, "r = 2": 2.0}.get(self.how, r)
-        return Ratios(np.full(len(state.running), r), np.full(len(batch.join), r))
+        return Ratios(np.full(len(state.running), r), np.full(len(batch.admit), r))
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return Threads(swap_layers=0, recompute_layers=1, delta=512)
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return WorkSplit(swap_layers=0, recompute_layers=1, delta=512)
 
 
 class Turns(Policy):
@@ -85,13 +85,13 @@ class Turns(Policy):
         pause = tuple(np.flatnonzero(turn).tolist())
         if len(pause) == len(state.running):
             pause = ()
-        return Batch(join=tuple(range(len(state.waiting))), pause=pause)
+        return Batch(admit=tuple(range(len(state.waiting))), pause=pause)
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return Ratios(np.full(len(state.running), self.r), np.full(len(batch.join), self.r))
+        return Ratios(np.full(len(state.running), self.r), np.full(len(batch.admit), self.r))
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return Threads(swap_layers=0, recompute_layers=1, delta=512)
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return WorkSplit(swap_layers=0, recompute_layers=1, delta=512)
 
 
 class Holds(Policy):
@@ -106,11 +106,11 @@ class Holds(Policy):
         pause: tuple[int, ...] = ()
         if np.count_nonzero(~held) >= self.others:
             pause = tuple(np.flatnonzero(held).tolist())
-        return Batch(join=tuple(range(len(state.waiting))), pause=pause)
+        return Batch(admit=tuple(range(len(state.waiting))), pause=pause)
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         held = state.running.max_new_tokens == self.tokens
-        return Ratios(np.where(held, self.r, 0.0), np.zeros(len(batch.join)))
+        return Ratios(np.where(held, self.r, 0.0), np.zeros(len(batch.admit)))
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return Threads(swap_layers=0, recompute_layers=1, delta=512)
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return WorkSplit(swap_layers=0, recompute_layers=1, delta=512)

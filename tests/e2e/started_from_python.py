@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 
@@ -22,7 +22,7 @@ PROMPT = [ord(c) for c in "What does the method str.split do, and what does it r
 
 
 def arguments(port: int) -> dict[str, Any]:
-    from ellm_sgl.serve.process import DEMO_MODEL
+    from ellm_sgl.client.process import DEMO_MODEL
 
     return {"model_path": str(DEMO_MODEL), "dtype": "float32", "port": port}
 
@@ -31,9 +31,9 @@ def enable() -> None:
     """What a framework does before it makes its `ServerArgs`."""
     from sglang.srt.plugins import load_plugins
 
-    from ellm_sgl.settings import settle
+    from ellm_sgl.config.resolve import resolve
 
-    settle({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
+    resolve({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
     load_plugins()
 
 
@@ -45,9 +45,9 @@ def server(port: int) -> None:
 
 def unprepared(port: int) -> None:
     """The same, with arguments made before SGLang loaded its plugins."""
-    from ellm_sgl.settings import settle
+    from ellm_sgl.config.resolve import resolve
 
-    settle({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
+    resolve({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
     _server(port)
 
 
@@ -135,7 +135,7 @@ def retrained() -> list[tuple[str, Any]]:
     import torch
     from safetensors.torch import load_file
 
-    from ellm_sgl.serve.process import DEMO_MODEL
+    from ellm_sgl.client.process import DEMO_MODEL
 
     noise = torch.Generator().manual_seed(1)
     weights = load_file(DEMO_MODEL / "model.safetensors")

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 from tests.e2e.test_features import with_and_without
@@ -82,7 +82,7 @@ def numbers(nested: Any) -> list[float]:
 
 
 def test_a_custom_logit_processor_sees_its_own_rows(special: ServerProcess) -> None:
-    from ellm_sgl.sglang.torchvision_ops import declare
+    from ellm_sgl.sglang.platform.torchvision_ops import declare
 
     declare()
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.serve.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.client.process import DEMO_MODEL, ServerProcess
 from tests.e2e.load import ask, greedy, prompts
 
 pytestmark = pytest.mark.slow
@@ -166,7 +166,7 @@ REFUSED = {
 REFUSE_ALL = """
 import contextlib, io, json, sys
 from ellm_sgl.serve import launch
-from ellm_sgl.serve.process import DEMO_ARGUMENTS
+from ellm_sgl.client.process import DEMO_ARGUMENTS
 said = {}
 for arguments in json.loads(sys.argv[1]):
     stderr = io.StringIO()
@@ -227,7 +227,7 @@ def test_model_that_is_not_supported_is_refused(
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Any) -> None:
     import psutil
 
-    from ellm_sgl.serve.process import DEMO_ARGUMENTS
+    from ellm_sgl.client.process import DEMO_ARGUMENTS
 
     with ServerProcess([*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio"]) as other:
         family = psutil.Process(other.pid).children(recursive=True)

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.serve.calibrate import LEARNING_STEPS
-from ellm_sgl.serve.process import ServerProcess
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_calibrate_reports_profile_and_errors() -> None:
     profile, on_line, paper = report["errors"]
     assert profile["steps"] == paper["steps"]
     assert on_line["steps"] == profile["steps"] - LEARNING_STEPS > 200
-    same, beside = report["unevenness"]
+    same, beside = report["step_noise"]
     assert same["steps"] == beside["steps"] > 100 and beside["mape"] > 0
     # Far apart on any machine: the paper's model knows neither overhead nor bandwidth.
     assert on_line["median_ape"] < paper["median_ape"] / 2

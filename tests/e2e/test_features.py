@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from ellm_sgl.serve.process import ServerProcess
+from ellm_sgl.client.process import ServerProcess
 from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
 
 pytestmark = pytest.mark.slow

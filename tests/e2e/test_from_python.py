@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.serve.process import SERVER_ENVIRONMENT, START_TIMEOUT_S, free_port
+from ellm_sgl.client.process import SERVER_ENVIRONMENT, START_TIMEOUT_S, free_port
 from tests.e2e.load import ask, greedy, prompts
 
 pytestmark = pytest.mark.slow

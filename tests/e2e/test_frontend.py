@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from ellm_sgl.serve.process import ServerProcess
+from ellm_sgl.client.process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 declare()
 import sys
 import sglang as sgl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from ellm_sgl.serve.verify import EAGER
 from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
@@ -38,7 +38,7 @@ def test_preempted_requests_end_as_they_should(
         assert state["retractions_total"] > 0
         assert state["evicted_units_total"] == state["recomputed_tokens_total"] == 0
     else:
-        assert state["retractions_total"] == 0 and state["sat_out_total"] > 0
+        assert state["retractions_total"] == 0 and state["pauses_total"] > 0
         assert state["fetched_units_total"] > 0
         assert (state["projected_units_total"] > 0) == (mode == "hcache")
         if host < 1536:  # what the host cannot take is computed again

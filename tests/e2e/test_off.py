@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def test_plain_launch_server(tmp_path: Path) -> None:
     This machine's torchvision cannot be; `sitecustomize` stands for one whose can.
     """
     (tmp_path / "sitecustomize.py").write_text(
-        "from ellm_sgl.sglang.torchvision_ops import declare; declare()"
+        "from ellm_sgl.sglang.platform.torchvision_ops import declare; declare()"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "sglang.launch_server", *DEMO_ARGUMENTS]

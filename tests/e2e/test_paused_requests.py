@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.serve.process import ServerProcess
+from ellm_sgl.client.process import ServerProcess
 from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install
@@ -70,9 +70,9 @@ def server(mixing: ServerProcess) -> Iterator[ServerProcess]:
 def hold(server: ServerProcess, bodies: list[dict[str, Any]], **options: Any) -> list[Stream]:
     """Start these, the last of which is to sit out, and wait until it does."""
     server.switch_policy("holds", tokens=HELD, **options)
-    before = server.state()["sat_out_total"]
+    before = server.state()["pauses_total"]
     streams = [Stream(server, body, f"request {i}") for i, body in enumerate(bodies)]
-    wait_for(server, lambda state: state["sat_out_total"] > before)
+    wait_for(server, lambda state: state["pauses_total"] > before)
     return streams
 
 
@@ -120,7 +120,7 @@ def test_memory_that_those_who_sit_out_hold_is_had_by_retracting_them(
     before = server.state()
     with ThreadPoolExecutor(1) as background:
         answers = background.submit(ask, server.url, bodies)
-        wait_for(server, lambda state: state["sat_out_total"] >= before["sat_out_total"] + 20)
+        wait_for(server, lambda state: state["pauses_total"] >= before["pauses_total"] + 20)
         server.adjust(ellm_device_kv_tokens=20 * 16)
         wait_for(server, lambda state: state["retractions_total"] > before["retractions_total"])
         time.sleep(2)  # in which those who run begin further blocks

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.control.asking import FIRST_ANSWER_S
-from ellm_sgl.serve.process import ServerProcess
+from ellm_sgl.client.process import ServerProcess
+from ellm_sgl.engine.policy_guard import FIRST_ANSWER_S
 from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
 from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install
@@ -146,7 +146,7 @@ def test_policies_of_this_package_change_nothing_under_pressure(
         scripted.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
 
 
-def test_a_policy_that_keeps_what_fits_is_not_asked_while_all_fits(
+def test_a_policy_that_is_idle_without_pressure_is_not_asked_while_all_fits(
     scripted: ServerProcess, bodies: list[dict[str, Any]], expected: list[list[int]]
 ) -> None:
     def asked(name: str, tokens: int) -> int:

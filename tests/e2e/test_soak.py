@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.eval.soak import inspect, soak
-from ellm_sgl.serve.process import ServerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ellm_sgl.serve.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.e2e.conftest import AMPLE_TOKENS, STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 

@@ -70,7 +70,7 @@ def test_demo_model() -> None:
         assert comparison["evicted_units"] > 0
         assert (comparison["aborted"] > 0) == name.startswith("aborts")
         if name not in ("chats, fcfs", "chats, mixed chunk, full"):  # whether is theirs to decide
-            assert comparison["sat_out"] > 0
+            assert comparison["pauses"] > 0
     assert report["left_out"] == []
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from ellm_sgl.eval import gpu
 from ellm_sgl.serve.cli_kernels import bench
 from ellm_sgl.sglang.calibration import shape_of
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 
 def test_both_servers_have_as_much_memory() -> None:
@@ -48,6 +48,15 @@ def test_a_part_that_fails_leaves_the_others(
     assert found["tests"] == {"ok": True}
     assert found["bench"] == {"ok": False, "said": ["no JSON"]}
     assert said[-1] == "bench: FAILED"
+
+
+def test_the_folders_with_tests_for_a_device_are_there() -> None:
+    marked = {
+        path.parent.relative_to(gpu.ROOT).as_posix()
+        for path in (gpu.ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.gpu" in path.read_text() and path != Path(__file__)
+    }
+    assert marked == set(gpu.GPU_TESTS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

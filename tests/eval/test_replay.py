@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ellm_sgl.eval.replay import Request, replay
-from ellm_sgl.eval.summary import summarize
+from ellm_sgl.client.replay import Request, replay
+from ellm_sgl.client.summary import summarize
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from ellm_sgl.client.traces import Trace
+from ellm_sgl.client.workloads import paper_workload
 from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.simulator import MODES, Load, Settings, Simulation, preset, simulate
 from ellm_sgl.eval.simulator import settings as settings_module
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.report import sum_up
 from ellm_sgl.eval.simulator.settings import slower
-from ellm_sgl.eval.traces import Trace
-from ellm_sgl.eval.workloads import paper_workload
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
-from ellm_sgl.policies.whole_requests import WholeRequests
+from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 
 L4 = preset("llama3-8b").limited(3000, None)
 """Little memory, and a link that restores a third of it per step."""
@@ -82,7 +82,7 @@ def test_pressure_evicts_in_elastic_mode_and_retracts_in_the_others():
 
 
 def test_swapping_decides_as_the_servers_own_policy(monkeypatch):
-    """Mode `swap` against the server's: `policies.whole_requests` over elastic memory."""
+    """Mode `swap` against the server's: `policies.baselines.whole_requests` over elastic memory."""
     load, small = small_load(), L4.limited(2000, None)
     settings = Settings("swap", stride=1, conservativeness=0.02)
     swap = simulate(small, settings, load)
@@ -183,7 +183,7 @@ def test_a_wrong_model_changes_decisions_only():
 def test_steps_take_as_long_as_the_unevenness_says():
     load = Load.of(Trace(np.zeros(1), np.array([64]), np.array([9])))
     even = simulate(L4, Settings(stride=1), load)
-    uneven = simulate(L4, Settings(stride=1, unevenness=(1.0, 3.0)), load)
+    uneven = simulate(L4, Settings(stride=1, step_noise=(1.0, 3.0)), load)
     assert uneven.decode_steps == even.decode_steps == 8
     assert uneven.decode_step_s == pytest.approx(2.0 * even.decode_step_s, rel=0.01)
 
@@ -191,10 +191,10 @@ def test_steps_take_as_long_as_the_unevenness_says():
 def test_with_uneven_steps_the_policys_model_learns():
     """Steps take twice as long as the model it begins with says, and it finds that out."""
     load = Load.of(Trace(np.zeros(2), np.array([64, 64]), np.array([200, 300])))
-    twice = Simulation(L4, Settings("ellm", stride=1, unevenness=(2.0,)), load)
+    twice = Simulation(L4, Settings("ellm", stride=1, step_noise=(2.0,)), load)
     twice.run()
     assert isinstance(twice.mode, Elastic)
-    first, *_, last = twice.mode.loop.steps.reports
+    first, *_, last = twice.mode.iteration.controller.steps.reports
     assert first.predicted_s == pytest.approx(first.seconds / 2, rel=0.01)
     assert last.predicted_s == pytest.approx(last.seconds, rel=0.01)
 
@@ -202,14 +202,14 @@ def test_with_uneven_steps_the_policys_model_learns():
 def test_the_policys_model_begins_with_what_its_server_took_the_machine_for():
     load = Load.of(Trace(np.zeros(2), np.array([64, 64]), np.array([200, 300])))
     believed = slower(L4.profile, 0.5)
-    settings = Settings("ellm", stride=1, unevenness=(1.0,), calibrated=believed)
+    settings = Settings("ellm", stride=1, step_noise=(1.0,), calibrated=believed)
 
     def begin(settings: Settings) -> tuple[float, float]:
         """(predicted, taken) of the first step."""
         run = Simulation(L4, settings, load)
         run.run()
         assert isinstance(run.mode, Elastic)
-        first = run.mode.loop.steps.reports[0]
+        first = run.mode.iteration.controller.steps.reports[0]
         return first.predicted_s, first.seconds
 
     predicted, seconds = begin(settings)
@@ -217,8 +217,8 @@ def test_the_policys_model_begins_with_what_its_server_took_the_machine_for():
     known = RooflineLatencyModel(L4.shape, L4.profile)
     steps = [StepWork(decode_rows=b, decode_tokens=100 * b, prefill_rows=0) for b in range(1, 40)]
     steps += [StepWork(0, 0, prefill_rows=n, prefill_pairs=n * n / 2) for n in range(64, 164)]
-    experience = tuple((work, float(known.step_seconds(work))) for work in steps)
-    predicted, seconds = begin(dataclasses.replace(settings, experience=experience))
+    observed_steps = tuple((work, float(known.step_seconds(work))) for work in steps)
+    predicted, seconds = begin(dataclasses.replace(settings, observed_steps=observed_steps))
     assert predicted == pytest.approx(seconds, rel=0.1)
 
 
@@ -237,10 +237,10 @@ def test_times_are_the_latency_models():
         ({"restore": "pray"}, "restore 'pray'"),
         ({"stride": 0}, "stride 0"),
         ({"model_error": -1.0}, "above -1"),
-        ({"unevenness": (1.0, 0.0)}, "unevenness: every factor"),
-        ({"unevenness": (1.0,)}, "stride 8"),
-        ({"unevenness": (1.0,), "stride": 1, "latency_model": "paper"}, "paper does not learn"),
-        ({"calibrated": L4.profile}, "only a model that meets unevenness learns"),
+        ({"step_noise": (1.0, 0.0)}, "step_noise: every factor"),
+        ({"step_noise": (1.0,)}, "stride 8"),
+        ({"step_noise": (1.0,), "stride": 1, "latency_model": "paper"}, "paper does not learn"),
+        ({"calibrated": L4.profile}, "only a model that meets step_noise learns"),
         ({"chunk_tokens": 8}, "less than one block"),
     ],
 )
@@ -267,8 +267,8 @@ def test_turns_on_the_device_bring_first_tokens_earlier_at_no_loss():
     machine = preset("llama2-13b").limited(1000, None)
     settings = Settings("ellm", "fcfs", {}, "swap", tpot_slo_s=0.2, stride=1)
     plain = simulate(machine, settings, load).summary
-    turns = dataclasses.replace(settings, policy_options={"rotate": True})
-    simulation = Simulation(machine, turns, load)
+    rotation = dataclasses.replace(settings, policy_options={"rotate": True})
+    simulation = Simulation(machine, rotation, load)
     simulation.run()
     rotating = sum_up(simulation).summary
     assert isinstance(simulation.mode, Elastic)

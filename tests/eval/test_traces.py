@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ellm_sgl.eval.traces import Trace, TraceError, read_azure, read_lengths
+from ellm_sgl.client.traces import Trace, TraceError, read_azure, read_lengths
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 AZURE = Path(__file__).parents[3] / "shared" / "data" / "azure_conv_2023.csv"

@@ -104,7 +104,7 @@ def test_all_models_together():
 
 def test_unevenness_is_met_from_another_place_on():
     pace = _Pace(2.0, np.array([0.5, 1.0, 1.5, 1.0])).beginning_at(0.5)
-    assert pace.slowness == 2.0 and pace.unevenness.tolist() == [1.5, 1.0, 0.5, 1.0]
+    assert pace.slowdown == 2.0 and pace.step_noise.tolist() == [1.5, 1.0, 0.5, 1.0]
 
 
 def test_loads_are_multiples_of_what_the_machine_serves():

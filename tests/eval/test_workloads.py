@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ellm_sgl.eval.goodput import goodput
-from ellm_sgl.eval.workloads import (
+from ellm_sgl.client.goodput import goodput
+from ellm_sgl.client.workloads import (
     LENGTHS,
     PAPER_GAP_S,
     PAPER_GAP_SD_S,

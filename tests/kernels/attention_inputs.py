@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from ellm_sgl.kernels.layout import GroupLayout
-from ellm_sgl.kv import NONE
+from ellm_sgl.memory import NONE
 from tests.steps import Step, rows_of, steps
 
 

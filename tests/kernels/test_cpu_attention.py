@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ellm_sgl.kernels import reference
 from ellm_sgl.kernels.cpu.attention import mixed_attention, supports
 from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, ISA_VARIABLE, instruction_set, load
-from ellm_sgl.kv import NONE
+from ellm_sgl.memory import NONE
 from tests.kernels.attention_inputs import AttentionInputs, attention_inputs, make_inputs
 from tests.kernels.cpu_steps import BF16, F32, TYPES, Inputs, Sizes, make, sizes
 
@@ -98,11 +98,11 @@ def test_groups_that_are_alike_are_prepared_at_once(isa: str) -> None:
     inputs = make(Sizes(((40, 1), (90, 70), (5, 1)), 16, 2, 2, 64, F32, F32, 0.0))
     layout, moved = inputs.layout, torch.randperm(len(inputs.keys) - 1) + 1
     moved = torch.cat([torch.zeros(1, dtype=torch.int64), moved])  # unit 0 is in no group
-    alike = layout.alike._replace(
+    stacked = layout.stacked._replace(
         units=torch.stack([layout.units, moved[layout.units]]),
         write_units=torch.stack([layout.write_units, moved[layout.write_units]]),
     )
-    first, second = alike.layouts()
+    first, second = stacked.layouts()
     keys, values = torch.empty_like(inputs.keys), torch.empty_like(inputs.values)
     keys[moved], values[moved] = inputs.keys, inputs.values
     elsewhere = replace(inputs, keys=keys, values=values, layout=second)

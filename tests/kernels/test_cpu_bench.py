@@ -30,16 +30,13 @@ def test_every_case_has_its_peers_and_positive_figures() -> None:
 
 def test_two_passes_compute_what_the_mixed_pass_does() -> None:
     setting = bench._Setting(replace(DECODE, name="mixed", missing=0.4))
-    args = setting.q, setting.k, setting.v, setting.keys, setting.values
-    mixed = cpu.mixed_attention(*args, setting.layout, setting.scale)
-    expected = reference.mixed_attention(*args, setting.layout, setting.scale)
+    step, everything = setting.step, slice(0, None)
+    mixed = step.run(cpu.mixed_attention, step.mixed, everything)
+    expected = step.run(reference.mixed_attention, step.mixed, everything)
     torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-5)
     setting.runs()["cpu, two passes"]()  # leaves the recomputed KV in the pool
-    complete = bench._layout(DECODE, setting.units)
-    new = complete.rows
-    rows = (setting.q[:new], setting.k[:new], setting.v[:new])
-    decoded = cpu.mixed_attention(*rows, setting.keys, setting.values, complete, setting.scale)
-    torch.testing.assert_close(decoded, mixed[:new], rtol=0, atol=1e-5)
+    decoded = step.run(cpu.mixed_attention, step.decode, slice(0, step.new))
+    torch.testing.assert_close(decoded, mixed[: step.new], rtol=0, atol=1e-5)
 
 
 def test_limits_of_the_machine() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from ellm_sgl.kernels import reference
-from ellm_sgl.kernels.flashinfer import FlashInferAttention, divide
+from ellm_sgl.kernels.experimental.flashinfer import FlashInferAttention, divide
 from tests.kernels import flashinfer_stand_in
 from tests.kernels.attention_inputs import AttentionInputs, attention_inputs
 from tests.kernels.cpu_steps import F32, Sizes, make, sizes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from ellm_sgl.kernels.flashinfer import FlashInferAttention
+from ellm_sgl.kernels.experimental.flashinfer import FlashInferAttention
 from tests.kernels.cpu_steps import BF16, Sizes, make, sizes
 from tests.kernels.on_device import CUDA, check_on_device
 

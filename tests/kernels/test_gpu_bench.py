@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ellm_sgl.kernels import bench_gpu, reference, torch_paged
+from ellm_sgl.kernels import reference, torch_paged
+from ellm_sgl.kernels.experimental import bench_gpu
 from tests.kernels import flashinfer_stand_in
 
 CASE = bench_gpu.Case(batch=2, context=70, missing=0.5, heads=4, kv_heads=2, head_dim=64)

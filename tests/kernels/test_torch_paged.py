@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from ellm_sgl.kernels import reference, torch_paged
-from ellm_sgl.kv import NONE
+from ellm_sgl.memory import NONE
 from tests.kernels.attention_inputs import AttentionInputs, attention_inputs, make_inputs
 
 FLOAT32 = (torch.float32, torch.float32)

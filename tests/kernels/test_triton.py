@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from ellm_sgl.kernels.experimental.triton.attention import (
+    PROGRAMS_PER_PROCESSOR,
+    RECOMPUTE_ROWS,
+    k1_programs,
+)
+from ellm_sgl.kernels.experimental.triton.plan import DECODE_CHUNK, Tiles, TileSizes, cut
 from ellm_sgl.kernels.layout import RowRange
-from ellm_sgl.kernels.triton.aot import compile_for
-from ellm_sgl.kernels.triton.attention import PROGRAMS_PER_PROCESSOR, RECOMPUTE_ROWS, k1_programs
-from ellm_sgl.kernels.triton.plan import DECODE_CHUNK, Tiles, TileSizes, cut
+from tests.kernels.compiled_for_devices import compile_for
 from tests.kernels.cpu_steps import Sizes, make, sizes
 
 ROOT = Path(__file__).parents[2]

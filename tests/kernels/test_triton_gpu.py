@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ellm_sgl.kernels.triton.attention import FusedAttention
+from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
 from tests.kernels.cpu_steps import BF16, F16, F32, Inputs, Sizes, make, sizes
 from tests.kernels.on_device import CUDA, check_on_device, moved
 

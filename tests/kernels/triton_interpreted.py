@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ellm_sgl.kernels import reference
+from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
+from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
 from ellm_sgl.kernels.layout import GroupLayout
-from ellm_sgl.kernels.triton.attention import FusedAttention
-from ellm_sgl.kernels.triton.graph import GraphSteps
 from tests.kernels.cpu_steps import F16, F32, Inputs, Sizes, make
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_only_the_rows_asked_for() -> None:
 
 def consecutive(layout: GroupLayout, written: int) -> GroupLayout:
     """The same, told that the rows written are the first ones."""
-    return GroupLayout(layout.alike._replace(write_rows=slice(0, written)), layout.group)
+    return GroupLayout(layout.stacked._replace(write_rows=slice(0, written)), layout.group)
 
 
 def test_steps_at_fixed_addresses() -> None:

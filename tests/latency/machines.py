@@ -69,6 +69,6 @@ def work_of(tokens: Any, spans: Any) -> StepWork:
     return StepWork(
         decode_rows=len(tokens),
         decode_tokens=int(np.sum(tokens)),
-        span_rows=int(np.sum(spans)),
-        span_squares=int(np.sum(np.square(spans))),
+        restored_tokens=int(np.sum(spans)),
+        restored_squares=int(np.sum(np.square(spans))),
     )

@@ -22,19 +22,10 @@ def test_eq_4_is_the_sum_of_eq_2_and_eq_3_over_unequal_requests() -> None:
     )
 
 
-def test_eq_6() -> None:
-    alpha = LLAMA.kv_bytes_per_token / GPU.link_bytes_per_s
-    expected = (alpha * 500 + GPU.link_latency_s) * 3 / L
-    assert paper.swap_seconds(LLAMA, GPU, 500, 3) == pytest.approx(expected)
-
-
-def test_eq_7_lacks_the_factor_l_that_eq_8_has() -> None:
+def test_eq_8() -> None:
     n, squares, l2 = 600, 90_000, 2
     layers = 24 * h**2 * n + 4 * h * squares
     head = 2 * h * V * n
-    assert paper.recompute_seconds(LLAMA, GPU, n, squares, l2) == pytest.approx(
-        (layers * l2 / L + head) / GPU.flops
-    )
     assert paper.recompute_layers_flops(LLAMA, n, squares, l2) == pytest.approx(layers * l2 + head)
 
 

@@ -39,8 +39,8 @@ def test_a_long_prompt_costs_its_operations_and_logits_of_one_row() -> None:
 
 def test_span_rows_are_free_while_weights_are_being_read() -> None:
     without = StepWork(8, 8 * 500)
-    few = dataclasses.replace(without, span_rows=16)
-    many = dataclasses.replace(without, span_rows=2048)
+    few = dataclasses.replace(without, restored_tokens=16)
+    many = dataclasses.replace(without, restored_tokens=2048)
     attention = 8 * 4 * LLAMA.layers * LLAMA.heads * LLAMA.head_dim / GPU.attention_flops
     base = seconds(LLAMA, GPU, without)
     assert seconds(LLAMA, GPU, few) == pytest.approx(base + attention)
@@ -53,9 +53,9 @@ def test_rows_that_run_through_no_layer_cost_nothing() -> None:
 
 
 def test_turning_between_prompts_and_decoding_takes_its_own_time() -> None:
-    profile = dataclasses.replace(CPU, turn_overhead_s=3e-3)
+    profile = dataclasses.replace(CPU, phase_change_s=3e-3)
     steady = StepWork(4, 2000)
-    turned = dataclasses.replace(steady, turns=1)
+    turned = dataclasses.replace(steady, phase_changes=1)
     gap = seconds(TINY, profile, turned) - seconds(TINY, profile, steady)
     assert gap == pytest.approx(3e-3)
     assert seconds(TINY, CPU, turned) == seconds(TINY, CPU, steady)
@@ -105,7 +105,7 @@ def test_arrays_give_what_each_entry_gives(shape: ModelShape, profile: HardwareP
 
 def test_fields_broadcast() -> None:
     model = RooflineLatencyModel(TINY, CPU)
-    work = StepWork(np.arange(1, 4)[:, None], 100, span_rows=np.arange(5)[None])
+    work = StepWork(np.arange(1, 4)[:, None], 100, restored_tokens=np.arange(5)[None])
     assert model.step_seconds(work).shape == (3, 5)
 
 

@@ -1,5 +1,5 @@
 """A server in numbers, for policies that tell requests apart: prefill stalls decoding, memory runs
-short, requests sit out. After `ellm_sgl.policies.starvation`, with the times of the CPU server."""
+short, requests pause. After `policies.testing.starvation`, with the times of the CPU server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies.base import Policy, Requests, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
-from ellm_sgl.policies.generate import make_state, requests
-from ellm_sgl.policies.plan import planned_tokens
+from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.testing import make_state, requests
 
 BLOCK = 16
 
@@ -22,8 +22,8 @@ class CpuServer(LatencyModel):
     0.1 ms."""
 
     def step_seconds(self, work: StepWork) -> FloatArray:
-        rows = 2e-3 * work.decode_rows + 1e-4 * (work.span_rows + work.prefill_rows)
-        pairs = 1e-8 * (work.span_pairs + work.prefill_pairs)
+        rows = 2e-3 * work.decode_rows + 1e-4 * (work.restored_tokens + work.prefill_rows)
+        pairs = 1e-8 * (work.restored_pairs + work.prefill_pairs)
         return np.asarray(4e-3 + rows + pairs + 1e-7 * work.decode_tokens, np.float64)
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -108,7 +108,7 @@ class Simulation:
         targets = planned_tokens(state.running, ratios.running, BLOCK)
         for request, target in zip(self.running, targets.tolist(), strict=True):
             request.uncached = target
-        joined = self._admit([self.waiting[i] for i in batch.join])
+        joined = self._admit([self.waiting[i] for i in batch.admit])
         if joined:
             self._prefill(joined)
         else:

@@ -19,62 +19,67 @@ from ellm_sgl.policies import (
     Ratios,
     Stock,
     SystemState,
-    Threads,
+    WorkSplit,
+)
+from ellm_sgl.policies.planned import evictable_tokens
+from ellm_sgl.policies.testing import (
+    CHECKS,
+    ConformanceReport,
+    check_policy,
+    examine,
     generate,
 )
-from ellm_sgl.policies.conformance import ConformanceReport, check_policy, examine
-from ellm_sgl.policies.conformance_checks import CHECKS
-from ellm_sgl.policies.plan import evictable_tokens
 
 STATES = 25
 
 
 class Uniform(Stock):
-    """All running requests give up the same share of their blocks, just enough for what lacks."""
+    """The same share of all running requests' blocks is evicted, just enough for what lacks."""
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         running, memory = state.running, state.memory
         most = evictable_tokens(running, memory.block_tokens)
         lacking = running.uncached_tokens.sum() - memory.device_free_tokens
-        share = lacking / (1.0 - memory.overhead_tokens) / max(1, most.sum())
+        share = lacking / (1.0 - memory.staging_overhead) / max(1, most.sum())
         tokens = np.clip(share, 0.0, 1.0) * most
         blocks = np.ceil(tokens / memory.block_tokens)
         ratios = np.where(blocks > 0, (blocks * memory.block_tokens + 0.5) / running.tokens, 0.0)
-        return Ratios(ratios, np.zeros(len(batch.join)))
+        return Ratios(ratios, np.zeros(len(batch.admit)))
 
 
 @pytest.mark.parametrize("policy", [Stock, FixedRatio, lambda: FixedRatio(0.5), FixedRatio(0.25)])
 def test_policies_that_do_not_adapt_keep_the_rules(policy: Any) -> None:
     report = check_policy(policy, states=STATES, budget_ms=None)
     skipped = {r.name: r.detail for r in report.results if r.outcome == "skipped"}
-    assert skipped.keys() - {"keeps-what-fits"} == {"answers-in-time", "targets-fit-the-device"}
+    expected = {"answers-in-time", "targets-fit-the-device"}
+    assert skipped.keys() - {"idle-without-pressure"} == expected
     assert "do not depend on memory" in skipped["targets-fit-the-device"]
 
 
 def test_a_policy_that_adapts_is_asked_to_fit() -> None:
     report = check_policy(Uniform, states=STATES, budget_ms=1000.0)
-    expected = {name: "passed" for name in CHECKS} | {"keeps-what-fits": "skipped"}
+    expected = {name: "passed" for name in CHECKS} | {"idle-without-pressure": "skipped"}
     assert {r.name: r.outcome for r in report.results} == expected
 
 
 class PromisesToo(Stock):
-    """Gives something up however much room there is."""
+    """Evicts something however much room there is."""
 
-    def keeps_what_fits(self) -> bool:
+    def idle_without_pressure(self) -> bool:
         return True
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return Ratios(np.full(len(state.running), 0.25), np.zeros(len(batch.join)))
+        return Ratios(np.full(len(state.running), 0.25), np.zeros(len(batch.admit)))
 
 
 def test_a_subclass_with_answers_of_its_own_promises_nothing() -> None:
     class Quiet(Stock):
         pass
 
-    assert Stock().keeps_what_fits() and Quiet().keeps_what_fits()
-    assert Fcfs().keeps_what_fits() and not Fcfs(rotate=True).keeps_what_fits()
-    assert FixedRatio(0.0).keeps_what_fits() and not FixedRatio(0.5).keeps_what_fits()
-    assert not Uniform().keeps_what_fits()
+    assert Stock().idle_without_pressure() and Quiet().idle_without_pressure()
+    assert Fcfs().idle_without_pressure() and not Fcfs(rotate=True).idle_without_pressure()
+    assert FixedRatio(0.0).idle_without_pressure() and not FixedRatio(0.5).idle_without_pressure()
+    assert not Uniform().idle_without_pressure()
 
 
 class Raises(Stock):
@@ -86,28 +91,28 @@ class Raises(Stock):
 
 class AdmitsMinusOne(Stock):
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=(-1,))
+        return Batch(admit=(-1,))
 
 
 class Nan(Stock):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return Ratios(state.running.tpot_s * 0.0, np.zeros(len(batch.join)))
+        return Ratios(state.running.tpot_s * 0.0, np.zeros(len(batch.admit)))
 
 
 class Two(Stock):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return Ratios(np.full(len(state.running), 2.0), np.zeros(len(batch.join)))
+        return Ratios(np.full(len(state.running), 2.0), np.zeros(len(batch.admit)))
 
 
 class OddThreads(Stock):
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return Threads(1, 1, 100)
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return WorkSplit(1, 1, 100)
 
 
 class Learns(Stock):
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         state.latency.observe(plan, 1.0)
-        return super().threads(state, plan)
+        return super().split(state, plan)
 
 
 class Writes(Stock):
@@ -117,32 +122,32 @@ class Writes(Stock):
 
 
 class Random(Stock):
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
-        return Threads(1, 1, 32 * random.randint(1, 31))
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return WorkSplit(1, 1, 32 * random.randint(1, 31))
 
 
-class MoreGiveUpMore(Stock):
+class MoreMemoryEvictsMore(Stock):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         ample = state.memory.device_tokens > state.running.tokens.sum()
         share = 0.9 if ample else 0.8
         most = np.minimum(share, 1.0 - 1.0 / state.running.tokens)
-        return Ratios(most, np.zeros(len(batch.join)))
+        return Ratios(most, np.zeros(len(batch.admit)))
 
 
-class GivesUpTooLittle(Uniform):
+class EvictsTooLittle(Uniform):
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         ratios = super().ratio(state, batch)
-        return Ratios(ratios.running * 0.8, ratios.joining)
+        return Ratios(ratios.running * 0.8, ratios.admitted)
 
 
 class ShortestFirst(Stock):
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=tuple(np.argsort(state.waiting.tokens, kind="stable").tolist()))
+        return Batch(admit=tuple(np.argsort(state.waiting.tokens, kind="stable").tolist()))
 
 
 class NewestFirst(Stock):
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=tuple(reversed(range(len(state.waiting)))))
+        return Batch(admit=tuple(reversed(range(len(state.waiting)))))
 
 
 class UrgentOnly(Stock):
@@ -151,32 +156,32 @@ class UrgentOnly(Stock):
     def batch(self, state: SystemState) -> Batch:
         priority = state.running.priority
         pause = np.flatnonzero(priority < priority.max(initial=-99)).tolist()
-        return Batch(join=super().batch(state).join, pause=tuple(pause))
+        return Batch(admit=super().batch(state).admit, pause=tuple(pause))
 
 
 class AdmitsNobody(Stock):
     def batch(self, state: SystemState) -> Batch:
-        return Batch(join=())
+        return Batch(admit=())
 
 
 @pytest.mark.parametrize(
     ("policy", "check", "told"),
     [
         (Raises, "answers-are-valid", "RuntimeError: nobody waits; state: .* 0 waiting"),
-        (AdmitsMinusOne, "answers-are-valid", "join has -1"),
+        (AdmitsMinusOne, "answers-are-valid", "admit has -1"),
         (Nan, "answers-are-valid", "is nan"),
         (Two, "answers-are-valid", r"running\[0\] is 2"),
         (OddThreads, "answers-are-valid", "delta is 100"),
         (Learns, "state-is-left-alone", "calls latency.observe"),
         (Writes, "state-is-left-alone", "changed state.running.tokens"),
         (Random, "same-history-same-answers", "two instances with one history disagree"),
-        (MoreGiveUpMore, "more-memory-never-less-cached", "of the memory needed it leaves"),
-        (GivesUpTooLittle, "targets-fit-the-device", "device tokens too few"),
+        (MoreMemoryEvictsMore, "more-memory-never-less-cached", "of the memory needed it leaves"),
+        (EvictsTooLittle, "targets-fit-the-device", "device tokens too few"),
         (ShortestFirst, "nobody-starves", "900 tokens, .* its first token, .*long requests in"),
         (NewestFirst, "nobody-starves", "has waited 60. s for its first token"),
         (UrgentOnly, "nobody-starves", "for its next token"),
-        (PromisesToo, "keeps-what-fits", "says that it keeps what fits, but pauses 0 and leaves"),
-        (AdmitsNobody, "answers-are-valid", "join is empty while nothing runs"),
+        (PromisesToo, "idle-without-pressure", "is idle without pressure, but pauses 0 and leaves"),
+        (AdmitsNobody, "answers-are-valid", "admit is empty while nothing runs"),
     ],
 )
 def test_a_bad_policy_fails(policy: type[Policy], check: str, told: str) -> None:
@@ -184,7 +189,7 @@ def test_a_bad_policy_fails(policy: type[Policy], check: str, told: str) -> None
         check_policy(policy, states=STATES, budget_ms=None)
 
 
-@pytest.mark.parametrize("policy", [Random, GivesUpTooLittle, ShortestFirst])
+@pytest.mark.parametrize("policy", [Random, EvictsTooLittle, ShortestFirst])
 def test_only_the_broken_rule_is_named(policy: type[Policy]) -> None:
     assert len(examine(policy, states=STATES, budget_ms=None).failures) == 1
 

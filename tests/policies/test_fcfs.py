@@ -12,8 +12,8 @@ from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import Batch, Fcfs, Requests, SystemState
 from ellm_sgl.policies.base import IntArray
-from ellm_sgl.policies.generate import Size, make_state, random_state, requests
-from ellm_sgl.policies.plan import planned_tokens
+from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 
 BLOCK = 10
 
@@ -25,7 +25,7 @@ class Linear(LatencyModel):
         self._token_ms = token_ms
 
     def step_seconds(self, work: StepWork) -> FloatArray:
-        return np.asarray(1e-3 * (1 + work.decode_rows + self._token_ms * work.span_rows))
+        return np.asarray(1e-3 * (1 + work.decode_rows + self._token_ms * work.restored_tokens))
 
     def observe(self, work: StepWork, seconds: float) -> None: ...
 
@@ -44,21 +44,21 @@ def scene(
 
 
 def answers(state: SystemState, policy: Fcfs | None = None) -> tuple[int, IntArray, IntArray]:
-    """Requests that join, and the tokens that running and joining requests give up."""
-    policy = policy or Fcfs(lookahead=0, sit_out=False)
+    """Requests admitted, and the tokens that are evicted of running and admitted requests."""
+    policy = policy or Fcfs(lookahead=0, pause=False)
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
-    assert batch.join == tuple(range(len(batch.join))) and batch.pause == ()
-    joining = Requests(**{n: c[: len(batch.join)] for n, c in vars(state.waiting).items()})
+    assert batch.admit == tuple(range(len(batch.admit))) and batch.pause == ()
+    joining = Requests(**{n: c[: len(batch.admit)] for n, c in vars(state.waiting).items()})
     block = state.memory.block_tokens
     return (
-        len(batch.join),
+        len(batch.admit),
         planned_tokens(state.running, ratios.running, block),
-        planned_tokens(joining, ratios.joining, block),
+        planned_tokens(joining, ratios.admitted, block),
     )
 
 
-# Each request of 95 tokens is charged for 10 blocks, 100 tokens, and may give up 9 of them.
+# Each request of 95 tokens is charged for 10 blocks (100 tokens), 9 of which can be evicted.
 
 
 def test_all_that_fit_join_and_stay_cached() -> None:
@@ -79,12 +79,12 @@ def test_those_that_join_to_be_restored_tell_what_they_will_come_to() -> None:
     # Cached, four of the six fit. At 95 + 40 tokens each is charged 14 blocks: 440 of 840 tokens
     # go, of 6 x 135.
     state = scene(requests([95], max_new_tokens=40), requests([95] * 5, max_new_tokens=40), 400)
-    policy = Fcfs(lookahead=1, sit_out=False)
+    policy = Fcfs(lookahead=1, pause=False)
     ratios = policy.ratio(state, policy.batch(state))
-    assert ratios.joining == pytest.approx(np.full(5, 440 / 810))
+    assert ratios.admitted == pytest.approx(np.full(5, 440 / 810))
     ample = replace(state, memory=replace(state.memory, device_tokens=600, device_free_tokens=500))
-    policy = Fcfs(lookahead=1, sit_out=False)
-    assert not policy.ratio(ample, policy.batch(ample)).joining.any()
+    policy = Fcfs(lookahead=1, pause=False)
+    assert not policy.ratio(ample, policy.batch(ample)).admitted.any()
 
 
 def test_nobody_else_joins_if_restoring_costs_more_than_it_gains() -> None:
@@ -96,12 +96,12 @@ def test_nobody_else_joins_if_restoring_costs_more_than_it_gains() -> None:
 
 def test_memory_of_a_step_counts_for_every_token_it_restores() -> None:
     # Short by 100 tokens; with M_o of 0.2 tokens for each restored one, 130 have to go: 104 gained.
-    state = scene(requests([95] * 5), requests([]), 400, overhead_tokens=0.2)
+    state = scene(requests([95] * 5), requests([]), 400, staging_overhead=0.2)
     assert answers(state)[1].sum() == 130
 
 
 def test_a_step_restores_no_more_than_it_may() -> None:
-    state = scene(requests([95] * 5), requests([95]), 300, transient_tokens=150)
+    state = scene(requests([95] * 5), requests([95]), 300, max_restored_tokens=150)
     joined, running, _ = answers(state)
     assert joined == 0
     assert running.sum() == 150  # 200 would have to go
@@ -164,7 +164,7 @@ def test_who_joins_must_fit_when_all_have_grown() -> None:
     assert answers(state, Fcfs(lookahead=128))[0] == 1
     state = scene(requests([102], prompt_tokens=95), requests([102]), 470, token_ms=1.0)
     assert answers(state, Fcfs(lookahead=128))[0] == 0
-    assert answers(state, Fcfs(lookahead=0, sit_out=False))[0] == 1
+    assert answers(state, Fcfs(lookahead=0, pause=False))[0] == 1
     # One that is nearly done grows no further.
     state = scene(requests([102], max_new_tokens=8, prompt_tokens=95), state.waiting, 470, 1.0)
     assert answers(state, Fcfs(lookahead=128))[0] == 1
@@ -184,22 +184,22 @@ def crowd(device_tokens: int, tokens: int = 1000) -> SystemState:
 
 def test_a_steady_load_gives_a_steady_ratio() -> None:
     policy = Fcfs()
-    given = [answers(crowd(15_000 + wobble), policy)[1] for wobble in (0, 100, 50, 120, 0, 80)]
-    assert given[0].any()
-    assert all(np.array_equal(given[0], g) for g in given)
+    evicted = [answers(crowd(15_000 + wobble), policy)[1] for wobble in (0, 100, 50, 120, 0, 80)]
+    assert evicted[0].any()
+    assert all(np.array_equal(evicted[0], g) for g in evicted)
 
 
 def test_the_ratio_follows_a_load_that_changes() -> None:
     policy = Fcfs()
-    given = [
+    evicted = [
         int(answers(crowd(device), policy)[1].sum())
         for device in (21_000, 18_000, 12_000, 18_000, 20_190, 20_200)
     ]
-    assert given == [0, 2200, 8200, 2200, 10, 0]
+    assert evicted == [0, 2200, 8200, 2200, 10, 0]
 
 
 def test_nobody_joins_until_something_has_changed() -> None:
-    policy = Fcfs(lookahead=0, sit_out=False)
+    policy = Fcfs(lookahead=0, pause=False)
     full = scene(requests([95] * 4), requests([95]), 400, 1.0)
     assert answers(full, policy)[0] == 0
     left = scene(requests([95] * 3, request_id=[0, 1, 3]), requests([95]), 400, 1.0)
@@ -219,7 +219,7 @@ def test_nobody_joins_until_something_has_changed() -> None:
 def test_an_answer_is_thought_over_now_and_then(
     tokens: int, lookahead: int, free: tuple[int, int], joining: tuple[int, int]
 ) -> None:
-    policy = Fcfs(lookahead=lookahead, sit_out=False)
+    policy = Fcfs(lookahead=lookahead, pause=False)
     before = scene(requests([tokens] * 3), requests([tokens]), 400, 1.0, device_free_tokens=free[0])
     after = replace(before, memory=replace(before.memory, device_free_tokens=free[1]))
     assert answers(before, policy)[0] == joining[0]
@@ -229,7 +229,7 @@ def test_an_answer_is_thought_over_now_and_then(
 
 def test_a_refusal_ends_when_the_slo_allows_more() -> None:
     # T = 1 + b ms: with 2 requests 3 ms of 5, less the time since the last token.
-    policy = Fcfs(lookahead=0, sit_out=False)
+    policy = Fcfs(lookahead=0, pause=False)
     late = scene(requests([95], waited_s=0.003), requests([95]), 400, 1.0, tpot_slo_s=0.005)
     assert answers(late, policy)[0] == 0
     assert answers(late, policy)[0] == 0
@@ -249,7 +249,7 @@ def test_a_refusal_ends_when_the_slo_allows_more() -> None:
     ],
 )
 def test_what_ends_an_answer_early(lookahead: int, changes: dict[str, Any], joining: int) -> None:
-    policy = Fcfs(lookahead=lookahead, sit_out=False)
+    policy = Fcfs(lookahead=lookahead, pause=False)
     before = scene(requests([79] * 3), requests([79]), 400, 1.0, device_free_tokens=160)
     before = replace(before, tpot_slo_s=1.0)
     assert answers(before, policy)[0] == 1
@@ -264,15 +264,15 @@ def test_what_ends_an_answer_early(lookahead: int, changes: dict[str, Any], join
 def test_more_memory_gives_up_no_more(seed: int) -> None:
     state = random_state(np.random.default_rng(seed), Size(64, 0))
     free = state.memory.device_free_tokens
-    given = []
+    evicted = []
     for more in (0, 64, 512, 4096, 32_768):
         memory = replace(
             state.memory,
             device_tokens=state.memory.device_tokens + more,
             device_free_tokens=free + more,
         )
-        given.append(answers(replace(state, memory=memory))[1].sum())
-    assert given == sorted(given, reverse=True)
+        evicted.append(answers(replace(state, memory=memory))[1].sum())
+    assert evicted == sorted(evicted, reverse=True)
 
 
 def test_equal_states_get_equal_answers() -> None:
@@ -283,11 +283,11 @@ def test_equal_states_get_equal_answers() -> None:
         assert batch == second.batch(state)
         ours, theirs = first.ratio(state, batch), second.ratio(state, batch)
         assert np.array_equal(ours.running, theirs.running)
-        assert np.array_equal(ours.joining, theirs.joining)
+        assert np.array_equal(ours.admitted, theirs.admitted)
 
 
 def test_ratios_are_given_for_the_batch_asked_about() -> None:
     state = scene(requests([95] * 2), requests([95] * 5), 300)
-    ratios = Fcfs().ratio(state, Batch(join=(4, 2)))
-    assert len(ratios.running) == 2 and len(ratios.joining) == 2
-    assert ratios.joining.max() > 0.0
+    ratios = Fcfs().ratio(state, Batch(admit=(4, 2)))
+    assert len(ratios.running) == 2 and len(ratios.admitted) == 2
+    assert ratios.admitted.max() > 0.0

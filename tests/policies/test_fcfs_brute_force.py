@@ -12,8 +12,8 @@ import pytest
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Fcfs, SystemState
-from ellm_sgl.policies.generate import Size, random_state
-from ellm_sgl.policies.plan import planned_tokens
+from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.testing import Size, random_state
 
 SIZE = Size(running=6, waiting=10, longest=1024)
 GRID = 200
@@ -29,7 +29,7 @@ class Request:
 
 @dataclass
 class Outcome:
-    """A batch size with what each of its requests gives up, judged by Eq. (1)."""
+    """A batch size with what is evicted of each of its requests, judged by Eq. (1)."""
 
     value: float
     """b / T."""
@@ -67,19 +67,19 @@ class Reference:
         return min(int(ratio * request.tokens) // self.block, most) * self.block
 
     def judge(self, spans: list[int]) -> Outcome:
-        """The first len(spans) requests run, and give up so many tokens each."""
+        """The first len(spans) requests run, and so many tokens of each are evicted."""
         memory, batch = self.state.memory, self.requests[: len(spans)]
         needed: float = self.others + sum(
             (self.blocks(r.tokens + 1) - self.blocks(r.shared)) * self.block - n
             for r, n in zip(batch, spans, strict=True)
         )
-        needed += memory.overhead_tokens * sum(spans)
+        needed += memory.staging_overhead * sum(spans)
         work = StepWork(
             decode_rows=len(batch),
             decode_tokens=sum(r.tokens for r in batch),
-            span_rows=sum(spans),
-            span_squares=sum(n * n for n in spans),
-            span_prefix=sum(n * r.shared for r, n in zip(batch, spans, strict=True)),
+            restored_tokens=sum(spans),
+            restored_squares=sum(n * n for n in spans),
+            restored_prefix=sum(n * r.shared for r, n in zip(batch, spans, strict=True)),
         )
         seconds = float(self.state.latency.step_seconds(work))
         slo_s = min([self.state.tpot_slo_s, *(r.slo_s for r in batch)])
@@ -87,7 +87,7 @@ class Reference:
         return Outcome(
             value=len(batch) / seconds,
             fits=needed <= memory.device_tokens + 1e-6
-            and sum(spans) <= memory.transient_tokens
+            and sum(spans) <= memory.max_restored_tokens
             and seconds + waited_s <= slo_s,
             restores=sum(spans) > 0,
         )
@@ -112,14 +112,14 @@ class Reference:
         return max(found, default=0.0), fewest
 
 
-def given_up(state: SystemState) -> list[int]:
-    """What the policy has each request of its batch give up."""
-    policy = Fcfs(lookahead=0, sit_out=False)
+def evicted(state: SystemState) -> list[int]:
+    """What the policy evicts of each request of its batch."""
+    policy = Fcfs(lookahead=0, pause=False)
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
-    tokens = np.append(state.running.tokens, state.waiting.tokens[: len(batch.join)])
+    tokens = np.append(state.running.tokens, state.waiting.tokens[: len(batch.admit)])
     running = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
-    joining = ratios.joining * tokens[len(running) :] // state.memory.block_tokens
+    joining = ratios.admitted * tokens[len(running) :] // state.memory.block_tokens
     return [*running.tolist(), *(joining.astype(int) * state.memory.block_tokens).tolist()]
 
 
@@ -130,7 +130,7 @@ def test_the_answer_fits_and_is_within_a_percent_of_the_best(seeds: range) -> No
         reference = Reference(state)
         if not reference.requests:
             continue
-        spans = given_up(state)
+        spans = evicted(state)
         answer = reference.judge(spans)
         best, fewest = reference.best()
         if best == 0.0 and not answer.fits:
@@ -148,7 +148,7 @@ def test_the_states_put_the_policy_to_the_test() -> None:
         state = random_state(np.random.default_rng(seed), SIZE)
         reference = Reference(state)
         if reference.requests:
-            spans = given_up(state)
+            spans = evicted(state)
             answer = reference.judge(spans)
             kinds["hopeless"] += not answer.fits
             kinds["restores"] += answer.fits and answer.restores

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ellm_sgl.policies import FixedRatio
-from ellm_sgl.policies.generate import make_state, requests
+from ellm_sgl.policies.testing import make_state, requests
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.999])
@@ -16,10 +16,10 @@ def test_all_that_wait_join_and_every_request_has_the_same_ratio(ratio: float) -
     policy = FixedRatio(ratio)
     state = make_state(requests([100] * 3), requests([100] * 2), device_tokens=160)
     batch = policy.batch(state)
-    assert batch.join == (0, 1) and batch.pause == ()
+    assert batch.admit == (0, 1) and batch.pause == ()
     ratios = policy.ratio(state, batch)
     assert np.array_equal(ratios.running, [ratio] * 3)
-    assert np.array_equal(ratios.joining, [ratio] * 2)
+    assert np.array_equal(ratios.admitted, [ratio] * 2)
 
 
 def test_everything_is_cached_unless_told_otherwise() -> None:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from ellm_sgl.policies import SystemState
-from ellm_sgl.policies.generate import Size, make_state, random_state, requests, resident_tokens
+from ellm_sgl.policies.testing.generate import (
+    Size,
+    make_state,
+    random_state,
+    requests,
+    resident_tokens,
+)
 
 STATES = 150
 
@@ -22,7 +28,7 @@ def test_what_is_resident_fits(states: list[SystemState]) -> None:
         resident = resident_tokens(state.running, memory.block_tokens)
         assert resident + memory.device_free_tokens == memory.device_tokens
         assert memory.device_tokens % memory.block_tokens == 0
-        assert state.running.uncached_tokens.sum() <= memory.transient_tokens
+        assert state.running.uncached_tokens.sum() <= memory.max_restored_tokens
         assert len(state.running) <= state.max_running
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import shown
 from ellm_sgl.policies import FixedRatio, Stock
 from ellm_sgl.policies.registry import create, installed, load, provider
-from ellm_sgl.ranges import shown
 
 Register = Callable[..., None]
 SOURCE = """
@@ -74,7 +74,7 @@ def test_listing_imports_nothing(register: Register) -> None:
         ("Half", {"scael": 1}, r"unexpected keyword argument 'scael' .* Half takes \(\*, scale: "),
         ("Half", {"scale": 2}, r"refuses its options {'scale': 2}: ValueError: ratio must be"),
         ("Half", {"scale": "x"}, "refuses its options .*: TypeError: "),
-        ("Unfinished", {}, r"Unfinished does not implement \['ratio', 'threads'\]"),
+        ("Unfinished", {}, r"Unfinished does not implement \['ratio', 'split'\]"),
         ("not_a_policy", {}, "of theirs 1.2 is 7; it must be a subclass of .*Policy"),
         ("Missing", {}, "of theirs 1.2 cannot be imported: AttributeError: .*'Missing'"),
     ],

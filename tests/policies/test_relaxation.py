@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from ellm_sgl.policies import Fcfs, SystemState, relaxation
-from ellm_sgl.policies.batch_size import BatchProblem
-from ellm_sgl.policies.generate import PROFILES, SHAPES, Size, make_state, random_state, requests
-from ellm_sgl.policies.relaxation import Relaxation
+from ellm_sgl.policies import Fcfs, SystemState
+from ellm_sgl.policies.fcfs import relaxation
+from ellm_sgl.policies.fcfs.relaxation import Relaxation
+from ellm_sgl.policies.problem.batch_size import BatchProblem
+from ellm_sgl.policies.testing import (
+    PROFILES,
+    SHAPES,
+    Size,
+    make_state,
+    random_state,
+    requests,
+)
 
 
 def problem_of(state: SystemState) -> BatchProblem | None:
@@ -102,8 +110,8 @@ def test_the_next_problem_starts_where_the_last_one_ended(
 
 def test_a_policy_uses_it_if_told_to() -> None:
     state = crowd(24, "mixtral-8x7b-tp2")
-    policies = Fcfs(lookahead=0, sit_out=False), Fcfs(lookahead=0, sit_out=False, solver="slsqp")
-    exact, local = (len(policy.batch(state).join) for policy in policies)
+    policies = Fcfs(lookahead=0, pause=False), Fcfs(lookahead=0, pause=False, solver="slsqp")
+    exact, local = (len(policy.batch(state).admit) for policy in policies)
     assert local < exact
 
 

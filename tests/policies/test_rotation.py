@@ -1,4 +1,4 @@
-"""Turns on the device: arithmetic, and a loop of steps in plain numbers in which SLOs must hold."""
+"""Rotation: arithmetic, and a loop of steps in plain numbers in which SLOs must hold."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from ellm_sgl.latency import HardwareProfile, LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
-from ellm_sgl.policies.conformance import check_policy
 from ellm_sgl.policies.fcfs import Fcfs
-from ellm_sgl.policies.generate import PROFILES, SHAPES, make_state, requests
-from ellm_sgl.policies.plan import planned_tokens
-from ellm_sgl.policies.rotation import _say_once, can_rotate
-from ellm_sgl.policies.rotation_limits import LINK_SHARE, Deadlines
+from ellm_sgl.policies.pausing.limits import LINK_SHARE, Deadlines
+from ellm_sgl.policies.pausing.rotation import _say_once, can_rotate
+from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.testing import PROFILES, SHAPES, make_state, requests
 
 BLOCK = 16
 SLO_S = 0.060
@@ -26,11 +25,11 @@ STEP_S, ROW_S, PREFILL_ROW_S = 0.008, 0.0002, 0.0001
 
 class Linear(LatencyModel):
     def step_seconds(self, work: StepWork) -> FloatArray:
-        rows = ROW_S * work.decode_rows + PREFILL_ROW_S * (work.prefill_rows + work.span_rows)
+        rows = ROW_S * work.decode_rows + PREFILL_ROW_S * (work.prefill_rows + work.restored_tokens)
         return np.asarray(STEP_S + rows)
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        raise AssertionError("a policy must not teach the model")
+        raise AssertionError("a policy must not calibrate the model")
 
 
 @dataclass
@@ -100,8 +99,8 @@ class Loop:
         ratios = self.policy.ratio(state, batch)
         check_ratios(state, batch, ratios)
         targets = planned_tokens(state.running, ratios.running, BLOCK)
-        if batch.join:
-            self._prefill([waiting[w] for w in batch.join], waiting)
+        if batch.admit:
+            self._prefill([waiting[w] for w in batch.admit], waiting)
         else:
             self._decode(set(batch.pause), targets.tolist())
 
@@ -116,7 +115,7 @@ class Loop:
         self.most = max(self.most, len(self.running))
 
     def _decode(self, pause: set[int], targets: list[int]) -> None:
-        inside = [r for i, r in enumerate(self.running) if i not in pause]
+        active = [r for i, r in enumerate(self.running) if i not in pause]
         for i in pause:
             one = self.running[i]
             if targets[i] > one.missing:
@@ -124,10 +123,10 @@ class Loop:
             elif targets[i] < one.missing:
                 fetched = int(self.link * LINK_SHARE * STEP_S) // BLOCK * BLOCK
                 one.missing = max(one.missing - fetched, 0)
-        restored = sum(one.missing for one in inside)
+        restored = sum(one.missing for one in active)
         self.recomputed += restored
-        self.now_s += float(Linear().step_seconds(StepWork(len(inside), 0, restored)))
-        for one in inside:
+        self.now_s += float(Linear().step_seconds(StepWork(len(active), 0, restored)))
+        for one in active:
             one.missing = 0
             one.tokens += 1
             one.done.append(self.now_s)
@@ -180,7 +179,7 @@ def test_more_run_and_start_earlier_within_the_slo(seed: int, link: float) -> No
     assert tpots(after).max() <= SLO_S
     assert rotating.now_s <= 1.03 * plain.now_s  # to serve the same tokens
     assert rotating.overflow == 0
-    assert rotating.recomputed == 0, "somebody came back before its KV"
+    assert rotating.recomputed == 0, "somebody resumed before its KV was back"
 
 
 def test_no_host_tier_or_no_slo_is_no_rotation(caplog: pytest.LogCaptureFixture) -> None:
@@ -199,12 +198,12 @@ def deadlines(slack: list[float], fetch: list[float]) -> Deadlines:
     return Deadlines(np.array(slack), np.array(fetch), step_s=0.01, slo_s=0.05)
 
 
-def test_they_come_back_one_after_the_other() -> None:
-    out = np.ones(3, bool)
+def test_they_resume_one_after_the_other() -> None:
+    paused = np.ones(3, bool)
     # In the order of their deadlines they are there after 40 ms for the steps before, and 30,
     # 40 (a step at least), 140 ms.
-    assert deadlines([0.5, 0.1, 0.1], [0.1, 0.03, 0.001]).spare_s(out) == pytest.approx(0.02)
-    assert deadlines([0.15, 0.1, 0.1], [0.1, 0.03, 0.001]).spare_s(out) == pytest.approx(-0.03)
+    assert deadlines([0.5, 0.1, 0.1], [0.1, 0.03, 0.001]).spare_s(paused) == pytest.approx(0.02)
+    assert deadlines([0.15, 0.1, 0.1], [0.1, 0.03, 0.001]).spare_s(paused) == pytest.approx(-0.03)
     assert deadlines([0.1], [0.1]).spare_s(np.zeros(1, bool)) == np.inf
 
 
@@ -219,7 +218,3 @@ def test_slack_is_what_a_reader_at_the_slos_pace_has_in_store() -> None:
     state = make_state(running, device_tokens=999, host_tokens=99, tpot_slo_s=0.1)
     found = Deadlines.of(state, np.ones(2, bool)).slack_s
     assert found == pytest.approx([0.9 * 10 * 0.1 - 9 * 0.02 - 0.05, 0.9 * 0.1 - 0.03])
-
-
-def test_conforms() -> None:
-    check_policy(lambda: Fcfs(rotate=True), budget_ms=None)

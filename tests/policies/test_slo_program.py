@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq, minimize
 
-from ellm_sgl.policies.feasible import line_up
-from ellm_sgl.policies.generate import Size, random_state
-from ellm_sgl.policies.slo_levels import keep_weights, rank_levels
-from ellm_sgl.policies.slo_program import SIZES, SpanCosts, SpanProgram, whole_blocks
+from ellm_sgl.policies.problem.candidates import Candidates
+from ellm_sgl.policies.slo_priority.levels import keep_weights, rank_levels
+from ellm_sgl.policies.slo_priority.program import SIZES, SpanCosts, SpanProgram, whole_blocks
+from ellm_sgl.policies.testing import Size, random_state
 
 STATES = 300
 
@@ -26,29 +26,34 @@ def problem(seed: int, size: Size) -> tuple[SpanCosts, int, int]:
     rng = np.random.default_rng(seed)
     while True:
         state = random_state(rng, size)
-        lineup = line_up(state, slice(0))
-        block, most = state.memory.block_tokens, int(lineup.evictable.sum())
+        candidates = Candidates.of(state, slice(0))
+        block, most = state.memory.block_tokens, int(candidates.evictable.sum())
         if most > block:
             break
     need = max(1, int(rng.uniform(0, 1) * most) // block) * block
     level = rank_levels(state.running, state.waiting).running
     weights = keep_weights(level, state.running.tpot_slo_s, state.running.arrival_s)
-    return SpanCosts.of(state, lineup, weights, need), need, block
+    return SpanCosts.of(state, candidates, weights, need), need, block
+
+
+def total(costs: SpanCosts, tokens: np.ndarray) -> float:
+    """The program's objective at n_i = `tokens`, in weighted seconds."""
+    return float((costs.weight * tokens * (costs.linear + costs.quadratic * tokens)).sum())
 
 
 def by_price(costs: SpanCosts, need: float) -> np.ndarray:
-    """The optimum by its dual: at price λ each request gives up what costs less than λ."""
+    """The optimum by its dual: at price λ what costs less than λ is evicted of each request."""
 
-    def given(log_price: float) -> np.ndarray:
+    def evicted(log_price: float) -> np.ndarray:
         spare = np.exp(log_price) / costs.weight - costs.linear
         return np.clip(spare / (2 * costs.quadratic), 0, costs.limit)
 
     lowest = np.log((costs.weight * costs.linear).min())
     dearest = costs.weight * (costs.linear + 2 * costs.quadratic * costs.limit)
     price = brentq(
-        lambda p: given(p).sum() - need, lowest - 1, np.log(dearest.max()) + 1, xtol=1e-14
+        lambda p: evicted(p).sum() - need, lowest - 1, np.log(dearest.max()) + 1, xtol=1e-14
     )
-    return given(price)
+    return evicted(price)
 
 
 def test_within_one_percent_of_the_optimum(program: SpanProgram) -> None:
@@ -57,7 +62,7 @@ def test_within_one_percent_of_the_optimum(program: SpanProgram) -> None:
         tokens = program.solve(costs, need)
         assert tokens.sum() >= need * (1 - 1e-6), seed
         assert (tokens >= 0).all() and (tokens <= costs.limit).all(), seed
-        assert costs.total(tokens) <= 1.01 * costs.total(by_price(costs, need)), seed
+        assert total(costs, tokens) <= 1.01 * total(costs, by_price(costs, need)), seed
 
 
 def test_within_one_percent_of_a_general_solver(program: SpanProgram) -> None:
@@ -65,10 +70,10 @@ def test_within_one_percent_of_a_general_solver(program: SpanProgram) -> None:
     for seed in range(40):
         costs, need, _ = problem(seed, Size(running=10, waiting=0, longest=4096))
         tokens = program.solve(costs, need)
-        unit, scale = need / len(tokens), costs.total(tokens)
+        unit, scale = need / len(tokens), total(costs, tokens)
         start = costs.limit * (need / costs.limit.sum()) / unit
         best = minimize(
-            lambda x, c=costs, u=unit, t=scale: c.total(x * u) / t,
+            lambda x, c=costs, u=unit, t=scale: total(c, x * u) / t,
             start,
             bounds=[(0, u / unit) for u in costs.limit],
             constraints={"type": "ineq", "fun": lambda x, u=unit, n=need: x.sum() * u / n - 1},
@@ -79,7 +84,7 @@ def test_within_one_percent_of_a_general_solver(program: SpanProgram) -> None:
 
 
 def test_rounded_to_the_cheapest_whole_blocks(program: SpanProgram) -> None:
-    """Against all ways to give up so many blocks."""
+    """Against all ways to evict so many blocks."""
     rng = np.random.default_rng(5)
     for _ in range(100):
         count, block = int(rng.integers(1, 5)), 16
@@ -97,8 +102,8 @@ def test_rounded_to_the_cheapest_whole_blocks(program: SpanProgram) -> None:
         assert tokens.sum() == -int(-need // block) * block
         assert (tokens % block == 0).all() and (tokens <= costs.limit).all()
         choices = (np.array(c) * block for c in product(*(range(n + 1) for n in limit)))
-        best = min(costs.total(c) for c in choices if c.sum() >= need)
-        assert costs.total(tokens) == pytest.approx(best, rel=1e-9)
+        best = min(total(costs, c) for c in choices if c.sum() >= need)
+        assert total(costs, tokens) == pytest.approx(best, rel=1e-9)
 
 
 def test_rounding_follows_a_need_that_has_drifted(program: SpanProgram) -> None:
@@ -109,7 +114,7 @@ def test_rounding_follows_a_need_that_has_drifted(program: SpanProgram) -> None:
             drifted = whole_blocks(costs, program.solve(costs, need), other, block)
             fresh = whole_blocks(costs, program.solve(costs, other), other, block)
             assert drifted.sum() == fresh.sum()
-            assert costs.total(drifted) <= 1.001 * costs.total(fresh), seed
+            assert total(costs, drifted) <= 1.001 * total(costs, fresh), seed
 
 
 def test_the_program_is_compiled_once(program: SpanProgram) -> None:
@@ -132,8 +137,8 @@ def test_larger_than_what_was_compiled_ahead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("need", "given"), [(0, [0, 0]), (64, [0, 64]), (128, [64, 64]), (999, [64, 64])]
+    ("need", "evicted"), [(0, [0, 0]), (64, [0, 64]), (128, [64, 64]), (999, [64, 64])]
 )
-def test_all_or_nothing(program: SpanProgram, need: int, given: list[int]) -> None:
+def test_all_or_nothing(program: SpanProgram, need: int, evicted: list[int]) -> None:
     costs = SpanCosts(np.array([8.0, 1.0]), np.ones(2), 1e-6, np.array([64, 64]))
-    assert program.solve(costs, need) == pytest.approx(given)
+    assert program.solve(costs, need) == pytest.approx(evicted)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
-from ellm_sgl.serve.calibrate import LEARNING_STEPS, LOADS, compare, unevenness
+from ellm_sgl.serve.calibrate import LEARNING_STEPS, LOADS, compare, step_noise
 from tests.latency.machines import CPU, TINY
 
 
@@ -35,13 +35,13 @@ def test_unevenness_is_that_of_equal_steps_in_a_row() -> None:
 
     even = [step(3, 0.010) for _ in range(9)]
     uneven = [step(5, 0.020 if i == 4 else 0.010) for i in range(9)]
-    on_line, beside = unevenness([*even, step(1, 9.0), *uneven], first=0)
+    on_line, beside = step_noise([*even, step(1, 9.0), *uneven], first=0)
     assert on_line.steps == beside.steps == 18  # all but the one of another kind
     assert on_line.mape == pytest.approx(1.0)
     assert beside.mape == pytest.approx(0.5 / 18) and beside.median_ape == 0.0
-    later_on_line, later = unevenness([*even, *uneven], first=12)
+    later_on_line, later = step_noise([*even, *uneven], first=12)
     assert later_on_line.steps == later.steps == 6
-    assert unevenness([step(i, 0.01) for i in range(20)], first=0) == ()
+    assert step_noise([step(i, 0.01) for i in range(20)], first=0) == ()
 
 
 def test_loads_differ_in_everything() -> None:

@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 from click.types import FloatParamType, IntParamType
 
 import ellm_sgl
-from ellm_sgl.click_types import FiniteRange
-from ellm_sgl.config import _NUMBERS
-from ellm_sgl.flags import FLAGS
+from ellm_sgl.config.click_types import FiniteRange
+from ellm_sgl.config.ellm_config import _NUMBERS
+from ellm_sgl.config.flags import FLAGS
 from ellm_sgl.serve.cli import main
 
 SOURCES = Path(ellm_sgl.__file__).parent
@@ -97,6 +97,9 @@ def assert_refused(done: Result, option: str, value: str) -> None:
 
 def test_all_commands_are_found() -> None:
     assert {"ellm-sgl simulate", "ellm-sgl policies check", "ellm-sgl kernels bench"} <= {*COMMANDS}
+    assert {"ellm-sgl compare", "ellm-sgl bench load-sweep", "ellm-sgl bench compare"} <= {
+        *COMMANDS
+    }
     assert {"ellm_sgl.eval.soak", "ellm_sgl.eval.train_demo_model"} <= {*COMMANDS}
     assert len(OPTIONS) > 70
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ellm_sgl.policies.conformance_checks import CHECKS
+from ellm_sgl.policies.testing.checks import CHECKS
 from ellm_sgl.serve.cli import main
 
 PLUGIN = """
@@ -25,7 +25,7 @@ class Backwards(Stock):
         super().__init__()
 
     def batch(self, state):
-        return Batch(join=tuple(-1 - i for i in range(len(state.waiting))))
+        return Batch(admit=tuple(-1 - i for i in range(len(state.waiting))))
 """
 
 
@@ -92,7 +92,7 @@ def test_check_of_a_bad_policy() -> None:
     result = run("check", "backwards", "--states", "5", "--json")
     assert result.exit_code == 1
     (failure,) = [c for c in document(result)["checks"] if c["name"] == "answers-are-valid"]
-    assert failure["outcome"] == "failed" and "join has -" in failure["detail"]
+    assert failure["outcome"] == "failed" and "admit has -" in failure["detail"]
     shown = run("check", "backwards", "--states", "5")
     assert shown.exit_code == 1
     assert "backwards: failed" in shown.stdout
@@ -119,10 +119,10 @@ def test_what_cannot_be_run(command: str, arguments: tuple[str, ...], told: str)
 def test_bench_tells_its_figures_and_the_papers() -> None:
     told = document(run("bench", "fixed-ratio", "--json"))
     assert (told["running"], told["waiting"]) == (256, 1024)
-    assert told["paper"] == {"decision_mean_us": [4580.0, 6040.0], "threads_us": 30.0}
+    assert told["paper"] == {"decision_mean_us": [4580.0, 6040.0], "split_us": 30.0}
     (figures,) = told["policies"]
     assert figures["policy"] == "fixed-ratio"
-    for kind in ("decision", "steady", "threads", "checks"):
+    for kind in ("decision", "steady", "split", "checks"):
         timing = figures[kind]
         assert timing["calls"] == 200
         assert 0 < timing["p50_us"] <= timing["p99_us"]
@@ -133,7 +133,7 @@ def test_bench_tells_its_figures_and_the_papers() -> None:
 def test_bench_refuses_nonsense() -> None:
     result = run("bench", "backwards")
     assert result.exit_code == 1
-    assert "join has -" in result.stderr
+    assert "admit has -" in result.stderr
 
 
 def test_bench_of_all_needs_no_options() -> None:

@@ -17,7 +17,7 @@ PROOF = Comparison(
     dtype="float32", setting="unfused, forced eviction", failure=None, outputs=18, differing=0,
     tokens=1728, agreeing=1728, max_logprob_difference=2.8e-6, forced=None, noise=None,
     recomputed_tokens=1_234_567, evicted_units=99_456, fetched_units=1_234_567,
-    projected_units=0, retractions=0, sat_out=1234, aborted=6, integrity="ok",
+    projected_units=0, retractions=0, pauses=1234, aborted=6, integrity="ok",
 )  # fmt: skip
 BY_ROUNDING = dataclasses.replace(
     PROOF,
@@ -90,7 +90,7 @@ def test_a_table_fits_80_columns() -> None:
 
 def test_what_failed_is_shown_and_told_in_one_line() -> None:
     failed = dataclasses.replace(PROOF, failure="3 of 18 outputs differ")
-    unexercised = dataclasses.replace(PROOF, failure="exercised nothing: no request sat out")
+    unexercised = dataclasses.replace(PROOF, failure="exercised nothing: no request was paused")
     found = report(PROOF, failed, unexercised)
     screen = Console(file=io.StringIO(), width=80)
     _show(found, screen)

@@ -7,7 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from ellm_sgl.serve.process import IDLE_CONNECTION_S, ServerProcess
+from ellm_sgl.client.process import IDLE_CONNECTION_S, ServerProcess
 
 
 def test_an_idle_connection_is_given_up_before_the_server_does(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from ellm_sgl.serve.verify import Comparison, Expected, Output, VerifyReport, compare
 
 COUNTS = ("recomputed_tokens", "evicted_units", "fetched_units", "projected_units",
-          "retractions", "sat_out")  # fmt: skip
+          "retractions", "pauses")  # fmt: skip
 BEFORE = {f"{name}_total": 3 for name in COUNTS} | {"integrity": "ok"}
 IDLE = {
     "integrity": "ok",
@@ -134,7 +134,9 @@ def test_a_log_probability_too_far_off_is_no_proof() -> None:
 
 
 def test_an_inconsistent_page_table_is_no_proof() -> None:
-    assert fails(compared(REFERENCE, integrity="none_units is -4"), "page table: none_units is -4")
+    assert fails(
+        compared(REFERENCE, integrity="missing_units is -4"), "page table: missing_units is -4"
+    )
 
 
 @pytest.mark.parametrize("where", ["device", "host"])

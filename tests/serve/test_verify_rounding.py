@@ -13,7 +13,7 @@ NOISE = Spread(288, 0.00118, 0.0215)
 """Stock SGLang on the demo model in bfloat16."""
 STATE = dict.fromkeys(
     (f"{name}_total" for name in ("recomputed_tokens", "evicted_units", "fetched_units",
-                                  "projected_units", "retractions", "sat_out")), 0,
+                                  "projected_units", "retractions", "pauses")), 0,
 ) | {"integrity": "ok"}  # fmt: skip
 
 

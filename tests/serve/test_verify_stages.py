@@ -9,11 +9,11 @@ import pytest
 
 from ellm_sgl.config import ELLM, HCACHE, MODES, RECOMPUTE
 from ellm_sgl.serve.verify import Comparison
+from ellm_sgl.serve.verify.comparing import NOT_DONE
 from ellm_sgl.serve.verify.crowded import TWO_RANKS, left_out
 from ellm_sgl.serve.verify.loads import CHATS as CHATS_AT_ONCE
 from ellm_sgl.serve.verify.loads import Aborts, Chats
 from ellm_sgl.serve.verify.model import ModelShape
-from ellm_sgl.serve.verify.reasons import NOT_DONE
 from ellm_sgl.serve.verify.runner import ALL_DTYPES
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Setting, Sizes
 from ellm_sgl.serve.verify.stages import stages
@@ -90,4 +90,4 @@ def test_two_ranks_that_cannot_share_the_model_are_told_of() -> None:
 
 def test_a_baseline_must_preempt() -> None:
     assert all("retractions" in s.needs for s in settings("float32", RECOMPUTE))
-    assert all("sat_out" in s.needs for s in settings("float32", HCACHE))
+    assert all("pauses" in s.needs for s in settings("float32", HCACHE))

@@ -12,7 +12,7 @@ import pytest
 
 from ellm_sgl.sglang.arguments import Argument, Kind, refusal, table
 from ellm_sgl.sglang.arguments_page import page
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 ROOT = Path(__file__).parents[2]

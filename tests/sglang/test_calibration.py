@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.eval.tiny_models import TINY_MODELS, write
 from ellm_sgl.latency import ModelShape
-from ellm_sgl.serve.process import DEMO_MODEL
 from ellm_sgl.sglang.calibration import MIXES, Mix, shape_of
 
 
@@ -61,8 +61,8 @@ def test_work_counts_rows_and_pairs(mix: Mix) -> None:
     spans = range(mix.uncached)
     new = range(mix.tokens - mix.new, mix.tokens)
     work = mix.work
-    assert work.span_rows == mix.requests * len(spans)
-    assert work.span_pairs == mix.requests * sum(p + 1 for p in spans)
+    assert work.restored_tokens == mix.requests * len(spans)
+    assert work.restored_pairs == mix.requests * sum(p + 1 for p in spans)
     if mix.new == 1:
         assert (work.decode_rows, work.decode_tokens) == (
             mix.requests,

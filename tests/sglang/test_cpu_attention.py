@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ellm_sgl.kernels.cpu.library import load
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 
@@ -20,8 +20,9 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # n
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
-from ellm_sgl.sglang import cpu_attention, platform  # noqa: E402
-from ellm_sgl.sglang.cpu_attention import CpuAttention  # noqa: E402
+from ellm_sgl.sglang.platform import attention as cpu_attention  # noqa: E402
+from ellm_sgl.sglang.platform import cpu as platform  # noqa: E402
+from ellm_sgl.sglang.platform.attention import CpuAttention  # noqa: E402
 
 pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.sglang import cuda, runtime
+from ellm_sgl.sglang import cuda
 
 
 def test_a_device_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,10 +39,8 @@ def test_models_never_write_kv_themselves() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(True, True), (True, False), (False, True)])
-def test_a_graph_is_replayed_only_if_both_sides_say_so(
-    ours: bool, theirs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runtime, "_runtime", SimpleNamespace(plan="a plan"))
-    backend = SimpleNamespace(may_replay=lambda plan: ours)
+def test_a_graph_is_replayed_only_if_both_sides_say_so(ours: bool, theirs: bool) -> None:
+    executor = SimpleNamespace(plan="a plan")
+    backend = SimpleNamespace(executor=executor, may_replay=lambda plan: ours)
     runner = SimpleNamespace(attn_backend=backend)
     assert cuda.may_replay(lambda runner, batch: theirs, runner, "a batch") is (ours and theirs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ellm_sgl.sglang import platform_entry
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 

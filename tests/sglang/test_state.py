@@ -13,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.control import ControlLoop, ElasticMemory, ServerLimits, StepLog
-from ellm_sgl.kv import KVPool, PageTable, PoolShape
+from ellm_sgl.config.ranges import shown
+from ellm_sgl.engine import Controller, Decided, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import RooflineLatencyModel
+from ellm_sgl.memory import KVPool, PageTable, PoolShape
 from ellm_sgl.policies import Fcfs, FixedRatio
-from ellm_sgl.ranges import shown
-from ellm_sgl.sglang import runtime, state
-from ellm_sgl.sglang.deciding import Deciding
+from ellm_sgl.sglang import state
+from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.http import CONTROL
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.sglang.scheduler import EllmScheduler
 from tests.latency.machines import GPU, TINY
 
 declare()
@@ -36,21 +37,22 @@ class Server:
     def __init__(self, rank: int = 0) -> None:
         self.table = PageTable(SHAPE, 2 * BLOCKS, BLOCKS * SHAPE.num_groups)
         pool = KVPool(SHAPE, 1, 1, 8, torch.float32, "cpu")
-        elastic = ElasticMemory(self.table, 4096, lambda tokens: 0)
-        ours = runtime.Runtime(EllmConfig(), self.table, pool, elastic, None)
+        ours = Context(EllmConfig(), self.table, pool, 4096)
         self.sent: list[Any] = []
         channel = SimpleNamespace(send_output=lambda answer, _: self.sent.append(answer))
         self.scheduler: Any = SimpleNamespace(
+            token_to_kv_pool_allocator=SimpleNamespace(ellm=ours),
             ps=SimpleNamespace(tp_size=1, tp_rank=rank),
             running_batch=SimpleNamespace(reqs=[]),
             waiting_queue=[],
             ipc_channels=SimpleNamespace(send_to_tokenizer=channel),
         )
         limits = ServerLimits(TINY, GPU, 8, math.inf, 4096)
-        loop = ControlLoop(Fcfs(), 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
-        ours.deciding = self.deciding = Deciding(loop, self.scheduler)
+        loop = Controller(Fcfs(), 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+        self.iteration = Iteration(loop, ours.elastic, pool.unit_bytes)
+        ours.iteration = self.iteration
+        ours.scheduler = EllmScheduler(self.iteration, self.scheduler)
         self.policy_name = lambda: ours.policy_name
-        runtime.install(ours)
 
     def adjust(self, **values: Any) -> bool:
         """SGLang's own part accepts everything."""
@@ -67,13 +69,13 @@ class Server:
 
     def facts(self) -> tuple[Any, ...]:
         """What an adjustment changes."""
-        loop = self.deciding.loop
-        return self.table.unit_limit, loop.safe.policy, self.policy_name(), self.deciding.settled
+        policy = self.iteration.controller.guard.policy
+        stands = self.iteration.decided.stands
+        return self.table.unit_limit, policy, self.policy_name(), stands
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(runtime, "_runtime", None)
+def server() -> Server:
     return Server()
 
 
@@ -129,7 +131,7 @@ def test_a_pool_size_is_rounded_down_to_whole_blocks(
 
 def test_a_ratio_becomes_the_fixed_ratio_policy(server: Server) -> None:
     assert server.adjust(ellm_ratio=0.25)
-    policy = server.deciding.loop.safe.policy
+    policy = server.iteration.controller.guard.policy
     assert isinstance(policy, FixedRatio) and server.policy_name() == "fixed-ratio"
 
 
@@ -165,7 +167,7 @@ def test_the_page_table_is_checked_only_when_that_is_asked_for(
 def test_a_broken_page_table_is_told_of(server: Server) -> None:
     blocks = server.table.allocate(2)
     server.table.place(blocks)
-    server.table.units[blocks[0]] = server.table.units[blocks[1]]
+    server.table._units[blocks[0]] = server.table.units[blocks[1]]
     assert (
         "owned more than once" in server.control("state", integrity=True).response[0]["integrity"]
     )
@@ -185,23 +187,22 @@ def test_the_state_says_how_much_of_each_request_is_cached(server: Server) -> No
 
 @pytest.mark.parametrize("options", [{}, {"lookahead": math.inf}, {"lookahead": -1}], ids=str)
 def test_ranks_other_than_the_first_are_asked_nothing_and_agree_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    options: dict[str, Any],
 ) -> None:
     """What rank 0 finds when it makes a policy is known to it alone."""
-    monkeypatch.setattr(runtime, "_runtime", None)
     settled = []
     for rank in range(2):
         server = Server(rank)
-        server.deciding.settled = True
-        before = server.deciding.loop.safe
+        server.iteration.decided = Decided(stands=True)
+        before = server.iteration.controller.guard
         server.control("policy", name="fcfs", options=options)
-        assert (server.deciding.loop.safe is before) == (rank > 0 or bool(options))
-        settled.append(server.deciding.settled)
+        assert (server.iteration.controller.guard is before) == (rank > 0 or bool(options))
+        settled.append(server.iteration.decided.stands)
     assert settled == [False, False]
 
 
 def test_a_policy_that_cannot_be_made_leaves_the_one_before_in_force(server: Server) -> None:
-    before = server.deciding.loop.safe
+    before = server.iteration.controller.guard
     answer = server.control("policy", name="fcfs", options={"lookahead": math.nan})
     assert not answer.success and "lookahead: nan is not a finite number" in answer.error
-    assert server.deciding.loop.safe is before
+    assert server.iteration.controller.guard is before

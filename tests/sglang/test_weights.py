@@ -6,14 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.control import ElasticMemory, StepLog
-from ellm_sgl.kv import PageTable, PoolShape
+from ellm_sgl.engine import Iteration, StepLog
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
-from ellm_sgl.sglang import runtime, weights
-from ellm_sgl.sglang.deciding import Deciding
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.memory import KVPool, PageTable, PoolShape
+from ellm_sgl.sglang import weights
+from ellm_sgl.sglang.context import Context
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.sglang.scheduler import EllmScheduler
 from tests.latency.machines import GPU, TINY
 
 declare()
@@ -22,13 +24,18 @@ SHAPE = PoolShape(num_layers=2, layer_group=1, block_tokens=4)
 
 
 @pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> runtime.Runtime:
-    table = PageTable(SHAPE, 8, 16)
-    elastic = ElasticMemory(table, 64, lambda tokens: 0)
-    pool: Any = None
-    made = runtime.Runtime(EllmConfig(), table, pool, elastic, None)
-    monkeypatch.setattr(runtime, "_runtime", made)
-    return made
+def ours() -> Context:
+    pool = KVPool(SHAPE, 1, 1, 8, torch.float32, "cpu")
+    return Context(EllmConfig(), PageTable(SHAPE, 8, 16), pool, 64)
+
+
+def updater_of(ours: Context) -> Any:
+    """SGLang's updater, as far as eLLM looks at it."""
+    return SimpleNamespace(scheduler=scheduler_of(ours))
+
+
+def scheduler_of(ours: Context, **attributes: Any) -> Any:
+    return SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(ellm=ours), **attributes)
 
 
 def requests() -> list[Any]:
@@ -43,11 +50,11 @@ def requests() -> list[Any]:
     ]
 
 
-def test_every_kind_of_update_is_refused_in_its_own_words(ours: runtime.Runtime) -> None:
+def test_every_kind_of_update_is_refused_in_its_own_words(ours: Context) -> None:
     from sglang.srt.managers import io_struct
 
     ours.table.map(3, ours.table.allocate(1), 4)
-    updater: Any = SimpleNamespace()
+    updater = updater_of(ours)
     for request, answer in zip(
         requests(),
         (
@@ -65,30 +72,30 @@ def test_every_kind_of_update_is_refused_in_its_own_words(ours: runtime.Runtime)
         assert "in use (requests: 1)" in said.message
 
 
-def test_blocks_that_cannot_be_dropped_refuse_it_too(ours: runtime.Runtime) -> None:
+def test_blocks_that_cannot_be_dropped_refuse_it_too(ours: Context) -> None:
     ours.table.allocate(2)
-    updater: Any = SimpleNamespace()
+    updater = updater_of(ours)
     for request in requests()[:4]:
         assert weights.update(pytest.fail, updater, request).message == BLOCKS
 
 
-def test_weights_are_looked_at_whatever_runs(ours: runtime.Runtime) -> None:
+def test_weights_are_looked_at_whatever_runs(ours: Context) -> None:
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
     ours.table.map(3, ours.table.allocate(1), 4)
-    updater: Any = SimpleNamespace()
+    updater = updater_of(ours)
     looked = weights.check(lambda *_: "looked", updater, CheckWeightsReqInput(action="checksum"))
     assert looked == "looked"
 
 
-def test_an_update_goes_on_where_nothing_is_held(ours: runtime.Runtime) -> None:
-    updater: Any = SimpleNamespace()
+def test_an_update_goes_on_where_nothing_is_held(ours: Context) -> None:
+    updater = updater_of(ours)
     for request in requests():
         assert weights.update(lambda *_: "updated", updater, request) == "updated"
 
 
 class Request:
-    """As much of SGLang's `Req` as the book asks for."""
+    """As much of SGLang's `Req` as the request table asks for."""
 
     priority = None
     sampling_params = SimpleNamespace(custom_params=None, max_new_tokens=64)
@@ -98,18 +105,19 @@ class Request:
         self.output_ids = [1] * output
 
 
-def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: runtime.Runtime) -> None:
+def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: Context) -> None:
     waiting: Any = Request(0)
     running: Any = Request(5)
-    scheduler: Any = SimpleNamespace(
-        waiting_queue=[waiting], schedule_low_priority_values_first=False
+    scheduler = scheduler_of(
+        ours, waiting_queue=[waiting], schedule_low_priority_values_first=False
     )
     now = [100.0]
     steps = StepLog(RooflineLatencyModel(TINY, GPU), lambda: now[0])
     loop: Any = SimpleNamespace(steps=steps)
-    ours.deciding = deciding = Deciding(loop, scheduler)
-    slots = deciding.slots([waiting, running])
-    column = deciding.book._columns
+    iteration = Iteration(loop, ours.elastic, unit_bytes=1)
+    ours.scheduler = side = EllmScheduler(iteration, scheduler)
+    slots = side.entries([waiting, running])
+    column = iteration.requests._columns
     column["waiting_since_s"][slots] = -1e6
     steps.start(StepWork(1, 4))
     now[0] += 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ellm_sgl.kv.shape import NONE
+from ellm_sgl.memory.shape import NONE
 from ellm_sgl.sglang.prefix_cache import EllmRadixCache
 from tests.simulation.plane import Plane
 from tests.simulation.scheduler import SimulatedScheduler
@@ -116,7 +116,7 @@ def check_empty(plane: Plane) -> None:
     left = {
         "units": table.used_units,
         "blocks": table.num_blocks - table.free_blocks,
-        "missing units": table.none_units,
+        "missing units": table.missing_units,
         "sequences": len(table.sequence_ids),
         "host units": host.num_units - host.free_units,
         "rows": plane.req_to_token_pool.size - plane.req_to_token_pool.available_size(),

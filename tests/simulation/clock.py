@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 from sglang.srt.mem_cache import radix_cache
 
-from ellm_sgl.control import asking
-from ellm_sgl.forward import streamer
-from ellm_sgl.sglang import deciding, runtime
+from ellm_sgl.engine import policy_guard as asking
+from ellm_sgl.memory import totals
+from ellm_sgl.step.transfer import python as streamer
 
-_READERS: tuple[ModuleType, ...] = (asking, deciding, runtime, streamer, radix_cache)
-"""Modules that look at the time; `StepLog` is given its clock."""
+_READERS: tuple[ModuleType, ...] = (asking, totals, streamer, radix_cache)
+"""Modules that look at the time; `Iteration` and `StepLog` are given theirs."""
 
 
 class Clock:

@@ -23,9 +23,9 @@ class Step:
     resting: float = 0.0
     """Likewise, those who sit out."""
     joining: float = 0.0
-    """Likewise, those who join: the larger, the more do."""
+    """Likewise, those admitted: the larger, the more are admitted."""
     admit: int | None = None
-    """Most waiting requests that may join; None: all."""
+    """Most waiting requests that may be admitted; None: all."""
     reverse: bool = False
     """The last to arrive joins first."""
     recompute: int = 0

@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+from ellm_sgl.sglang.scheduler import scheduler_of
 from tests.simulation.plane import Plane
 from tests.simulation.scheduler import SimulatedScheduler
 
@@ -22,7 +23,7 @@ ELASTIC = (
     "borrowed_units",
     "projected_units",
     "retractions",
-    "sat_out",
+    "pauses",
 )
 """Of `elastic.Totals`."""
 
@@ -124,20 +125,20 @@ class Exercised:
                 self._counts[f"aborted: {self._state_of(req)}"] += 1
 
     def _state_of(self, req: Req) -> str:
-        deciding = self._plane.runtime.deciding
-        assert deciding is not None
+        scheduler = scheduler_of(self._scheduler)
         if req is self._scheduler.chunked_req:
             return "between chunks"
         if req.req_pool_idx is None:
             return "waiting"
-        return "sitting out" if req in deciding.pause else "decoding"
+        return "sitting out" if scheduler.is_paused(req) else "decoding"
 
     def end(self) -> None:
         """The life has ended."""
         totals = self._plane.elastic.totals
         for name in ELASTIC:
             self._counts[name] += getattr(totals, name)
-        deciding = self._plane.runtime.deciding
-        assert deciding is not None
-        self._counts["policy failures"] += sum(deciding.loop.safe.failures.values())
+        iteration = self._plane.context.iteration
+        assert iteration is not None
+        failures = iteration.controller.guard.failures
+        self._counts["policy failures"] += sum(failures.values())
         self._counts["turns"] += self._scheduler.forward_ct

@@ -20,13 +20,13 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.runtime_context import get_parallel
 
-from ellm_sgl.control import ControlLoop, ServerLimits, StepLog
+from ellm_sgl.engine import Controller, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
 from ellm_sgl.policies import Policy
+from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.fixed_ratio import FixedRatio
-from ellm_sgl.policies.whole_requests import WholeRequests
-from ellm_sgl.sglang.deciding import Deciding
+from ellm_sgl.sglang.scheduler import EllmScheduler
 from ellm_sgl.sglang.state import DEVICE_TOKENS
 from tests.simulation import accounting, events
 from tests.simulation.clock import Clock
@@ -103,7 +103,7 @@ class Life:
         self._exercised.end()
 
     def _start_loop(self) -> None:
-        """As `starting.start_loop`, on a machine that nobody measured."""
+        """As `start.start_loop`, on a machine that nobody measured."""
         model = ModelShape(self.configuration.layers, 8, 1, 1, 1, 16, 64, 8, 8)
         unit = self.plane.pool.unit_bytes
         hardware = HardwareProfile("made up", 1e6, 1e6, 1000.0 * unit, 1e-4, 1e-3, 1e-4, 1e6)
@@ -112,12 +112,16 @@ class Life:
             hardware=hardware,
             max_running=self.configuration.max_running,
             tpot_slo_s=0.1,
-            transient_tokens=self.plane.elastic.transient_tokens,
+            max_restored_tokens=self.plane.elastic.max_restored_tokens,
         )
         steps = StepLog(RooflineLatencyModel(model, hardware), self.clock.perf_counter)
-        loop = ControlLoop(self._policy(), math.inf, steps, limits)
-        self.plane.runtime.hardware = hardware
-        self.plane.runtime.deciding = Deciding(loop, self.scheduler)
+        loop = Controller(self._policy(), math.inf, steps, limits)
+        self.plane.context.hardware = hardware
+        iteration = Iteration(
+            loop, self.plane.elastic, self.plane.pool.unit_bytes, self.clock.monotonic
+        )
+        self.plane.context.iteration = iteration
+        self.plane.context.scheduler = EllmScheduler(iteration, self.scheduler)
 
     def _policy(self) -> Policy:
         made: dict[str, Callable[[], Policy]] = {

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ellm_sgl.forward import StepPlan
 from ellm_sgl.kernels.layout import GroupLayout, RowRange
+from ellm_sgl.step import StepPlan
 from tests.simulation.stamps import POISON, Stamps, Transcript, stamps
 
 if TYPE_CHECKING:

@@ -16,10 +16,12 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.forward import DeviceStreamer, HiddenStates, Streamer, device_streamer
-from ellm_sgl.kv import KVPool
-from ellm_sgl.kv.shape import NONE, IntArray
-from ellm_sgl.sglang import memory, prefix_cache, runtime, tiers
+from ellm_sgl.memory import KVPool
+from ellm_sgl.memory.shape import NONE, IntArray
+from ellm_sgl.sglang import host_offload, memory, prefix_cache
+from ellm_sgl.sglang.context import Context
+from ellm_sgl.step import DeviceStreamer, HiddenStates, Streamer
+from ellm_sgl.step.transfer import cuda as cuda_streamer
 from tests.simulation.configuration import Configuration
 from tests.simulation.model import StampDecoder
 from tests.simulation.stamps import POISON, Stamps
@@ -30,10 +32,7 @@ DTYPE = torch.float64
 
 
 class Plane:
-    """Page table, pools, elastic memory, allocator and prefix tree of one rank.
-
-    While it lives it is the process's runtime.
-    """
+    """Page table, pools, elastic memory, allocator and prefix tree of one rank."""
 
     def __init__(self, configuration: Configuration, host_path: Path | None = None) -> None:
         self.configuration = configuration
@@ -54,9 +53,9 @@ class Plane:
                 _never, configurator, sizes=config, token_to_kv_pool=kv_cache
             )
         self.logical_tokens: int = config.max_total_num_tokens
-        self.runtime = runtime.current()
-        self.table, self.elastic = self.runtime.table, self.runtime.elastic
-        self.pool = self.runtime.pool
+        self.context: Context = self.allocator.ellm
+        self.table, self.elastic = self.context.table, self.context.elastic
+        self.pool = self.context.pool
         self.req_to_token_pool = ReqToTokenPool(
             size=configuration.max_running,
             max_context_len=configuration.context + configuration.block_tokens,
@@ -74,7 +73,8 @@ class Plane:
         self.most_used = 0
         """Units in use when somebody last looked."""
         self.runner: Any = SimpleNamespace(
-            model=SimpleNamespace(model=StampDecoder(configuration.layers))
+            model=SimpleNamespace(model=StampDecoder(configuration.layers)),
+            token_to_kv_pool_allocator=self.allocator,
         )
         self._buffers = [
             (self.pool.keys(layer).numpy()[..., 0, 0], self.pool.values(layer).numpy()[..., 0, 0])
@@ -104,7 +104,7 @@ class Plane:
                 spoil()
             else:
                 self.streamer._stream.put(spoil)
-        if (hidden := self.runtime.hidden) is not None:
+        if (hidden := self.context.executor.hidden) is not None:
             owned = table.host._slots_of(np.arange(table.num_blocks + 1, dtype=np.int32))
             free = np.setdiff1d(np.arange(table.host.hidden_slots + 1), owned[owned != NONE])
             for layer in range(hidden.num_layers):
@@ -113,7 +113,7 @@ class Plane:
     @contextmanager
     def living(self) -> Iterator[None]:
         """Copies between pools are the device's to make, where it has streams."""
-        copy, device = device_streamer._copy_units, self.device
+        copy, device = cuda_streamer._copy_units, self.device
         if device is None:
             yield
             return
@@ -121,26 +121,26 @@ class Plane:
         def copy_later(*args: Any) -> None:
             device.current_stream().put(partial(copy, *args))
 
-        with patch.object(device_streamer, "_copy_units", copy_later):
+        with patch.object(cuda_streamer, "_copy_units", copy_later):
             yield
 
     def _make_streamer(
         self, settings: EllmConfig, host_units: int, pool: KVPool, hidden: HiddenStates | None
     ) -> Any:
         """The host tier as a server makes it, but transfers are as late as the life says."""
-        made: Any = tiers.make_streamer(settings, host_units, pool, hidden)
+        made: Any = host_offload.make_streamer(settings, host_units, pool, hidden)
         self.host_pool = KVPool(pool.shape, host_units, 1, 1, DTYPE, "cpu")
         self.host_pool.buffer = made._host.fill_(POISON)
         if (device := self.device) is not None:
             with patch.object(torch, "get_device_module", lambda _: device):
                 self.streamer = DeviceStreamer(
-                    made._host, pool.buffer, tiers.SLOTS, settings.overlap
+                    made._host, pool.buffer, host_offload.SLOTS, settings.overlap
                 )
             return self.streamer
         self.streamer = Streamer(
             made._host,
             pool.buffer,
-            tiers.SLOTS,
+            host_offload.SLOTS,
             settings.overlap,
             project=None if hidden is None else hidden.restore,
             worker=self.worker,

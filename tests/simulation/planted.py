@@ -26,20 +26,20 @@ class Fault:
     """and what stands there instead."""
 
 
-_ELASTIC = "ellm_sgl.control.elastic:ElasticMemory"
-_TABLE = "ellm_sgl.kv.page_table:PageTable"
-_HOST = "ellm_sgl.kv.host:HostTier"
-_RESTORATION = "ellm_sgl.forward.restoration"
-_STREAMER = "ellm_sgl.forward.streamer:Streamer"
-_DEVICE = "ellm_sgl.forward.device_streamer:DeviceStreamer"
-_HIDDEN = "ellm_sgl.forward.hidden"
-_RUNTIME = "ellm_sgl.sglang.runtime:Runtime"
+_ELASTIC = "ellm_sgl.memory.elastic:ElasticMemory"
+_TABLE = "ellm_sgl.memory.page_table:PageTable"
+_HOST = "ellm_sgl.memory.host_tier:HostTier"
+_RESTORATION = "ellm_sgl.step.restoration"
+_STREAMER = "ellm_sgl.step.transfer.python:Streamer"
+_DEVICE = "ellm_sgl.step.transfer.cuda:DeviceStreamer"
+_HIDDEN = "ellm_sgl.step.hidden"
+_ITERATION = "ellm_sgl.engine.iteration:Iteration"
 _TREE = "ellm_sgl.sglang.prefix_cache"
-_DECIDING = "ellm_sgl.sglang.deciding:Deciding"
+_PAUSED = "ellm_sgl.sglang.paused:PausedRequests"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
-        "a block that two resting requests share is fetched ahead for each of them",
+        "a block that two paused requests share is fetched ahead for each of them",
         f"{_ELASTIC}.fetch_ahead",
         "table.place(placed)",
         "table.place(placed) if len(owing) < 2 else None",
@@ -52,15 +52,15 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "ranks map one file for their host tiers",
-        "ellm_sgl.kv.pool:_buffer",
+        "ellm_sgl.memory.pool:_buffer",
         "torch.frombuffer(map_file(path, count * dtype.itemsize), dtype=dtype)",
         "torch.from_file(str(path.with_suffix('')), shared=True, size=count, dtype=dtype)",
     ),
     Fault(
         "each rank fetches ahead as much as its own clock allows",
-        f"{_RUNTIME}._fetch_ahead",
-        "seconds = self.deciding.fetch_ahead_s",
-        "seconds = self.deciding.loop.steps.last.seconds / 2",
+        f"{_ITERATION}.plan_decode",
+        "self.decided.fetch_ahead_s",
+        "self.controller.steps.last.seconds / 2",
     ),
     Fault(
         "evicted units are copied to each other's places on the host",
@@ -71,13 +71,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a block evicted in part is counted as evicted as a whole",
         f"{_TABLE}.evict",
-        "self._none_units += len(held)",
-        "self._none_units += self.shape.num_groups",
+        "self._missing_units += len(held)",
+        "self._missing_units += self.shape.num_groups",
     ),
     Fault(
         "adopted units stay with the block that gave them",
         f"{_TABLE}.adopt",
-        "self.units[source, gaps] = NONE",
+        "self._units[source, gaps] = NONE",
         "pass",
     ),
     Fault(
@@ -95,7 +95,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "copies outlive the block that they are of",
         f"{_HOST}.drop",
-        "self.units[blocks] = NONE",
+        "self._units[blocks] = NONE",
         "pass",
     ),
     Fault(
@@ -166,25 +166,23 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "fetched units are read from nowhere",
-        "ellm_sgl.forward.plan:_Rows.of",
+        "ellm_sgl.step.plan:_Rows.of",
         "np.where(units == NONE, restoration.staged_units(blocks.ids), units)",
         "units",
     ),
     Fault(
         "borrowed units are not returned",
-        f"{_RUNTIME}.running",
-        "self.table.return_units(self._restoration.borrowed)",
+        "ellm_sgl.step.executor:Executor.execute",
+        "self._table.return_units(plan.borrowed)",
         "pass",
     ),
     Fault(
         "what is placed for good counts as there already",
-        f"{_RUNTIME}._plan",
-        """            if restore:
-                self.elastic.restore(seq_ids, missing.blocks)
+        "ellm_sgl.step.planner:Planner.decode",
+        """            self._elastic.restore(seq_ids, missing.blocks)
 """,
-        """            if restore:
-                self.elastic.restore(seq_ids, missing.blocks)
-                missing = Missing.of(table, seq_ids)
+        """            self._elastic.restore(seq_ids, missing.blocks)
+            missing = Missing.of(table, seq_ids)
 """,
     ),
     Fault(
@@ -214,18 +212,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "without a tree, a request that ends stays mapped",
         f"{_TREE}:EllmChunkCache.cache_finished_req",
-        "runtime.current().forget_request(req)",
+        "context_of(self).forget_request(req)",
         "pass",
     ),
     Fault(
-        "those who sat out do not come back",
-        f"{_DECIDING}.bring_back",
+        "paused requests do not resume",
+        f"{_PAUSED}.bring_back",
         "running.merge_batch(paused)",
         "pass",
     ),
     Fault(
-        "requests aborted while they sat out keep their memory",
-        f"{_DECIDING}.end_aborted",
+        "requests aborted while they were paused keep their memory",
+        f"{_PAUSED}.end_aborted",
         "release_kv_cache(req, self.scheduler.tree_cache)",
         "pass",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, Threads
+from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, WorkSplit
 from tests.simulation.events import Step
 
 CLIMB = 0.999
@@ -24,7 +24,7 @@ class Scripted(Policy):
         running, waiting = state.running.priority, state.waiting.priority
         pause = np.flatnonzero(np.isin(running, self.step.pause)).tolist()
         if self.failure == "stall" and len(running):
-            return Batch(join=(), pause=tuple(range(len(running))))
+            return Batch(admit=(), pause=tuple(range(len(running))))
         if len(pause) == len(running):
             pause = pause[1:]
         join = list(range(len(waiting)))
@@ -44,8 +44,8 @@ class Scripted(Policy):
             running += np.nan
         if failure == "range":
             running += 1.0
-        return Ratios(running, np.full(len(batch.join), min(self.step.joining, 0.95)))
+        return Ratios(running, np.full(len(batch.admit), min(self.step.joining, 0.95)))
 
-    def threads(self, state: SystemState, plan: StepWork) -> Threads:
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         recompute = min(self.step.recompute, 2)
-        return Threads(1, recompute, 512)
+        return WorkSplit(1, recompute, 512)

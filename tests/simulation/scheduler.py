@@ -33,7 +33,7 @@ from sglang.srt.runtime_context import get_server_args
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from ellm_sgl.sglang import forwarding
+from ellm_sgl.sglang import model as step_hooks
 from tests.simulation.configuration import VOCABULARY
 from tests.simulation.model import ForwardPass
 from tests.simulation.plane import Plane
@@ -238,8 +238,8 @@ class SimulatedScheduler(Scheduler):
             forward_mode=batch.forward_mode,
             extend_seq_lens_cpu=batch.extend_lens,
         )
-        forwarding.note_requests(forward_batch, type(batch), batch)
-        forwarding.run_step(lambda *_: self._forward(batch), self.plane.runner, forward_batch)
+        step_hooks.note_requests(forward_batch, type(batch), batch)
+        step_hooks.run_step(lambda *_: self._forward(batch), self.plane.runner, forward_batch)
         batch.input_ids = batch.prefill_input_ids_cpu = batch.mix_running_indices = None
         tokens = [
             self.transcripts[req.rid].next_token(length)
@@ -252,7 +252,7 @@ class SimulatedScheduler(Scheduler):
         return GenerationBatchResult(next_token_ids=torch.tensor(tokens), copy_done=done)
 
     def _forward(self, batch: ScheduleBatch) -> None:
-        plan = self.plane.runtime.plan
+        plan = self.plane.context.executor.plan
         assert plan is not None
         transcripts = [self.transcripts[req.rid] for req in batch.reqs]
         prefilled = batch.prefill_input_ids_cpu

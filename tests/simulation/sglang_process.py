@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 
@@ -19,8 +19,7 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-from ellm_sgl.sglang.seam import Seam, When  # noqa: E402
-from ellm_sgl.sglang.seams import SEAMS  # noqa: E402
+from ellm_sgl.sglang.hooks import HOOKS, Hook, When  # noqa: E402
 
 _ELSEWHERE = (
     "KVCacheConfigurator",  # `plane.py` calls these hooks itself,
@@ -40,9 +39,9 @@ def hooked() -> Iterator[None]:
     with ExitStack() as undo:
         gc.freeze()  # of what SGLang has imported nothing will be garbage
         undo.callback(gc.unfreeze)
-        for seam in SEAMS:
-            if seam.when is When.ENABLED and not any(e in seam.target for e in _ELSEWHERE):
-                _hook(seam, undo)
+        for hook in HOOKS:
+            if hook.when is When.ENABLED and not any(e in hook.target for e in _ELSEWHERE):
+                _install(hook, undo)
         context = get_context()
         before = context._server_args
         context.set_server_args(
@@ -54,13 +53,12 @@ def hooked() -> Iterator[None]:
         yield
 
 
-def _hook(seam: Seam, undo: ExitStack) -> None:
+def _install(hook: Hook, undo: ExitStack) -> None:
     """As `HookRegistry.apply_hooks` does, but for a time."""
-    path, name = seam.target.rsplit(".", 1)
+    path, name = hook.target.rsplit(".", 1)
     owner: Any = pkgutil.resolve_name(path)
     original: Any = getattr(owner, name)
-    hook: Any = pkgutil.resolve_name(seam.hook)
-    wrapped = _wrap_fn(original, hook, HookType[seam.kind])
+    wrapped = _wrap_fn(original, hook.function, HookType[hook.kind])
     undo.enter_context(patch.object(owner, name, wrapped))
     if isinstance(owner, ModuleType):  # others have imported it by name
         for module in list(sys.modules.values()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ellm_sgl.sglang.torchvision_ops import declare
+from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 
 def live_share(first: int, end: int, shrink_s: float) -> tuple[int, dict[str, int], list[str]]:

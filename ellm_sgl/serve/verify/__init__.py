@@ -7,18 +7,15 @@ layers on the host instead of KV, or of half of them on the device; and with rec
 of its own. Then with chats that share a prefix and take turns on a device that holds a part of
 them: in mixed chunks, with streams aborted in the middle, and on two ranks.
 
-A comparison that compared nothing, or whose setting exercised nothing, fails (`reasons`).
+A comparison that compared nothing, or whose setting exercised nothing, fails (`comparing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ellm_sgl.serve.verify.client import Answer, Output, run_with_client
+from ellm_sgl.client.generate import Answer, Output, generate
 from ellm_sgl.serve.verify.comparing import compare
-from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected
-from ellm_sgl.serve.verify.loads import AtOnce, make_prompts
-from ellm_sgl.serve.verify.report import VerifyReport
+from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected, VerifyReport
+from ellm_sgl.serve.verify.loads import make_prompts
 from ellm_sgl.serve.verify.rounding import EXACT, Spread
 from ellm_sgl.serve.verify.runner import ALL_DTYPES, DTYPES, LENGTHS, verify
 from ellm_sgl.serve.verify.stages import EAGER, POOL_TOKENS
@@ -42,15 +39,3 @@ __all__ = [
     "make_prompts",
     "verify",
 ]
-
-
-def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
-    """Greedy outputs of all prompts, sent at once.
-
-    Raises:
-        ServerError: the server refused one.
-        httpx.TransportError: it went away.
-    """
-    load = AtOnce([tuple(p) for p in prompts], output_tokens)
-    answers = run_with_client(url, lambda client: load.answers(client, whole=True))
-    return [answer.output for answer in answers]

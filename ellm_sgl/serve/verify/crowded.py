@@ -32,7 +32,7 @@ def crowded_stages(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     def paused(name: str) -> Setting:
         # While the pool is tight, blocks that several requests share are evicted as well; when it
         # is not, those who sit out get them back.
-        return Setting(name, (*RESTORED, "sat_out"), CHATS, TURNS, swing=swing)
+        return Setting(name, (*RESTORED, "pauses"), CHATS, TURNS, swing=swing)
 
     if quick:
         if dtype == EXACT:
@@ -40,7 +40,7 @@ def crowded_stages(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
         return
     by_default = Setting("chats, fcfs", RESTORED, CHATS, ("fcfs", {}), swing=swing)
     small = min(sizes.crowded(ABORTS), device)
-    aborts = Setting("aborts, paused", (*RESTORED, "sat_out", "aborted"), ABORTS, TURNS, small)
+    aborts = Setting("aborts, paused", (*RESTORED, "pauses", "aborted"), ABORTS, TURNS, small)
     yield Stage(arguments, (paused("chats, paused"), by_default, aborts))
     if dtype != EXACT:
         return

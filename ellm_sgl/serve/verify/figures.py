@@ -1,11 +1,13 @@
-"""What a comparison finds, and what is expected of it."""
+"""What a comparison finds, what is expected of it, and what all of them prove."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ellm_sgl.config.ranges import as_json_value
 from ellm_sgl.serve.verify.rounding import Spread
 
 LOGPROB_TOLERANCE = 1e-4
@@ -39,7 +41,7 @@ class Comparison:
     projected_units: int
     """Those of the fetched ones that came as hidden states."""
     retractions: int
-    sat_out: int
+    pauses: int
     """Times that a running request began to sit out."""
     aborted: int
     """Streams that were given up in the middle."""
@@ -74,3 +76,45 @@ class Expected:
     """As in `Comparison`."""
     idle: Mapping[str, Any] | None = None
     """The server's state afterwards, with an empty prefix cache; not looked at if None."""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All comparisons of one model."""
+
+    model_path: str
+    prompts: int
+    output_tokens: int
+    comparisons: tuple[Comparison, ...]
+    dtypes: tuple[str, ...] = ()
+    """That were asked for."""
+    left_out: tuple[str, ...] = ()
+    """Settings that this model or machine cannot run, each with the reason."""
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What failed, a line each; a dtype without a comparison has failed."""
+        return tuple(self._failures())
+
+    def _failures(self) -> Iterator[str]:
+        compared = {c.dtype for c in self.comparisons}
+        if not compared:
+            yield "nothing was compared"
+        for dtype in self.dtypes:
+            if dtype not in compared:
+                yield f"{dtype}: nothing was compared"
+        for c in self.comparisons:
+            if c.failure is not None:
+                yield f"{c.dtype}, {c.setting}: {c.failure}"
+
+    @property
+    def passed(self) -> bool:
+        """Every dtype asked for has a comparison, and each comparison is a proof."""
+        return not self.failures
+
+    def to_json(self) -> dict[str, object]:
+        """The report as JSON's types; null stands for a number that is not finite."""
+        rows = [dataclasses.asdict(c) | {"agreement": c.agreement} for c in self.comparisons]
+        document = dataclasses.asdict(self) | {"comparisons": rows, "passed": self.passed}
+        found: dict[str, object] = as_json_value(document | {"failures": self.failures})
+        return found

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from ellm_sgl.serve.process import has_tokenizer
-from ellm_sgl.serve.verify.client import Answer, Client
+from ellm_sgl.client.generate import Answer, Client
+from ellm_sgl.client.process import has_tokenizer
 from ellm_sgl.serve.verify.model import ModelShape
 
 TEXTS = ((0, 20), (7, 150), (40, 600))
@@ -149,7 +149,7 @@ def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[lis
     vocabulary = ModelShape.of(model_path).vocabulary
     prompts = [list(_random_tokens(n, vocabulary, rng)) for n in lengths]
     if has_tokenizer(model_path):
-        from ellm_sgl.sglang.torchvision_ops import declare
+        from ellm_sgl.sglang.platform.torchvision_ops import declare
 
         declare()
         from transformers import AutoTokenizer

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ellm_sgl.serve.verify.client import Output
+from ellm_sgl.client.generate import Output
 
 
 @dataclass(frozen=True)

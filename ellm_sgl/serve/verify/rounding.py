@@ -18,7 +18,7 @@ from typing import Self
 
 import numpy as np
 
-from ellm_sgl.serve.verify.client import Output
+from ellm_sgl.client.generate import Output
 
 EXACT = "float32"
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}

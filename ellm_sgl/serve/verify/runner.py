@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.config import ELLM
-from ellm_sgl.serve.process import DEMO_MODEL
 from ellm_sgl.serve.verify.crowded import left_out
-from ellm_sgl.serve.verify.figures import Comparison
+from ellm_sgl.serve.verify.figures import Comparison, VerifyReport
 from ellm_sgl.serve.verify.loads import Aborts, AtOnce, Chats, Load, make_prompts
 from ellm_sgl.serve.verify.model import ModelShape
 from ellm_sgl.serve.verify.one_dtype import OneDtype, Say
-from ellm_sgl.serve.verify.report import VerifyReport
 from ellm_sgl.serve.verify.rounding import EXACT, LEAST_TOKENS, UNIT_ROUNDOFF
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Sizes
 from ellm_sgl.serve.verify.stages import LEAST_RATIO, stages

@@ -13,7 +13,7 @@ from ellm_sgl.serve.verify.model import ModelShape
 CROWDED = 2 / 7
 """Share of a load's KV that the device holds where requests are to get in each other's way."""
 
-PROMPTS, CHATS, ABORTS = LOADS = ("prompts", "chats", "aborts")
+PROMPTS, CHATS, ABORTS = ("prompts", "chats", "aborts")
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _baseline(mode: str, sizes: Sizes) -> Iterator[Stage]:
     tier, with one that holds all, and with one that is soon full."""
     tier = ("--ellm-layer-group", "1", "--ellm-host-kv-tokens")
     large, full = (*tier, str(POOL_TOKENS)), (*tier, "256")
-    away = ("sat_out", "fetched_units")
+    away = ("pauses", "fetched_units")
     servers: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
         (mode, away, large),
         (f"{mode}, host full", away, full),

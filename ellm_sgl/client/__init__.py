@@ -1,0 +1,1 @@
+"""Servers as child processes, loads, and the clients that send them."""

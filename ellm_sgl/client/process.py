@@ -1,0 +1,231 @@
+"""A server as a child process: start, wait until it answers, stop. For demo, verify and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+START_TIMEOUT_S = 240.0
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+DEMO_ARGUMENTS = ("--model-path", str(DEMO_MODEL), "--dtype", "float32")
+"""fp32, so that a different order of additions cannot tip the choice of a token."""
+IDLE_CONNECTION_S = 1.0
+"""After so long a client gives an idle connection up. Servers do after 5 s (uvicorn), httpx too: a
+request sent then may find it closed."""
+SERVER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
+"""Unless the user says otherwise. Threads that spin while they wait take the core that another
+thread needs to finish: with one more busy process on two cores, 5 times the tokens per second.
+PyTorch's larger tensors lie in huge pages: a KV pool in small ones costs decode attention up to
+40 % (docs/performance.md)."""
+
+
+def has_tokenizer(model: str | Path) -> bool:
+    """Whether a model's folder has a tokenizer. Without one a server takes token ids alone, and
+    has to be told `--skip-tokenizer-init`."""
+    return any(Path(model).glob("tokenizer*"))
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or went away; the message ends with what it last said."""
+
+
+class ServerProcess:
+    """SGLang's server with `arguments`, on a free port of the loopback interface.
+
+    Args:
+        arguments: SGLang's and eLLM's flags, without host and port.
+        environment: variables to set beside the current ones.
+        log: where the server's output goes; a temporary file if None.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self._arguments = list(arguments)
+        # A proxy is for other hosts; SGLang too asks itself whether it has started.
+        self._environment = {
+            **SERVER_ENVIRONMENT,
+            **os.environ,
+            "NO_PROXY": "127.0.0.1",
+            **(environment or {}),
+        }
+        self._own_log = log is None
+        self.log = log or Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        idle = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_S)
+        self._http = httpx.Client(base_url=self.url, limits=idle, trust_env=False)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._serves = False
+        """Until it does there is nothing to end in good order, and nobody who would listen."""
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:  # Ctrl-C included: `__exit__` is not called then
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Start, and wait until the server answers requests.
+
+        Raises:
+            ServerError: it exited, or did not answer in time.
+        """
+        command = [sys.executable, "-m", "ellm_sgl.serve.launch", *self._arguments]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        # SGLang would take one of the ephemeral range, which any connection may take before it.
+        command += ["--nccl-port", str(free_port())]
+        with self.log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + timeout_s
+        while not self.answers():
+            if self._process.poll() is not None:
+                raise ServerError(f"the server exited while starting:\n{self.last_words()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ServerError(f"no answer after {timeout_s:.0f} s:\n{self.last_words()}")
+            time.sleep(0.25)
+        self._serves = True
+        self._freeze_gc()
+
+    def _freeze_gc(self) -> None:
+        """Let what start-up made be: collecting it would stop the server for half a second at some
+        time. Where the server has keys, that is for whoever holds them to ask."""
+        answer = self._http.post("/freeze_gc", timeout=60)
+        if answer.status_code not in (httpx.codes.OK, httpx.codes.UNAUTHORIZED):
+            raise ServerError(f"/freeze_gc: {answer.status_code} {answer.text}")
+
+    def answers(self) -> bool:
+        """Whether the server is up and its health check passes."""
+        try:
+            return self._http.get("/health", timeout=20).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def state(self, integrity: bool = True) -> dict[str, Any]:
+        """`GET /ellm/state`.
+
+        Args:
+            integrity: have the page table checked as well. That stops the server for as long as it
+                takes; leave it out where the state is asked for again and again.
+        """
+        asked = {"integrity": integrity}
+        answer = self._http.get("/ellm/state", params=asked, timeout=60)
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
+
+    def steps(self) -> list[dict[str, Any]]:
+        """`GET /ellm/steps`: the last measured steps, in their order."""
+        answer = self._http.get("/ellm/steps", timeout=60)
+        found: list[dict[str, Any]] = answer.raise_for_status().json()
+        return found
+
+    def attention_backend(self) -> str:
+        """SGLang's name of the attention backend that runs."""
+        answer: dict[str, Any] = self._http.get("/get_server_info", timeout=60).json()
+        return str(answer["attention_backend"])
+
+    def adjust(self, **values: float) -> None:
+        """Set `ellm_ratio` or `ellm_device_kv_tokens` of the running server."""
+        body = {"server_args": values}
+        answer = self._http.post("/set_internal_state", json=body, timeout=60).json()
+        if answer not in (True, [True]):
+            raise ValueError(f"the server refused {values}: {answer}")
+
+    def switch_policy(self, name: str, **options: Any) -> None:
+        """Ask another policy from now on.
+
+        Raises:
+            ValueError: the server refused it.
+        """
+        body = {"name": name, "options": options}
+        answer = self._http.post("/ellm/policy", json=body, timeout=60)
+        if answer.status_code != 200:
+            raise ValueError(f"the server refused policy {name}: {answer.text}")
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache; nothing may be running."""
+        for _ in range(40):
+            if self._http.post("/flush_cache", timeout=60).status_code == 200:
+                return
+            time.sleep(0.25)
+        raise ServerError("the prefix cache could not be flushed: requests are still running")
+
+    def last_words(self, lines: int = 15) -> str:
+        """The end of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End the server and all its worker processes."""
+        if self._process is None:
+            return
+        if self._serves:
+            # To the main process alone: SGLang takes workers that end by themselves for a crash.
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+        self._http.close()
+        if self._own_log:
+            self.log.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP (a closed terminal) clean up as Ctrl-C does."""
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.default_int_handler) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def free_port() -> int:
+    """A port below the ephemeral range that nobody uses now. At random: two programs that look at
+    the same time find different ones."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError("no free port between 20,000 and 32,000: end some servers")

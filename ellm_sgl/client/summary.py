@@ -1,0 +1,75 @@
+"""Figures of a replay: throughput, latencies, SLO attainment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.client.replay import Outcome
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A latency over requests (or tokens), in seconds. nan where there was none."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @staticmethod
+    def of(values: npt.ArrayLike) -> Spread:
+        known = np.asarray(values, float)
+        known = known[~np.isnan(known)]
+        if len(known) == 0:
+            return Spread(*[float("nan")] * 4)
+        return Spread(float(known.mean()), *np.percentile(known, [50, 90, 99]).tolist())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One replay against one server."""
+
+    requests: int
+    failed: int
+    seconds: float
+    """From the first request sent to the last token."""
+    output_tokens: int
+    tokens_per_s: float
+    """Output tokens per second, over `seconds`."""
+    ttft: Spread
+    tpot: Spread
+    itl: Spread
+    """Time between tokens of one request, over all tokens."""
+    slo_attainment: float
+    """Share of the requests that completed within both of their SLOs (within those they have)."""
+
+
+def summarize(outcomes: Sequence[Outcome]) -> Summary:
+    """The figures of a replay; requests that failed count as SLOs missed."""
+    ends = [o.token_s[-1] for o in outcomes if o.token_s]
+    seconds = max(ends, default=0.0) - min((o.sent_s for o in outcomes), default=0.0)
+    tokens = sum(len(o.token_s) for o in outcomes)
+    gaps = [np.diff(o.token_s) for o in outcomes if len(o.token_s) > 1]
+    return Summary(
+        requests=len(outcomes),
+        failed=sum(not o.complete for o in outcomes),
+        seconds=seconds,
+        output_tokens=tokens,
+        tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
+        ttft=Spread.of([o.ttft_s for o in outcomes]),
+        tpot=Spread.of([o.tpot_s for o in outcomes]),
+        itl=Spread.of(np.concatenate(gaps) if gaps else []),
+        slo_attainment=float(np.mean([meets_slos(o) for o in outcomes])) if outcomes else 0.0,
+    )
+
+
+def meets_slos(outcome: Outcome) -> bool:
+    """Whether a request completed within the SLOs it came with."""
+    wanted = outcome.request
+    late = wanted.ttft_slo_ms is not None and outcome.ttft_s * 1e3 > wanted.ttft_slo_ms
+    slow = wanted.tpot_slo_ms is not None and outcome.tpot_s * 1e3 > wanted.tpot_slo_ms
+    return outcome.complete and not late and not slow

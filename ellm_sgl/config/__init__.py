@@ -1,0 +1,35 @@
+"""Settings of one server: their fields, flags, ranges and what they resolve to."""
+
+from ellm_sgl.config.ellm_config import (
+    DEVICE,
+    ELLM,
+    ENV,
+    HCACHE,
+    HIDDEN_ON,
+    HOST,
+    HOST_KEEPS,
+    LATENCY_MODELS,
+    MIXED,
+    MODES,
+    RECOMPUTE,
+    SWAP,
+    ConfigError,
+    EllmConfig,
+)
+
+__all__ = [
+    "DEVICE",
+    "ELLM",
+    "ENV",
+    "HCACHE",
+    "HIDDEN_ON",
+    "HOST",
+    "HOST_KEEPS",
+    "LATENCY_MODELS",
+    "MIXED",
+    "MODES",
+    "RECOMPUTE",
+    "SWAP",
+    "ConfigError",
+    "EllmConfig",
+]

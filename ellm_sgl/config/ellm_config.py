@@ -1,0 +1,197 @@
+"""Settings of one server, and how they reach its worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ellm_sgl.config.ranges import MILLISECONDS, MOST_TOKENS, SHARE, TOKENS, Range, read_json, shown
+
+ENV = "ELLM_SGL_CONFIG"
+"""Environment variable that carries the settings to SGLang's worker processes.
+
+Set: eLLM is enabled in this process and its children. Unset: SGLang is stock.
+"""
+
+
+LATENCY_MODELS = ("roofline", "paper")
+ELLM, RECOMPUTE, SWAP, HCACHE = MODES = ("ellm", "recompute", "swap", "hcache")
+"""The first decides by a policy; the others are baselines and decide by themselves."""
+HOST_KEEPS = ("kv", "hidden", MIXED := "mixed")
+HOST, DEVICE = HIDDEN_ON = ("host", "device")
+
+
+class ConfigError(ValueError):
+    """A setting that makes no sense; the message names the flag, the value and the remedy."""
+
+
+_NUMBERS = {
+    "ratio": (SHARE, "the share of each request's tokens to leave uncached"),
+    "policy_budget_ms": (MILLISECONDS, "milliseconds"),
+    "tpot_slo_ms": (MILLISECONDS, "milliseconds"),
+    "layer_group": (TOKENS, "the layers per group"),
+    "block_tokens": (TOKENS, "the tokens per block"),
+    "device_kv_tokens": (TOKENS, "the tokens of KV that the device pool holds"),
+    "host_kv_tokens": (
+        Range(0, MOST_TOKENS, whole=True),
+        "the tokens of KV that host memory may hold, 0 for none",
+    ),
+}
+"""What each of these fields may be, and what it is, in words."""
+_OPTIONAL = ("ratio", "tpot_slo_ms", "device_kv_tokens")
+
+
+def _is_layer_count(text: str) -> bool:
+    return text.isdecimal() and len(text) < 6
+
+
+@dataclass(frozen=True)
+class EllmConfig:
+    """Settings of eLLM. Each field is a command-line flag, `--ellm-` and the field's name."""
+
+    mode: str = ELLM
+    policy: str = "fixed-ratio"
+    """Of a baseline: its own name."""
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
+    ratio: float | None = None
+    policy_budget_ms: float = 5.0
+    latency_model: str = "roofline"
+    tpot_slo_ms: float | None = None
+    layer_group: int = 4
+    block_tokens: int = 16
+    device_kv_tokens: int | None = None
+    host_kv_tokens: int = 0
+    host_path: str | None = None
+    host_keeps: str = "kv"
+    hidden_on: str = HOST
+    overlap: bool = True
+    fusion: bool = True
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether hidden states of any layer are kept instead of KV."""
+        return self.host_keeps not in ("kv", "0")
+
+    @property
+    def hidden_in_file(self) -> bool:
+        """Whether hidden states have a file of their own."""
+        return self.host_path is not None and self.keeps_hidden and self.hidden_on == HOST
+
+    def __post_init__(self) -> None:
+        self._check_mode()
+        if self.ratio is not None and self.policy != "fixed-ratio":
+            raise ConfigError(
+                f"--ellm-ratio {self.ratio}: only the policy fixed-ratio takes it, and the policy "
+                f"is {self.policy}; leave it out"
+            )
+        self._check_numbers()
+        if self.device_kv_tokens is not None and self.device_kv_tokens < self.block_tokens:
+            raise ConfigError(
+                f"--ellm-device-kv-tokens {self.device_kv_tokens}: the pool must hold at least one "
+                f"block of {self.block_tokens} tokens (--ellm-block-tokens)"
+            )
+        if self.host_path is not None and self.host_kv_tokens == 0:
+            raise ConfigError(
+                f"--ellm-host-path {self.host_path} needs --ellm-host-kv-tokens, the size of the "
+                "host tier"
+            )
+        if self.host_keeps not in HOST_KEEPS and not _is_layer_count(self.host_keeps):
+            raise ConfigError(
+                f"--ellm-host-keeps {self.host_keeps[:80]}: give {', '.join(HOST_KEEPS)} or a "
+                "number of layers"
+            )
+        if self.keeps_hidden and self.host_kv_tokens == 0:
+            raise ConfigError(
+                f"--ellm-host-keeps {self.host_keeps} needs --ellm-host-kv-tokens, the size of the "
+                "host tier"
+            )
+        if self.hidden_on not in HIDDEN_ON:
+            raise ConfigError(
+                f"--ellm-hidden-on {self.hidden_on}: give one of {', '.join(HIDDEN_ON)}"
+            )
+        if self.hidden_on == DEVICE and not self.keeps_hidden:
+            raise ConfigError(
+                f"--ellm-hidden-on {DEVICE} needs --ellm-host-keeps hidden, mixed or a number of "
+                "layers: hidden states are kept of none"
+            )
+        if self.hidden_on == DEVICE and self.host_keeps == "hidden" and self.host_path is not None:
+            raise ConfigError(
+                f"--ellm-host-path {self.host_path}: nothing would be in it, since all that is "
+                f"kept is on the device (--ellm-hidden-on {DEVICE}); leave it out"
+            )
+        if self.hidden_on == DEVICE and self.mode == RECOMPUTE:
+            raise ConfigError(
+                f"--ellm-hidden-on {DEVICE}: mode {RECOMPUTE} keeps nothing beside the pool; leave "
+                "it out"
+            )
+        if not self.fusion and self.keeps_hidden:
+            raise ConfigError(
+                "--ellm-fusion off: hidden states are captured in fused passes only; leave out "
+                f"--ellm-host-keeps {self.host_keeps}"
+            )
+        if self.latency_model not in LATENCY_MODELS:
+            raise ConfigError(
+                f"--ellm-latency-model {self.latency_model}: give one of "
+                f"{', '.join(LATENCY_MODELS)}"
+            )
+
+    def _check_numbers(self) -> None:
+        for name, (allowed, what) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value not in allowed and (value is not None or name not in _OPTIONAL):
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--ellm-{flag} {shown(value)}: give {what}, {allowed}")
+
+    def _check_mode(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"--ellm-mode {self.mode}: give one of {', '.join(MODES)}")
+        if not self.is_baseline:
+            return
+        if self.policy != self.mode:
+            raise ConfigError(
+                f"--ellm-policy {self.policy}: mode {self.mode} decides by itself; leave it out"
+            )
+        if self.policy_options:
+            raise ConfigError(
+                f"--ellm-policy-options {json.dumps(self.policy_options)}: mode {self.mode} has "
+                "none; leave it out"
+            )
+        if self.mode == HCACHE and self.host_keeps == "kv":
+            raise ConfigError(
+                f"--ellm-host-keeps kv: mode {HCACHE} restores from hidden states; leave it "
+                "out, or give hidden or a number of layers"
+            )
+        if self.mode != RECOMPUTE and self.host_kv_tokens == 0:
+            raise ConfigError(
+                f"--ellm-mode {self.mode} needs --ellm-host-kv-tokens, the size of the host tier"
+            )
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether whole requests are moved, as other systems do, instead of parts."""
+        return self.mode != ELLM
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the policy's constructor is given."""
+        ratio = {} if self.ratio is None else {"ratio": self.ratio}
+        return {**self.policy_options, **ratio}
+
+    def to_env(self) -> None:
+        """Enable eLLM with these settings in this process and the ones it starts."""
+        os.environ[ENV] = json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_env() -> EllmConfig | None:
+        """The settings in force, or None where eLLM is not enabled."""
+        text = os.environ.get(ENV)
+        if not text:
+            return None
+        try:
+            return EllmConfig(**read_json(text))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{ENV} does not hold eLLM settings: {error}") from error

@@ -1,0 +1,81 @@
+"""The --ellm-* flags, once for `ellm-sgl serve` and once for `python -m sglang.launch_server`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ellm_sgl.config import HIDDEN_ON, HOST_KEEPS, LATENCY_MODELS, MODES
+from ellm_sgl.config.ranges import read_json
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field of `EllmConfig` as a flag."""
+
+    field: str
+    parse: Callable[[str], Any]
+    kind: str
+    """What `parse` accepts, in words."""
+    metavar: str
+    help: str
+
+    @property
+    def option(self) -> str:
+        return "--ellm-" + self.field.replace("_", "-")
+
+
+def _options(text: str) -> dict[str, Any]:
+    value = read_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(text)
+    return value
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError(text)
+    return text == "on"
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("mode", str, "a name", "NAME",
+         f"One of {', '.join(MODES)}: eLLM, or whole requests moved as other systems do, to "
+         "compare with; these take no policy. Default ellm."),
+    Flag("policy_options", _options, "a JSON object with finite numbers", "JSON",
+         "Options of the policy, as a JSON object, for instance '{\"ratio\": 0.3}'."),
+    Flag("ratio", float, "a number", "R",
+         "Target share of each request's tokens left uncached, 0 <= R < 1; policy fixed-ratio "
+         "only. Default 0: all cached until memory runs out."),
+    Flag("policy_budget_ms", float, "a number", "MS",
+         "Time the policy has in each iteration; later answers are replaced. Default 5."),
+    Flag("tpot_slo_ms", float, "a number", "MS",
+         "Service level objective on the time per output token, for requests that bring none "
+         "of their own. Default: none."),
+    Flag("latency_model", str, "a name", "NAME",
+         f"What predicts the time of a step: {' or '.join(LATENCY_MODELS)}. Default roofline."),
+    Flag("layer_group", int, "a whole number", "F", "Layers per layer group. Default 4."),
+    Flag("block_tokens", int, "a whole number", "N",
+         "Tokens per block; also SGLang's page size. Default 16."),
+    Flag("device_kv_tokens", int, "a whole number", "N",
+         "Tokens of KV that the device pool holds. Default: what SGLang has room for."),
+    Flag("host_kv_tokens", int, "a whole number", "N",
+         "Tokens of KV that host memory holds for what left the device. Default 0: none."),
+    Flag("host_path", str, "a file", "FILE",
+         "Keep the host tier in a new file of this name, mapped into memory: it takes its whole "
+         "size at once, and is gone with the server. Default: in memory."),
+    Flag("host_keeps", str, f"{', '.join(HOST_KEEPS)} or a whole number", "WHAT",
+         "What the host tier keeps of a token: its kv, the hidden states of the layers, from which "
+         "KV is projected again, or hidden states of as many of the lowest layers as balance link "
+         "and processor (mixed), or of this many layers. Default kv."),
+    Flag("hidden_on", str, f"{' or '.join(HIDDEN_ON)}", "WHERE",
+         "Where hidden states are kept: in host memory, or in the device pool's own memory, which "
+         "then holds less KV; half as much per token where no heads share KV. Default host."),
+    Flag("overlap", _switch, "on or off", "on|off",
+         "Fetch from host memory while layers compute. Default on."),
+    Flag("fusion", _switch, "on or off", "on|off",
+         "Recompute in the same pass through the model as the step's own tokens; off is for "
+         "measuring what that gains. Default on."),
+)  # fmt: skip
+"""All but --ellm-policy, which enables eLLM."""

@@ -1,0 +1,251 @@
+"""The loop, in order:
+
+```
+ ┌─▶ observe ─▶ decide ─▶ make room ─▶ place ─▶ plan ─▶ execute ─▶ report ─┐
+ └──────────────────────────────────────────────────────────────────────────┘
+```
+
+Who drives it: on a server SGLang's scheduler, whose functions call the phases where it does the
+same for itself (`ellm_sgl.sglang.hooks`); in the simulator its own loop
+(`ellm_sgl.eval.simulator.engine`). No SGLang in here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.engine.controller import Controller, Decision
+from ellm_sgl.engine.decided import Decided
+from ellm_sgl.engine.request_table import Entries, RequestTable
+from ellm_sgl.latency import StepWork
+from ellm_sgl.memory import ElasticMemory
+from ellm_sgl.memory.shape import IntArray
+from ellm_sgl.policies import SystemState
+from ellm_sgl.step.executor import Executor
+from ellm_sgl.step.plan import StepPlan
+from ellm_sgl.step.planner import Planner
+from ellm_sgl.step.restoration import GroupTransfer
+
+
+class Iteration:
+    """One per scheduler process. Requests are named by their entry in `requests`, and once they
+    have blocks, also by `seq_id`, their number in the page table.
+
+    Args:
+        controller: asks the policy, and keeps the log of steps.
+        elastic: memory.
+        unit_bytes: size of a unit.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        elastic: ElasticMemory,
+        unit_bytes: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.controller = controller
+        self.elastic = elastic
+        self.requests = RequestTable()
+        self.decided = Decided()
+        """What is in force."""
+        self.clock = clock
+        self._unit_bytes = unit_bytes
+        self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
+        self._refused_at: int | None = None
+
+    # -- observe ----------------------------------------------------------------------------
+
+    def observe(
+        self, running: Entries, seq_ids: Sequence[int], waiting: Entries, reclaimable: int = 0
+    ) -> SystemState:
+        """The state that the policy is asked about.
+
+        Args:
+            running: entries of the requests that decode, and
+            seq_ids: their numbers in the page table.
+            waiting: entries of those that wait.
+            reclaimable: tokens of cached prefixes that nobody uses.
+        """
+        now, elastic, requests = self.clock(), self.elastic, self.requests
+        lengths = elastic.table.lengths_of(seq_ids)
+        shared, uncached = elastic.shared_tokens(seq_ids), elastic.uncached_tokens(seq_ids)
+        return self.controller.state(
+            now,
+            requests.running(running, lengths, shared, uncached, now),
+            requests.waiting(waiting, now),
+            elastic.memory_state(seq_ids, reclaimable),
+        )
+
+    # -- decide -----------------------------------------------------------------------------
+
+    def decision_stands(self, running: int) -> bool:
+        """Whether the last decision still holds without asking (`Policy.idle_without_pressure`):
+        all is cached, and there is room for a block more of each of so many requests."""
+        table = self.elastic.table
+        return (
+            self.decided.stands
+            and not self.decided.admit
+            and table.missing_units == 0
+            and table.free_units >= running * table.shape.num_groups
+        )
+
+    def decide(self, state: SystemState) -> Decision:
+        """Ask the policy. With several ranks, one of them does."""
+        return self.controller.decide(state)
+
+    def put_in_force(
+        self,
+        decision: Decision,
+        running: Sequence[int],
+        seq_ids: Sequence[int],
+        waiting: Sequence[int],
+    ) -> None:
+        """From now on `decision` holds. Arguments as in `Decided.of`."""
+        paused_before = self.decided.pause
+        self.decided = Decided.of(decision, running, seq_ids, waiting)
+        self.elastic.totals.pauses += len(self.decided.pause - paused_before)
+
+    def decide_nothing(self) -> None:
+        """Nobody runs or waits."""
+        self.decided = dataclasses.replace(
+            self.decided, uncached_ratios={}, admit={}, pause=frozenset(), fetch_ahead_s=0.0
+        )
+
+    def ask_anew(self) -> None:
+        """The policy is another: what the one before promised holds no more."""
+        self.decided = dataclasses.replace(self.decided, stands=False)
+
+    def idle(self) -> None:
+        """The time until the next step is nobody's."""
+        self.controller.steps.idle()
+
+    def admission_tokens(self, reclaimable: int = 0) -> tuple[int, int]:
+        """(now, eventually): see `ElasticMemory.admission_tokens`."""
+        return self.elastic.admission_tokens(reclaimable, self.decided.admitted_ratio)
+
+    def refused(self, eventually: int) -> None:
+        """Those who wait found no room beyond so many tokens."""
+        self._refused_at = eventually
+
+    def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
+        """Whether nobody is admitted now: nobody is to be, or there is no more room than when
+        somebody was refused.
+
+        Args:
+            closed: whether nobody was at the last look.
+        """
+        if not self.decided.admit:
+            self._refused_at = None
+            return anybody_waits
+        if not closed or self._refused_at is None:
+            return False
+        return self.admission_tokens(reclaimable)[1] <= self._refused_at
+
+    # -- make room --------------------------------------------------------------------------
+
+    def make_room(self, blocks: int, seq_ids: Sequence[int], beside: Sequence[int] = ()) -> bool:
+        """Evict until so many blocks can be placed, as far as possible.
+
+        Args:
+            seq_ids: who decodes in the step, and
+            beside: whose prompts are in it.
+
+        Returns:
+            Whether there is room, and one step can restore what it has to.
+        """
+        elastic = self.elastic
+        with elastic.totals.bookkeeping():
+            units = blocks * elastic.table.shape.num_groups
+            room = elastic.make_room_for_step(units, seq_ids)
+            return room and elastic.fits_one_step([*seq_ids, *beside])
+
+    def bring_to_ratios(self, seq_ids: Sequence[int], paused: bool = False) -> None:
+        """Evict from these requests what the decision asks for.
+
+        Args:
+            paused: they take no part in the step, which need not restore them.
+        """
+        ratios = [self.decided.uncached_ratios.get(seq_id, 0.0) for seq_id in seq_ids]
+        self.elastic.apply_targets(seq_ids, ratios, paused)
+
+    # -- place ------------------------------------------------------------------------------
+
+    def fetch_ahead(
+        self, paused: Sequence[int], decoding: int, seconds: float
+    ) -> tuple[IntArray, IntArray]:
+        """Place blocks of paused requests that are to resume, to be fetched beside the step.
+
+        Args:
+            paused: `seq_id` of those who sit it out.
+            decoding: how many take part.
+            seconds: time that the link has for it.
+
+        Returns:
+            Host units, and the device units that they go to.
+        """
+        units = seconds * self.controller.limits.hardware.link_bytes_per_s / self._unit_bytes
+        return self.elastic.fetch_ahead(paused, decoding, int(units))
+
+    # -- plan -------------------------------------------------------------------------------
+
+    def plan_decode(
+        self, planner: Planner, seq_ids: Sequence[int], paused: Sequence[int] = ()
+    ) -> StepPlan:
+        """Plan one more token for each request, and what is fetched ahead for those paused."""
+        with self.elastic.totals.bookkeeping():
+            plan = planner.decode(seq_ids, self.decided.split)
+            if not paused:
+                return plan
+            ahead = self.fetch_ahead(paused, len(seq_ids), self.decided.fetch_ahead_s)
+            if not len(ahead[0]):
+                return plan
+            return plan._replace(fetched_ahead=GroupTransfer.of(*ahead))
+
+    def plan_extend(
+        self, planner: Planner, seq_ids: Sequence[int], counts: Sequence[int]
+    ) -> StepPlan:
+        """Plan the last `counts` tokens of each request: a prompt, or a chunk of one."""
+        with self.elastic.totals.bookkeeping():
+            return planner.extend(seq_ids, counts, self.decided.split)
+
+    # -- execute ----------------------------------------------------------------------------
+
+    @contextmanager
+    def execute(self, executor: Executor, plan: StepPlan, work: StepWork) -> Iterator[None]:
+        """The forward pass inside this context follows `plan`, whose work is `work`."""
+        self.started(work)
+        try:
+            with executor.execute(plan):
+                yield
+        finally:
+            self.elastic.totals.swap_stall_s += executor.stall_s
+            self.controller.steps.stalled(executor.stall_s)
+
+    # -- report -----------------------------------------------------------------------------
+
+    def started(self, work: StepWork) -> None:
+        """A step of this work begins; the one before it has ended."""
+        self.controller.steps.start(work)
+
+    def in_step(self, entries: Entries, lengths: npt.NDArray[np.int64]) -> None:
+        """These requests get a token each in the step that is being prepared; `lengths` counts
+        it."""
+        self._in_step = entries, lengths
+
+    def report(self) -> None:
+        """The step has ended: its requests have their tokens."""
+        if self._in_step is not None:
+            self.requests.decoded(*self._in_step, self.clock())
+            self._in_step = None
+
+    def retracted(self, entry: int, tokens: int) -> None:
+        """A running request waits again, with so many tokens of prompt and output."""
+        self.requests.wait_again(entry, tokens, self.clock())

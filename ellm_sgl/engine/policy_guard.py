@@ -1,0 +1,180 @@
+"""Ask a policy, and go on without it when it fails.
+
+A policy may be other people's code on the hot path. It runs on a thread of its own, so that one
+that hangs delays a step by its budget and no more, and each of its answers is checked before use.
+The first question may take longer, for imports and compilation: `FIRST_ANSWER_S`.
+(One that holds the interpreter's lock in native code cannot be hurried; numpy, scipy and cvxpy
+release it, or return soon.) The policies of this package are trusted to return: they are asked on
+the caller's thread, because on a busy machine waking another costs a step milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.checks import InvalidAnswer, check_batch, check_ratios, check_split
+from ellm_sgl.policies.planned import step_work
+from ellm_sgl.policies.registry import is_ours
+from ellm_sgl.worker import OverdueError, Worker, result_within
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FIRST_ANSWER_S = 10.0
+"""Time of another's first answer, in seconds, before a server starts or goes on without it. Imports
+and compilations take seconds on a busy machine; a server that is switched stands still meanwhile.
+"""
+
+LOG_INTERVAL_S = 60.0
+"""A failure is logged once per kind and so many seconds; all are counted."""
+
+SAFE_SPLIT = WorkSplit(swap_layers=0, recompute_layers=1, delta=512)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A policy's three answers to one state, or the safe ones."""
+
+    batch: Batch
+    ratios: Ratios
+    split: WorkSplit
+    failure: str | None = None
+    """Why the safe answer stands in: a kind that `PolicyGuard.failures` counts by."""
+
+
+def fallback(state: SystemState, failure: str | None = None) -> Answer:
+    """Keep all cached, admit as SGLang does."""
+    waiting = len(state.waiting)
+    return Answer(
+        Batch(admit=tuple(range(waiting))),
+        Ratios(running=np.zeros(len(state.running)), admitted=np.zeros(waiting)),
+        SAFE_SPLIT,
+        failure,
+    )
+
+
+class PolicyGuard:
+    """A policy whose exceptions, invalid answers and delays never reach the server.
+
+    Args:
+        policy: whom to ask. One of this package's is called on the caller's thread and without a
+            deadline; any other on a thread of its own.
+        budget_s: time of another's three answers, in seconds. inf: no deadline and no thread, so
+            that a simulation repeats exactly.
+    """
+
+    def __init__(self, policy: Policy, budget_s: float) -> None:
+        self.policy = policy
+        self.budget_s = budget_s
+        self._directly = budget_s == math.inf or is_ours(type(policy).__module__)
+        self.failures: Counter[str] = Counter()
+        """Answers replaced, by kind: "late", "exception", or an `InvalidAnswer.kind`."""
+        self.asked = 0
+        self._worker = Worker("ellm-policy")
+        self._pending: Future[Any] | None = None
+        """A question that was not answered in time. None other is put before it has been."""
+        self._logged: dict[str, float] = {}
+        self.idle_without_pressure = self._promises()
+        """`Policy.idle_without_pressure`; not if asking it fails."""
+
+    def _promises(self) -> bool:
+        try:
+            return self._in_time(FIRST_ANSWER_S, lambda: bool(self.policy.idle_without_pressure()))
+        except OverdueError:
+            self._never_answered()
+        except Exception:
+            logger.warning("policy %s: idle_without_pressure raised", type(self.policy).__name__)
+        return False
+
+    def warm_up(self, state: SystemState) -> None:
+        """Ask once, so that imports and compilations are not the first step's.
+
+        Returns after `FIRST_ANSWER_S` at the latest, unless the policy is this package's. Then it
+        is late until it has answered; any other failure is found later, in turn.
+        """
+        if self.budget_s == math.inf or self._pending is not None:
+            return
+        try:
+            self._in_time(FIRST_ANSWER_S, self._ask, state)
+        except OverdueError:
+            self._never_answered()
+        except Exception as error:
+            logger.debug("policy %s raised %s", type(self.policy).__name__, _told(error))
+
+    def _never_answered(self) -> None:
+        self._count(
+            "late",
+            f"has not answered its first question after {FIRST_ANSWER_S:g} s; until it has, steps "
+            "keep all cached and admit as SGLang does",
+        )
+
+    def answer(self, state: SystemState) -> Answer:
+        """The policy's answer to `state`, within the budget; else the safe one."""
+        self.asked += 1
+        if self._pending is not None:
+            if not self._pending.done():
+                return self._failed(state, "late", "is still at an earlier question")
+            self._pending = None
+        try:
+            return self._in_time(self.budget_s, self._ask, state)
+        except OverdueError:
+            return self._failed(state, "late", f"took more than {self.budget_s * 1e3:g} ms")
+        except InvalidAnswer as error:
+            return self._failed(state, error.kind, str(error))
+        except Exception as error:
+            return self._failed(state, "exception", f"raised {_told(error)}")
+
+    def close(self) -> None:
+        """Let the thread go; a question in progress is not waited for, now or ever."""
+        self._worker.close()
+
+    def _in_time(self, seconds: float, question: Callable[..., T], *arguments: Any) -> T:
+        """The policy's answer; or OverdueError, with the question left pending."""
+        if self._directly:
+            return question(*arguments)
+        future = self._worker.submit(question, *arguments)
+        try:
+            return result_within(seconds, future)
+        except OverdueError:
+            self._pending = future
+            raise
+
+    def _ask(self, state: SystemState) -> Answer:
+        batch = self.policy.batch(state)
+        check_batch(state, batch)
+        ratios = self.policy.ratio(state, batch)
+        check_ratios(state, batch, ratios)
+        split = self.policy.split(state, step_work(state, batch, ratios))
+        check_split(split)
+        return Answer(batch, ratios, split)
+
+    def _failed(self, state: SystemState, kind: str, what: str) -> Answer:
+        self._count(kind, f"{what}; this step keeps all cached and admits as SGLang does")
+        return fallback(state, kind)
+
+    def _count(self, kind: str, what: str) -> None:
+        self.failures[kind] += 1
+        now = time.monotonic()
+        if now - self._logged.get(kind, -LOG_INTERVAL_S) >= LOG_INTERVAL_S:
+            self._logged[kind] = now
+            logger.warning(
+                "policy %s %s (%d such answers replaced so far)",
+                type(self.policy).__name__, what, self.failures[kind],
+            )  # fmt: skip
+
+
+def _told(error: Exception) -> str:
+    """Kind and message; also of an error whose own `__str__` fails."""
+    return traceback.format_exception_only(error)[-1].strip()

@@ -1,0 +1,162 @@
+"""What the control loop remembers of each request, in columns ready for a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.policies import Requests
+
+Entries = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What is known of a request when it arrives. Lengths in tokens, times in seconds."""
+
+    tokens: int
+    """Prompt, and output so far (of a request that was retracted)."""
+    prompt_tokens: int
+    max_new_tokens: int
+    arrival_s: float
+    priority: int
+    tpot_slo_s: float
+    ttft_slo_s: float
+
+
+_COLUMNS: tuple[tuple[str, type], ...] = (
+    ("request_id", np.int64),
+    ("tokens", np.int64),
+    ("prompt_tokens", np.int64),
+    ("max_new_tokens", np.int64),
+    ("arrival_s", np.float64),
+    ("priority", np.int64),
+    ("tpot_slo_s", np.float64),
+    ("ttft_slo_s", np.float64),
+    ("waiting_since_s", np.float64),
+    ("first_token_s", np.float64),
+    ("last_token_s", np.float64),
+    ("first_length", np.int64),
+)
+
+
+class RequestTable:
+    """One row per request the server knows; a row's number is its entry.
+
+    Static columns are written once, when a request arrives: a decode iteration with 1,000
+    requests waiting gathers them with a few array operations instead of visiting each request.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(64, kind) for name, kind in _COLUMNS
+        }
+        self._free = list(range(63, -1, -1))
+        self._ids = count(1)
+
+    def add(self, arrival: Arrival, now_s: float) -> int:
+        """Take note of a request that begins to wait; returns its entry."""
+        if not self._free:
+            self._grow()
+        entry = self._free.pop()
+        column = self._columns
+        column["request_id"][entry] = next(self._ids)
+        column["tokens"][entry] = arrival.tokens
+        column["prompt_tokens"][entry] = arrival.prompt_tokens
+        column["max_new_tokens"][entry] = arrival.max_new_tokens
+        column["arrival_s"][entry] = arrival.arrival_s
+        column["priority"][entry] = arrival.priority
+        column["tpot_slo_s"][entry] = arrival.tpot_slo_s
+        column["ttft_slo_s"][entry] = arrival.ttft_slo_s
+        column["waiting_since_s"][entry] = now_s
+        column["first_token_s"][entry] = np.nan
+        column["last_token_s"][entry] = np.nan
+        return entry
+
+    def remove(self, entry: int) -> None:
+        """A request has left the server."""
+        self._free.append(entry)
+
+    def request_ids(self, entries: Entries) -> npt.NDArray[np.int64]:
+        """Ids of these requests; they grow with arrival."""
+        ids: npt.NDArray[np.int64] = self._columns["request_id"][entries]
+        return ids
+
+    def wait_again(self, entry: int, tokens: int, now_s: float) -> None:
+        """A running request was retracted; it keeps its output and its first token's time."""
+        self._columns["tokens"][entry] = tokens
+        self._columns["waiting_since_s"][entry] = now_s
+
+    def decoded(self, entries: Entries, lengths: npt.NDArray[np.int64], now_s: float) -> None:
+        """These requests have got a token each; `lengths` counts it."""
+        column = self._columns
+        first = entries[np.isnan(column["first_token_s"][entries])]
+        column["first_token_s"][first] = now_s
+        column["last_token_s"][entries] = now_s
+        column["tokens"][entries] = lengths
+        column["first_length"][first] = column["tokens"][first]
+
+    def waiting(self, entries: Entries, now_s: float) -> Requests:
+        """Requests that wait, as a policy sees them."""
+        column = self._columns
+        zeros = np.zeros(len(entries), np.int64)
+        waited = now_s - column["waiting_since_s"][entries]
+        return self._requests(entries, column["tokens"][entries], zeros, zeros, waited)
+
+    def running(
+        self,
+        entries: Entries,
+        lengths: npt.NDArray[np.int64],
+        shared: npt.NDArray[np.int64],
+        uncached: npt.NDArray[np.int64],
+        now_s: float,
+    ) -> Requests:
+        """Requests that decode, as a policy sees them. Lengths, in tokens, are the caller's."""
+        last = self._columns["last_token_s"][entries]
+        waited = np.where(np.isnan(last), 0.0, now_s - last)
+        return self._requests(entries, lengths, shared, uncached, waited)
+
+    def _requests(
+        self,
+        entries: Entries,
+        tokens: npt.NDArray[np.int64],
+        shared: npt.NDArray[np.int64],
+        uncached: npt.NDArray[np.int64],
+        waited: npt.NDArray[np.float64],
+    ) -> Requests:
+        column = self._columns
+        decoded = column["tokens"][entries] - column["first_length"][entries]
+        spent = column["last_token_s"][entries] - column["first_token_s"][entries]
+        tpot = np.where(decoded > 0, spent / np.maximum(decoded, 1), np.nan)
+        arrays = {
+            "request_id": column["request_id"][entries],
+            "tokens": tokens,
+            "prompt_tokens": column["prompt_tokens"][entries],
+            "max_new_tokens": column["max_new_tokens"][entries],
+            "shared_tokens": shared,
+            "uncached_tokens": uncached,
+            "arrival_s": column["arrival_s"][entries],
+            "waited_s": waited,
+            "priority": column["priority"][entries],
+            "tpot_slo_s": column["tpot_slo_s"][entries],
+            "ttft_slo_s": column["ttft_slo_s"][entries],
+            "tpot_s": tpot,
+        }
+        for array in arrays.values():
+            array.flags.writeable = False
+        return Requests(**arrays)
+
+    def _grow(self) -> None:
+        size = len(self._columns["request_id"])
+        for name, column in self._columns.items():
+            self._columns[name] = np.concatenate([column, np.zeros_like(column)])
+        self._free = list(range(2 * size - 1, size - 1, -1))
+
+
+def entries_array(entries: Sequence[int]) -> Entries:
+    return np.fromiter(entries, np.int64, len(entries))

@@ -1,0 +1,79 @@
+"""Measures steps: what each was to do, how long it took, and what the model had expected."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ellm_sgl.latency import LatencyModel, StepWork
+from ellm_sgl.policies import StepReport
+
+KEPT_STEPS = 2000
+"""Reports kept for `GET /ellm/steps`."""
+
+
+class PhaseChanges:
+    """Notes where steps turn from prompts to decoding, or back; a pause changes nothing."""
+
+    def __init__(self) -> None:
+        self._prefilled: bool | None = None
+
+    def of(self, prefills: bool) -> int:
+        """`StepWork.phase_changes` of the next step; 0 for the very first.
+
+        Args:
+            prefills: whether it computes prompts.
+        """
+        before, self._prefilled = self._prefilled, prefills
+        return int(before is not None and before != prefills)
+
+
+class StepLog:
+    """Times steps from start to start, so that scheduling between them counts too.
+
+    Args:
+        model: predicts each step and learns from it.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, model: LatencyModel, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.model = model
+        self.reports: deque[StepReport] = deque(maxlen=KEPT_STEPS)
+        self.steps = 0
+        self._clock = clock
+        self._started: tuple[StepWork, float, float] | None = None
+        self._stall_s = 0.0
+        self._turns = PhaseChanges()
+
+    @property
+    def last(self) -> StepReport | None:
+        return self.reports[-1] if self.reports else None
+
+    def start(self, work: StepWork) -> None:
+        """A step begins; the one before it, if there was no pause between, has ended."""
+        now = self._clock()
+        self._finish(now)
+        if phase_changes := self._turns.of(bool(work.prefill_rows)):
+            work = dataclasses.replace(work, phase_changes=phase_changes)
+        predicted = float(self.model.step_seconds(work))
+        self._started = (work, now, predicted)
+
+    def stalled(self, seconds: float) -> None:
+        """The step in flight has waited so long for a transfer."""
+        self._stall_s += seconds
+
+    def idle(self) -> None:
+        """Nothing runs: the time until the next step is nobody's."""
+        self._finish(self._clock())
+
+    def _finish(self, now: float) -> None:
+        if self._started is None:
+            return
+        work, began, predicted = self._started
+        report = StepReport(work, now - began, predicted, self._stall_s)
+        self._started, self._stall_s = None, 0.0
+        self.reports.append(report)
+        self.steps += 1
+        self.model.observe(work, report.seconds)

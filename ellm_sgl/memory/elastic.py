@@ -1,0 +1,405 @@
+"""Elastic memory: make room by evicting blocks, take it back when there is room again.
+
+Eviction is cheap (the KV is dropped; the next step recomputes it beside its decode rows), and so
+is restoration (a step that recomputes a block anyway writes it to a free unit). So nothing here
+looks ahead: blocks leave when units are needed, oldest first, and return when units are free.
+
+Over 400 lines: whatever changes what is on the device is decided in one class.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.memory.page_table import PageTable
+from ellm_sgl.memory.shape import NONE, IntArray
+from ellm_sgl.memory.totals import Totals
+from ellm_sgl.policies import MemoryState
+from ellm_sgl.policies.planned import evictable
+
+OWNER_AND_ONE_SEQUENCE = 2
+"""References of a block that no other request uses (`PageTable.references`)."""
+
+TokenCounts = npt.NDArray[np.int64]
+
+Save = Callable[[IntArray, IntArray], None]
+"""Copies device units to host units, one to one."""
+
+Reclaim = Callable[[int], int]
+"""Frees about so many tokens of cached prefixes that nobody uses; returns tokens freed."""
+
+
+class ElasticMemory:
+    """Applies target ratios, and evicts further when memory runs out.
+
+    Args:
+        table: the page table to work on.
+        max_restored_tokens: rows that a step may recompute; bounds what may be missing at once.
+        reclaim: frees cached prefixes; these go before any running request's blocks do.
+        save: copies units to the host tier before they leave the device.
+        slots: layer groups whose fetched units a step holds at once.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        max_restored_tokens: int,
+        reclaim: Reclaim,
+        save: Save | None = None,
+        slots: int = 2,
+    ) -> None:
+        self.table = table
+        self.slots = min(slots, table.shape.num_groups)
+        self._save = save
+        self.max_restored_tokens = max_restored_tokens
+        self.totals = Totals()
+        self._reclaim = reclaim
+        self._targets: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
+        self._shared_at = -1
+
+    # -- observe ----------------------------------------------------------------------------
+
+    def forget(self, seq_id: int) -> None:
+        """A request has left; its blocks lose a reference."""
+        self.table.unmap(seq_id)
+        self._targets.pop(seq_id, None)
+
+    def fits_one_step(self, seq_ids: Iterable[int]) -> bool:
+        """Whether one step can recompute what these requests miss and the host does not have,
+        or has but the device has no room to fetch."""
+        if self.table.missing_units == 0:
+            return True
+        blocks = self.table.missing_blocks(seq_ids)
+        recomputed = int(np.count_nonzero(self.table.depth(blocks)))
+        fetched = min(len(blocks) - recomputed, max(self.table.free_units, 0) // self.slots)
+        block_tokens = self.table.shape.block_tokens
+        return (len(blocks) - fetched) * block_tokens <= self.max_restored_tokens
+
+    def uncached_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
+        """Tokens of each request that a step has to restore."""
+        return self.table.uncached_tokens_of(seq_ids)
+
+    def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
+        """Tokens of each request in blocks that others use too; these stay cached."""
+        if self._shared_at != self.table.sharing_version:
+            self._shared.clear()
+            self._shared_at = self.table.sharing_version
+        for seq_id in seq_ids:
+            if seq_id not in self._shared:
+                references = self.table.references(self.table.blocks_of(seq_id))
+                blocks = np.count_nonzero(references > OWNER_AND_ONE_SEQUENCE)
+                self._shared[seq_id] = int(blocks) * self.table.shape.block_tokens
+        return np.fromiter(map(self._shared.__getitem__, seq_ids), np.int64, len(seq_ids))
+
+    def free_tokens(self) -> int:
+        """Tokens for whose KV units are free now."""
+        shape = self.table.shape
+        return self.table.free_units // shape.num_groups * shape.block_tokens
+
+    def device_tokens(self) -> int:
+        """Tokens whose KV the device may hold."""
+        shape = self.table.shape
+        return self.table.unit_limit // shape.num_groups * shape.block_tokens
+
+    def host_tokens(self, free: bool = False) -> int:
+        """Tokens whose KV the host tier holds, or has room for."""
+        shape, host = self.table.shape, self.table.host
+        units = host.free_units if free else host.num_units
+        return units // shape.num_groups * shape.block_tokens
+
+    def staging_overhead(self) -> float:
+        """M_o: room, in tokens of KV, that a step needs in the pool to restore one token.
+
+        Fetched units are borrowed from the pool, `slots` layer groups of them at a time. What is
+        computed again lives in buffers beside the pool, which the pool's size allows for.
+        """
+        return 0.0 if self._save is None else self.slots / self.table.shape.num_groups
+
+    def memory_state(self, running: Iterable[int] = (), reclaimable: int = 0) -> MemoryState:
+        """Memory as policies see it.
+
+        Args:
+            running: requests that decode; what others hold is not the policy's to divide.
+            reclaimable: tokens of cached prefixes that nobody uses.
+        """
+        others = set(self.table.sequence_ids).difference(running)
+        prefilling = sum(map(self.table.length_of, others))
+        return MemoryState(
+            block_tokens=self.table.shape.block_tokens,
+            device_tokens=max(self.device_tokens() - prefilling, 0),
+            device_free_tokens=self.free_tokens() + reclaimable,
+            host_tokens=self.host_tokens(),
+            host_free_tokens=self.host_tokens(free=True),
+            max_restored_tokens=self.max_restored_tokens,
+            staging_overhead=self.staging_overhead(),
+        )
+
+    def admission_tokens(self, reclaimable: int, ratio: float) -> tuple[int, int]:
+        """Token budgets for admitting waiting requests.
+
+        Args:
+            reclaimable: tokens of cached prefixes that nobody uses.
+            ratio: the uncached ratio that those admitted will be brought to, in [0, 1), and with
+                them those that run now and have lower targets.
+
+        Returns:
+            (now, eventually): tokens that fit fully cached now, with what those that run can
+            make room for, and tokens whose requests fit once all are at the ratio. Both fall by
+            what is evicted beyond the targets: while requests miss more than the policy wants,
+            none should be admitted. A token restored in each step takes `staging_overhead` all the
+            same.
+        """
+        excess = int(self._excess_blocks(self.table.sequence_ids).sum())
+        free = self.free_tokens() + reclaimable - excess * self.table.shape.block_tokens
+        gained = 1.0 - self.staging_overhead()
+        now = free + int(gained * self._yields(ratio))
+        return now, int(now / (1.0 - gained * ratio))
+
+    # -- decide and apply -------------------------------------------------------------------
+
+    def make_room(self, units: int) -> bool:
+        """Free units until `units` can be placed: cached prefixes first, then the oldest
+        unshared blocks of running requests, then shared ones.
+
+        Returns:
+            Whether there is room now.
+        """
+        self._reclaim_until(units)
+        for shared in (False, True):
+            short = units - self.table.free_units
+            if short <= 0:
+                return True
+            self._evict_units(short, shared)
+        return self.table.free_units >= units
+
+    def make_room_for_step(self, units: int, seq_ids: Sequence[int]) -> bool:
+        """`make_room`, and beyond it, as far as possible, for the units that a decode step of
+        these requests fetches from the host.
+
+        A block sent to the host frees a unit in each of the G groups and occupies one in each
+        of the `slots` groups in flight while a step fetches it.
+        """
+        if self.table.missing_units == 0 and units <= self.table.free_units:
+            return True
+        fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
+        short = units + self.slots * fetched - self.table.free_units
+        gain = self.table.shape.num_groups - self.slots
+        if self._save is not None and short > 0 and gain > 0:
+            self.make_room(units + self.slots * (fetched + -(-short // gain)))
+        return self.make_room(units)
+
+    def allocate(self, count: int) -> IntArray:
+        """So many new blocks, with units as far as there are any (`place`).
+
+        Raises:
+            OutOfBlocksError: the logical space is exhausted; nothing was changed.
+        """
+        blocks = self.table.allocate(count)
+        self.place(blocks)
+        return blocks
+
+    def place(self, blocks: IntArray) -> int:
+        """Give units to new blocks, making room first. The last blocks come first: they are
+        the ones that decoding goes on from.
+
+        Returns:
+            Blocks left without units: their KV exists only while a step computes it.
+        """
+        self.make_room(len(blocks) * self.table.shape.num_groups)
+        return len(blocks) - len(self.table.place(blocks[::-1]))
+
+    def apply_targets(
+        self, seq_ids: Sequence[int], ratios: Sequence[float], paused: bool = False
+    ) -> None:
+        """Bring every request up to its target ratio: evict its oldest unshared blocks.
+
+        Args:
+            paused: these requests take no part in the step, which need not restore them.
+        """
+        if not any(ratios):  # nothing to evict, whatever they miss
+            if self._targets:
+                for seq_id in seq_ids:
+                    self._targets.pop(seq_id, None)
+            return
+        block_tokens = self.table.shape.block_tokens
+        uncached = self.table.uncached_tokens_of(seq_ids)
+        room = self.max_restored_tokens - int(uncached.sum())
+        if paused:
+            room = sum(map(self.table.length_of, seq_ids))
+        for seq_id, ratio, lacking in zip(seq_ids, ratios, uncached.tolist(), strict=True):
+            target = int(ratio * self.table.length_of(seq_id)) // block_tokens * block_tokens
+            self._targets[seq_id] = target
+            count = min(target - lacking, room) // block_tokens
+            if count <= 0:
+                continue
+            blocks = self._evictable(seq_id, shared=False)
+            for block in blocks[~self.table.misses_units(blocks)][:count]:
+                self.totals.evicted_units += self._evict(int(block), slice(None))
+                room -= block_tokens
+
+    def restore(self, seq_ids: Sequence[int], missing: IntArray) -> list[int]:
+        """Place missing blocks that the coming step recomputes anyway, newest first, as far as
+        units are free beyond one block per request (the step's own growth). Cached prefixes
+        that nobody uses make way.
+
+        The caller must write the recomputed KV of these blocks in this step.
+
+        Args:
+            missing: `PageTable.missing_blocks` of these requests.
+
+        Returns:
+            The blocks placed.
+        """
+        if not len(missing):
+            return []
+        groups = self.table.shape.num_groups
+        excess = self._excess_blocks(seq_ids)
+        wanted = int(excess.sum()) * groups
+        # Besides growth, room for what this step fetches; less by what is placed for good.
+        growth = len(seq_ids) * groups + self.slots * self._fetched_blocks(missing)
+        cost = groups - self.slots if self._save is not None and groups > self.slots else groups
+        self._reclaim_until(growth + wanted)
+        restored: list[int] = []
+        before = self.table.used_units
+        for seq_id in np.array(seq_ids)[excess > 0].tolist():
+            spare = (self.table.free_units - growth) // cost
+            # Anew: blocks may have returned for another request that shares them.
+            count = min(spare, int(self._excess_blocks([seq_id])[0]))
+            if count > 0:
+                blocks = self.table.blocks_of(seq_id)
+                own = blocks[self.table.misses_units(blocks)]
+                restored += self.table.place(own[::-1][:count]).tolist()
+        self.totals.restored_units += self.table.used_units - before
+        return restored
+
+    def fetch_ahead(
+        self, seq_ids: Sequence[int], growth_blocks: int, most_units: int
+    ) -> tuple[IntArray, IntArray]:
+        """Place missing blocks of requests that sit the coming step out, oldest first, as far as
+        they miss more than their targets, the host has what they lack, and units are free.
+
+        The caller must fetch the units from the host in this step.
+
+        Args:
+            growth_blocks: so many blocks stay free, for those who decode.
+            most_units: units that there is time to fetch.
+
+        Returns:
+            Host units, and the device units that they are to be copied to.
+        """
+        table, groups = self.table, self.table.shape.num_groups
+        room = min(table.free_units - growth_blocks * groups, most_units) // groups
+        blocks, columns = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+        owing = np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist()
+        for seq_id in owing:
+            # Anew: blocks may have returned for another request that shares them.
+            count = min(int(self._excess_blocks([seq_id])[0]), room)
+            if count > 0:
+                own = table.blocks_of(seq_id)
+                lacking = own[table.misses_units(own)]
+                placed = lacking[table.depth(lacking) == 0][:count]
+                rows, groups_lacked = np.nonzero(table.units[placed] == NONE)
+                table.place(placed)
+                blocks.append(placed[rows])
+                columns.append(groups_lacked)
+                room -= len(placed)
+        pairs = np.concatenate(blocks), np.concatenate(columns)
+        self.totals.fetched_units += len(pairs[0])
+        self.totals.fetched_ahead_units += len(pairs[0])
+        return table.host.units[pairs], table.units[pairs]
+
+    # -- internals --------------------------------------------------------------------------
+
+    def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
+        """Blocks that each request misses beyond its policy's target."""
+        targets = np.array([self._targets.get(s, 0) for s in seq_ids], np.int64)
+        excess = np.maximum(self.table.uncached_tokens_of(seq_ids) - targets, 0)
+        return np.asarray(-(-excess // self.table.shape.block_tokens), np.int64)
+
+    def _yields(self, ratio: float) -> int:
+        """Tokens that all requests lose beyond their targets when brought to this ratio."""
+        if ratio == 0.0:
+            return 0
+        seq_ids = list(self.table.sequence_ids)
+        lengths = self.table.lengths_of(seq_ids)
+        targets = np.fromiter((self._targets.get(s, 0) for s in seq_ids), np.int64, len(seq_ids))
+        most = evictable(lengths, self.shared_tokens(seq_ids), self.table.shape.block_tokens)
+        wanted = np.minimum((ratio * lengths).astype(np.int64), most)
+        return int(np.maximum(wanted - targets, 0).sum())
+
+    def _reclaim_until(self, units: int) -> None:
+        shape = self.table.shape
+        while (short := units - self.table.free_units) > 0:
+            if self._reclaim(-(-short // shape.num_groups) * shape.block_tokens) == 0:
+                return
+
+    def _evict_units(self, count: int, shared: bool) -> None:
+        """Evict `count` units, one block at a time from the request that misses least beyond its
+        target, so that what memory demands falls on all alike, and on those first whose target
+        is not reached; of the last block only the lowest groups needed."""
+        queues = {
+            s: blocks
+            for s in self.table.sequence_ids
+            if (blocks := self._evictable(s, shared).tolist())
+        }
+        heap = [(self.table.uncached_tokens(s) - self._targets.get(s, 0), s, 0) for s in queues]
+        heapq.heapify(heap)
+        while heap and count > 0:
+            excess, seq_id, position = heapq.heappop(heap)
+            freed = self._evict_lowest(queues[seq_id][position], count)
+            count -= freed
+            self.totals.evicted_units += freed
+            if position + 1 < len(queues[seq_id]):
+                excess += self.table.shape.block_tokens
+                heapq.heappush(heap, (excess, seq_id, position + 1))
+
+    def _evict_lowest(self, block: int, count: int) -> int:
+        """Evict up to `count` units of a block from the lowest group up: the layers that are
+        recomputed must be a prefix of the stack."""
+        held = np.flatnonzero(self.table.units[block] != NONE)
+        groups = slice(0, int(held[min(count, len(held)) - 1]) + 1) if len(held) else slice(0)
+        return self._evict(block, groups)
+
+    def _evict(self, block: int, groups: slice) -> int:
+        """Take a block's units from the device; what the host can take, it keeps a copy of.
+
+        Returns:
+            Units freed.
+        """
+        if self._save is not None:
+            leaving = np.zeros(self.table.shape.num_groups, bool)
+            leaving[groups] = True
+            leaving &= self.table.units[block] != NONE
+            unsaved = leaving & (self.table.host.units[block] == NONE)
+            unsaved[: self.table.host.hidden_groups] = False  # captured as they were computed
+            wanted = np.flatnonzero(unsaved).astype(np.int32)
+            kept = self.table.keep_copies(block, wanted)
+            if len(kept):
+                self._save(self.table.units[block, kept], self.table.host.units[block, kept])
+                self.totals.saved_units += len(kept)
+        return self.table.evict(block, groups)
+
+    def _fetched_blocks(self, missing: IntArray) -> int:
+        """How many of these missing blocks the host has, so that a step can fetch them."""
+        if self._save is None or len(missing) == 0:
+            return 0
+        return int(np.count_nonzero(self.table.depth(missing) == 0))
+
+    def _evictable(self, seq_id: int, shared: bool) -> IntArray:
+        """Blocks of a request that hold units and may lose them, oldest first: full blocks that
+        have been computed, and unless `shared` only those no other request uses.
+
+        A prompt's blocks are mapped before its step computes them, and a mixed step makes room
+        for decoding in between: evicted then, they would have to be computed again at once.
+        """
+        full = self.table.length_of(seq_id) // self.table.shape.block_tokens
+        blocks = self.table.blocks_of(seq_id)[:full]
+        held = self.table.holds_units(blocks) & self.table.computed_in_full(blocks)
+        if not shared:
+            held &= self.table.references(blocks) <= OWNER_AND_ONE_SEQUENCE
+        return blocks[held]

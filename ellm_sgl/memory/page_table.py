@@ -1,0 +1,605 @@
+"""The page table: logical token blocks of every request → physical units, per layer group.
+
+```
+ sequence (request)      blocks (logical)             units (physical), one column per layer group
+ seq 7: 40 tokens  ──▶  [ 12 | 31 | 5 ]   block 12 →  [  3 | NONE ]   group 0 resident, group 1 not
+                          16   16   8     block 31 →  [ 17 |   8  ]
+```
+
+Blocks are reference counted: one reference for the owner of the logical address (SGLang's
+allocator: a request, later the prefix tree), plus one for every sequence that maps the block.
+A block's units return to the free list at the moment its last reference goes; nothing is ever
+compacted. Only numbers live here; the KV itself is in `KVPool`.
+
+What a unit holds is KV only once a forward pass has computed it: the table is told so
+(`note_computed`), and refuses copies of anything else. It refuses whatever contradicts it: a block
+placed or listed twice, a unit given back that was not lent.
+
+Not thread-safe: one scheduler thread owns the table.
+
+Over 400 lines: one table with one owner, whose every operation is checked in one place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceABC
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.memory.free_list import FreeList
+from ellm_sgl.memory.host_tier import HostTier
+from ellm_sgl.memory.sequence import Sequence
+from ellm_sgl.memory.shape import NONE, IntArray, PoolShape, PoolStatistics, read_only
+
+Blocks = IntArray | SequenceABC[int]
+
+RESERVED: int = 0
+"""Block 0 and unit 0 are never handed out: SGLang writes padded tokens to slot 0."""
+
+
+class OutOfBlocksError(RuntimeError):
+    """The logical address space is exhausted."""
+
+
+class IntegrityError(RuntimeError):
+    """The page table contradicts itself; the message says where."""
+
+
+class PageTable:
+    """Bookkeeping of `num_blocks` logical blocks over `num_units` physical units.
+
+    Args:
+        shape: how tokens and layers are cut.
+        num_blocks: logical capacity in blocks; may exceed what the units can back.
+        num_units: physical capacity in units.
+        host_units: capacity of the host tier in units; 0 is none.
+        hidden_groups: layer groups, from the lowest, whose hidden states the host keeps.
+    """
+
+    def __init__(
+        self,
+        shape: PoolShape,
+        num_blocks: int,
+        num_units: int,
+        host_units: int = 0,
+        hidden_groups: int = 0,
+    ) -> None:
+        if num_blocks < 1 or num_units < shape.num_groups:
+            raise ValueError(
+                f"a pool needs at least one block ({shape.num_groups} units), "
+                f"got {num_blocks} blocks and {num_units} units"
+            )
+        self.shape = shape
+        self._units: IntArray = np.full((num_blocks + 1, shape.num_groups), NONE, np.int32)
+        self._units[RESERVED] = RESERVED
+        self.units: IntArray = read_only(self._units)
+        """[blocks + 1, groups]: each block's unit in each group, or `NONE`; read-only."""
+        # Asked for far more often than it changes, and numpy is slow along an axis this short.
+        self._missing_groups: IntArray = np.full(num_blocks + 1, shape.num_groups, np.int32)
+        """Groups of each block without a unit."""
+        self._missing_groups[RESERVED] = 0
+        self._refs: IntArray = np.zeros(num_blocks + 1, np.int32)
+        self._computed: IntArray = np.zeros(num_blocks + 1, np.int32)
+        """Tokens of each block, from its first, that a forward pass has computed."""
+        self._free_blocks = FreeList(num_blocks)
+        self._free_units = FreeList(num_units)
+        self._lent: npt.NDArray[np.bool_] = np.zeros(num_units + 1, np.bool_)
+        """Units borrowed for the step in flight."""
+        self._unit_limit = num_units
+        self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
+        self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
+        self._sequences: dict[int, Sequence] = {}
+        self._missing_units = 0
+        self.sharing_version = 0
+        """Grows when blocks may have come to be shared, or ceased to be."""
+
+    # -- capacity ---------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return self._free_blocks.capacity
+
+    @property
+    def num_units(self) -> int:
+        """Units that exist; `unit_limit` says how many of them may be used."""
+        return self._free_units.capacity
+
+    @property
+    def unit_limit(self) -> int:
+        return self._unit_limit
+
+    @property
+    def used_units(self) -> int:
+        return self._free_units.capacity - len(self._free_units)
+
+    @property
+    def free_units(self) -> int:
+        """Units that `place` can give out now; negative while a lowered limit is exceeded."""
+        return self._unit_limit - self.used_units
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free_blocks)
+
+    @property
+    def free_block_ids(self) -> IntArray:
+        """The free blocks, in no particular order (a view)."""
+        return self._free_blocks.ids
+
+    @property
+    def missing_units(self) -> int:
+        """(block, group) pairs of allocated blocks without a unit. 0: nothing to restore."""
+        return self._missing_units
+
+    def limit_units(self, limit: int) -> None:
+        """Use at most `limit` units from now on: the pool shrinks or grows while serving.
+
+        Units in use beyond the limit stay valid until they are evicted or freed.
+
+        Raises:
+            ValueError: fewer than one block's units, or more than exist.
+        """
+        self.check_unit_limit(limit)
+        self._unit_limit = limit
+
+    def check_unit_limit(self, limit: int) -> None:
+        """Raise ValueError where `limit_units(limit)` would."""
+        if not self.shape.num_groups <= limit <= self.num_units:
+            raise ValueError(
+                f"unit limit must be between {self.shape.num_groups} and {self.num_units}, "
+                f"got {limit}"
+            )
+
+    # -- blocks -----------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> IntArray:
+        """Take `count` logical blocks, one reference each, without units.
+
+        Raises:
+            OutOfBlocksError: the logical space is exhausted; nothing was taken.
+        """
+        if count > len(self._free_blocks):
+            raise OutOfBlocksError(f"{count} blocks asked for, {len(self._free_blocks)} left")
+        blocks = self._free_blocks.take(count)
+        self._refs[blocks] = 1
+        self._missing_units += count * self.shape.num_groups
+        return blocks
+
+    def release(self, blocks: Blocks) -> None:
+        """Drop one reference from each block; a block without references is freed at once.
+
+        Raises:
+            IntegrityError: a block is not allocated; nothing was changed.
+        """
+        ids = np.asarray(blocks, np.int32)
+        unique, counts = np.unique(ids, return_counts=True)
+        if np.any(self._refs[unique] < counts):
+            raise IntegrityError(f"release of a block that is not held: {unique.tolist()}")
+        self._refs[unique] -= counts.astype(np.int32)
+        self.sharing_version += 1
+        dead = unique[self._refs[unique] == 0]
+        if len(dead):
+            self._missing_units -= int(self._missing_groups[dead].sum())
+            self._give_back_units(dead)
+            self.host.drop(dead)
+            self._computed[dead] = 0
+            self._free_blocks.give(dead)
+
+    def references(self, blocks: Blocks) -> IntArray:
+        """References of each block: its owner's plus one per sequence that maps it."""
+        return self._refs[np.asarray(blocks, np.int32)]
+
+    # -- units ------------------------------------------------------------------------------
+
+    def place(self, blocks: Blocks) -> IntArray:
+        """Give units to the missing groups of `blocks`, in the order given, while units last.
+
+        Returns:
+            The leading blocks that are now complete. A block is completed or left as it was.
+
+        Raises:
+            IntegrityError: a block is listed twice, or not allocated; nothing was changed.
+        """
+        ids = np.asarray(blocks, np.int32)
+        _refuse_repeated(ids, "place")
+        if np.any(self._refs[ids] == 0):
+            raise IntegrityError(f"place of a block that is not allocated: {ids.tolist()}")
+        wanted = np.cumsum(self._missing_groups[ids])
+        fitting = int(np.searchsorted(wanted, max(self.free_units, 0), side="right"))
+        if fitting == 0:
+            return ids[:0]
+        ids = ids[:fitting]
+        rows, groups = np.nonzero(self.units[ids] == NONE)
+        self._units[ids[rows], groups] = self._free_units.take(len(rows))
+        self._missing_groups[ids] = 0
+        self._missing_units -= len(rows)
+        return ids
+
+    def borrow_units(self, count: int) -> IntArray:
+        """Take `count` free units for the duration of a step; see `return_units`.
+
+        Raises:
+            IntegrityError: so many are not free; nothing was changed.
+        """
+        if count > max(self.free_units, 0):
+            raise IntegrityError(f"{count} units to borrow, {self.free_units} free")
+        units = self._free_units.take(count)
+        self._lent[units] = True
+        return units
+
+    def return_units(self, units: IntArray) -> None:
+        """Give borrowed units back.
+
+        Raises:
+            IntegrityError: a unit that is not borrowed; nothing was changed.
+        """
+        _refuse_repeated(units, "return")
+        if not self._lent[units].all():
+            raise IntegrityError(f"return of a unit that is not borrowed: {units.tolist()}")
+        self._lent[units] = False
+        self._free_units.give(units)
+
+    def evict(self, block: int, groups: slice | None = None) -> int:
+        """Drop the units of one block, in `groups` or in all; their KV leaves the device.
+
+        Returns:
+            Units freed.
+
+        Raises:
+            IntegrityError: the block is not allocated; nothing was changed.
+        """
+        if self._refs[block] == 0:
+            raise IntegrityError(f"evict of block {block}, which is not allocated")
+        row = self._units[block, groups if groups is not None else slice(None)]
+        held = row[row != NONE]
+        self._free_units.give(held)
+        row[row != NONE] = NONE
+        self._missing_groups[block] += len(held)
+        self._missing_units += len(held)
+        return len(held)
+
+    def adopt(self, destination: int, source: int) -> int:
+        """Move units of `source` into the groups that `destination` lacks.
+
+        Both blocks hold the same tokens at the same positions (a request computed again what
+        the prefix tree had lost), so the KV is the same.
+
+        Returns:
+            Units moved.
+
+        Raises:
+            IntegrityError: a block that no forward pass has computed in full; nothing was changed.
+        """
+        if not self.computed_in_full([destination, source]).all():
+            raise IntegrityError(
+                f"adopt by block {destination} of block {source}: not both are computed in full"
+            )
+        gaps = (self.units[destination] == NONE) & (self.units[source] != NONE)
+        self._units[destination, gaps] = self.units[source, gaps]
+        self._units[source, gaps] = NONE
+        moved = int(np.count_nonzero(gaps))
+        self._missing_groups[destination] -= moved
+        self._missing_groups[source] += moved
+        return moved
+
+    def keep_copies(self, block: int, groups: IntArray) -> IntArray:
+        """Take host units for the KV of these groups of one block (`HostTier.keep`).
+
+        Returns:
+            The leading groups that got one, to be filled by the caller.
+
+        Raises:
+            IntegrityError: no forward pass has computed all of the block, a group has no unit to
+                copy from, or has a copy already; nothing was changed.
+        """
+        if len(groups) == 0:
+            return groups
+        if not self.computed_in_full([block]).all():
+            raise IntegrityError(f"copy of block {block}, which has not been computed in full")
+        if np.any(self.units[block, groups] == NONE):
+            raise IntegrityError(f"copy of block {block}, which has no units in {groups.tolist()}")
+        if np.any(self.host.units[block, groups] != NONE):
+            raise IntegrityError(f"copy of block {block}, which has one of {groups.tolist()}")
+        return self.host.keep(block, groups, self.units)
+
+    def computed_tokens(self, blocks: Blocks) -> IntArray:
+        """Of each block, tokens from its first that forward passes have computed."""
+        return self._computed[np.asarray(blocks, np.int32)]
+
+    def computed_in_full(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
+        """Of each block, whether forward passes have computed the KV of all its tokens."""
+        full: npt.NDArray[np.bool_] = self.computed_tokens(blocks) == self.shape.block_tokens
+        return full
+
+    def misses_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
+        """Of each block, whether some group has no unit: a step must restore it."""
+        ids = np.asarray(blocks, np.int32)
+        lacks: npt.NDArray[np.bool_]
+        if len(ids) > len(self._missing_groups):
+            # Shared blocks: bytes stay in the processor's cache.
+            lacks = (self._missing_groups > 0).take(ids)
+        else:  # `take` is twice as fast as indexing with 32-bit ids
+            lacks = self._missing_groups.take(ids) > 0
+        return lacks
+
+    def holds_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
+        """Of each block, whether some group has a unit."""
+        lacking = self._missing_groups[np.asarray(blocks, np.int32)]
+        holds: npt.NDArray[np.bool_] = lacking < self.shape.num_groups
+        return holds
+
+    def depth(self, blocks: Blocks) -> IntArray:
+        """Groups, from the lowest, that a step must recompute to restore each block.
+
+        0 when every unit is on the device or has a copy on the host; otherwise 1 + the highest
+        group without either, because the KV of a layer can only be recomputed through all
+        layers below it.
+        """
+        ids = np.asarray(blocks, np.int32)
+        missing = (self.units[ids] == NONE) & (self.host.units[ids] == NONE)
+        highest = self.shape.num_groups - np.argmax(missing[:, ::-1], axis=1)
+        return np.where(missing.any(axis=1), highest, 0).astype(np.int32)
+
+    def clear(self) -> None:
+        """Forget every sequence and free every block."""
+        self._sequences.clear()
+        self._refs[:] = 0
+        self._computed[:] = 0
+        self._units[1:] = NONE
+        self._missing_groups[1:] = self.shape.num_groups
+        self._missing_units = 0
+        self._free_blocks = FreeList(self.num_blocks)
+        self._free_units = FreeList(self.num_units)
+        self._lent[:] = False
+        self.host.clear()
+
+    # -- sequences --------------------------------------------------------------------------
+
+    def map(self, seq_id: int, blocks: Blocks, length: int) -> None:
+        """Map a request's first `length` tokens to `blocks`, replacing what it had mapped.
+
+        Raises:
+            ValueError: the blocks do not fit the length.
+            IntegrityError: a block is listed twice, or not allocated; nothing was changed.
+        """
+        ids = np.asarray(blocks, np.int32)
+        self._refuse_unmappable(ids)
+        if len(ids) != self.shape.blocks_for(length):
+            raise ValueError(
+                f"{length} tokens need {self.shape.blocks_for(length)} blocks, got {len(ids)}"
+            )
+        self._refs[ids] += 1
+        self.sharing_version += 1
+        self.unmap(seq_id)
+        self._sequences[seq_id] = Sequence(ids, length)
+        self._starts[ids] = np.arange(len(ids)) * self.shape.block_tokens
+
+    def extend(self, seq_id: int, length: int, blocks: Blocks = ()) -> None:
+        """Grow a request to `length` tokens; `blocks` are those that begin in the new part.
+
+        Raises:
+            ValueError: the blocks do not fit the length.
+            IntegrityError: as `map`.
+        """
+        sequence = self._sequences[seq_id]
+        ids = np.asarray(blocks, np.int32)
+        self._refuse_unmappable(np.concatenate([sequence.blocks, ids]) if len(ids) else ids)
+        if sequence.count + len(ids) != self.shape.blocks_for(length):
+            raise ValueError(
+                f"{length} tokens need {self.shape.blocks_for(length)} blocks, "
+                f"got {sequence.count + len(ids)}"
+            )
+        if len(ids):
+            self._refs[ids] += 1
+            self._starts[ids] = np.arange(sequence.count, sequence.count + len(ids)) * (
+                self.shape.block_tokens
+            )
+            sequence.append(ids)
+        sequence.length = length
+
+    def extend_each(self, seq_ids: SequenceABC[int], blocks: IntArray) -> None:
+        """Grow each of these requests by one token: what every decode step does.
+
+        Args:
+            seq_ids: each once.
+            blocks: int32 [n], the block that each one's new token lies in.
+
+        Raises:
+            ValueError: a block that the next token cannot lie in; nothing was changed.
+            IntegrityError: two requests begin the same block, or one that is not allocated;
+                nothing was changed.
+        """
+        block_tokens = self.shape.block_tokens
+        sequences = [self._sequences[s] for s in seq_ids]
+        places = [s.length % block_tokens for s in sequences]
+        for seq_id, sequence, place, block in zip(
+            seq_ids, sequences, places, blocks.tolist(), strict=True
+        ):
+            if place and sequence.last != block:
+                raise ValueError(
+                    f"sequence {seq_id} has {sequence.length} tokens: the next one lies in block "
+                    f"{sequence.last}, not in {block}"
+                )
+        begun = [i for i, place in enumerate(places) if place == 0]
+        if begun:
+            self._refuse_unmappable(blocks[begun])
+        for i in begun:
+            self._starts[blocks[i]] = sequences[i].length
+            sequences[i].append(blocks[i : i + 1])
+        if begun:
+            np.add.at(self._refs, blocks[begun], 1)
+        for sequence in sequences:
+            sequence.length += 1
+
+    def note_computed(self, seq_ids: SequenceABC[int], counts: SequenceABC[int]) -> None:
+        """A forward pass computes the last `counts` tokens of these requests, after which their
+        units hold KV. To be told when the pass begins: nothing is copied while it runs."""
+        block_tokens = self.shape.block_tokens
+        sequences = [self._sequences[s] for s in seq_ids]
+        last = [s.last for s in sequences if s.count]
+        tail = [(s.length - 1) % block_tokens + 1 for s in sequences if s.count]
+        for sequence, count in zip(sequences, counts, strict=True):
+            first = (sequence.length - count) // block_tokens
+            if first < sequence.count - 1:
+                self._computed[sequence.blocks[first:-1]] = block_tokens
+        # Of requests that share a block, one may hold less of it than the others.
+        np.maximum.at(self._computed, last, tail)
+
+    def unmap(self, seq_id: int) -> None:
+        """Forget a request; its blocks lose one reference each. Unknown ids are ignored."""
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None:
+            self.release(sequence.blocks)
+
+    def __contains__(self, seq_id: object) -> bool:
+        return seq_id in self._sequences
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        return list(self._sequences)
+
+    def blocks_of(self, seq_id: int) -> IntArray:
+        """Logical blocks of a request in token order. A view: valid until the next change."""
+        return self._sequences[seq_id].blocks
+
+    def starts_of(self, blocks: Blocks) -> IntArray:
+        """Position of each mapped block's first token: the same in all requests that share it."""
+        return self._starts[np.asarray(blocks, np.int32)]
+
+    def length_of(self, seq_id: int) -> int:
+        return self._sequences[seq_id].length
+
+    def lengths_of(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
+        """Tokens of each of these requests."""
+        lengths = [self._sequences[s].length for s in seq_ids]
+        return np.array(lengths, np.int64)
+
+    def uncached_tokens(self, seq_id: int) -> int:
+        """Tokens of a request in blocks that lack a device unit: what a step must restore."""
+        if self._missing_units == 0:
+            return 0
+        sequence = self._sequences[seq_id]
+        incomplete = np.flatnonzero(self.misses_units(sequence.blocks))
+        starts = incomplete * self.shape.block_tokens
+        ends = np.minimum(starts + self.shape.block_tokens, sequence.length)
+        return int((ends - starts).sum())
+
+    def uncached_tokens_of(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
+        """`uncached_tokens` of many requests at once: an array operation costs as much for all
+        as for one."""
+        if self._missing_units == 0 or not seq_ids:
+            return np.zeros(len(seq_ids), np.int64)
+        sequences = [self._sequences[s] for s in seq_ids]
+        counts = np.array([s.count for s in sequences])
+        lacks = self.misses_units(np.concatenate([s.blocks for s in sequences]))
+        ends = np.cumsum(counts)
+        missing = np.diff(np.searchsorted(np.flatnonzero(lacks), ends), prepend=0)
+        tokens: npt.NDArray[np.int64] = missing * self.shape.block_tokens
+        # A request's last block holds what is left of its length.
+        lengths = np.array([s.length for s in sequences])
+        mapped = counts > 0
+        places = (counts * self.shape.block_tokens - lengths)[mapped]
+        tokens[mapped] -= np.where(lacks[ends[mapped] - 1], places, 0)
+        return tokens
+
+    def missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
+        """Blocks of these requests that lack a device unit, ascending, each once."""
+        blocks = [self.blocks_of(s) for s in seq_ids] if self._missing_units else []
+        if not blocks:
+            return np.empty(0, np.int32)
+        every = np.concatenate(blocks)
+        lacking: IntArray = np.unique(every[self.misses_units(every)])
+        return lacking
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def statistics(self) -> PoolStatistics:
+        """What the table holds now. Cheap enough to be asked for between two steps: a few array
+        operations over the blocks of all requests, and only while some block misses a unit."""
+        lengths = self.lengths_of(self.sequence_ids)
+        uncached = self.uncached_tokens_of(self.sequence_ids)
+        mapped = int(lengths.sum())
+        places = sum(s.count for s in self._sequences.values()) * self.shape.block_tokens
+        return PoolStatistics(
+            units_total=self._unit_limit,
+            units_free=max(self.free_units, 0),
+            blocks_total=self.num_blocks,
+            blocks_free=len(self._free_blocks),
+            missing_units=self._missing_units,
+            host_units_total=self.host.num_units,
+            host_units_free=self.host.free_units,
+            sequences=len(self._sequences),
+            mapped_tokens=mapped,
+            uncached_tokens=int(uncached.sum()),
+            cached_ratio_mean=_mean(1 - uncached / np.maximum(lengths, 1)),
+            occupancy=self.used_units / self._unit_limit,
+            fragmentation=1 - mapped / places if places else 0.0,
+        )
+
+    def check_integrity(self) -> None:
+        """Prove that every unit is free or owned exactly once, and every reference is owed.
+
+        Raises:
+            IntegrityError: naming the first contradiction found.
+        """
+        owned = self.units[1:][self.units[1:] != NONE]
+        lent = np.flatnonzero(self._lent).astype(np.int32)
+        accounted = np.concatenate([owned, lent, self._free_units.ids])
+        if not np.array_equal(np.sort(accounted), np.arange(1, self.num_units + 1)):
+            raise IntegrityError("units: some unit is lost, or owned more than once")
+        free = np.zeros(self.num_blocks + 1, bool)
+        free[self._free_blocks.ids] = True
+        if int(free.sum()) != len(self._free_blocks):
+            raise IntegrityError("blocks: some block is on the free list more than once")
+        if np.any(free[1:] != (self._refs[1:] == 0)):
+            raise IntegrityError("blocks: a free block is referenced, or a held one is free")
+        if np.any(self.units[free] != NONE):
+            raise IntegrityError("blocks: a free block still holds units")
+        allocated = ~free
+        allocated[RESERVED] = False
+        if int(np.count_nonzero(self.units[allocated] == NONE)) != self._missing_units:
+            raise IntegrityError("units: the count of missing units is wrong")
+        if np.any(self._missing_groups != np.count_nonzero(self.units == NONE, axis=1)):
+            raise IntegrityError("units: the count of units that a block lacks is wrong")
+        if np.any(self._computed[free] != 0):
+            raise IntegrityError("blocks: a free block counts as computed")
+        if wrong := self.host.contradiction(allocated):
+            raise IntegrityError(wrong)
+        if np.any(self.host.units[self._computed < self.shape.block_tokens] != NONE):
+            raise IntegrityError("host units: a copy of a block not computed in full")
+        mapped = np.zeros_like(self._refs)
+        for seq_id, sequence in self._sequences.items():
+            if sequence.count != self.shape.blocks_for(sequence.length):
+                raise IntegrityError(f"sequence {seq_id}: blocks do not fit its length")
+            np.add.at(mapped, sequence.blocks, 1)
+        if np.any(mapped > self._refs):
+            raise IntegrityError("blocks: a sequence maps a block it holds no reference to")
+        if np.any(self._refs - mapped > 1):
+            raise IntegrityError("blocks: some reference is neither a sequence's nor the owner's")
+
+    # -- internals --------------------------------------------------------------------------
+
+    def _give_back_units(self, blocks: IntArray) -> None:
+        units = self.units[blocks]
+        self._free_units.give(units[units != NONE])
+        self._units[blocks] = NONE
+        self._missing_groups[blocks] = self.shape.num_groups
+
+    def _refuse_unmappable(self, blocks: IntArray) -> None:
+        """Raise IntegrityError for blocks that one request cannot have."""
+        _refuse_repeated(blocks, "map")
+        if np.any(self._refs[blocks] == 0):
+            raise IntegrityError(f"map of a block that is not allocated: {blocks.tolist()}")
+
+
+def _refuse_repeated(ids: IntArray, what: str) -> None:
+    if len(ids) > 1 and len(np.unique(ids)) < len(ids):
+        raise IntegrityError(f"{what}: some id is listed more than once in {ids.tolist()}")
+
+
+def _mean(shares: npt.NDArray[np.float64]) -> float:
+    """1 of none; the same in whatever order."""
+    return math.fsum(shares.tolist()) / len(shares) if len(shares) else 1.0

@@ -1,0 +1,120 @@
+"""Physical memory: one buffer of units of KV, and one of hidden states."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from ellm_sgl.host_file import map_file
+from ellm_sgl.memory.shape import PoolShape
+
+
+class KVPool:
+    """One buffer `[units + 1, F, 2, block_tokens, kv_heads, head_dim]`; unit 0 is scratch.
+
+    Layer l of group g is the column `[:, l mod F]`; K is index 0 of the third axis, V index 1.
+    A last, shorter group leaves its columns beyond the last layer unused: units of every group
+    are interchangeable, which is worth more than those columns.
+
+    With `path` the buffer is a new file, mapped into memory, whose name is gone at once
+    (`host_file.map_file`, whose errors are this class's). `pinned` is for a pool in host memory
+    with which a CUDA device exchanges units.
+    """
+
+    def __init__(
+        self,
+        shape: PoolShape,
+        num_units: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        path: Path | None = None,
+        pinned: bool = False,
+    ) -> None:
+        self.shape = shape
+        self.num_units = num_units
+        # Not zeroed: nothing is read before it is written (the kernel tests poison the rest), and
+        # on a CPU host memory that no request has used yet is not taken from the others.
+        size = (num_units + 1, shape.layer_group, 2, shape.block_tokens, kv_heads, head_dim)
+        self.buffer = _buffer(size, dtype, device, path, pinned)
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+    @staticmethod
+    def bytes_per_unit(shape: PoolShape, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Size of one unit of such a pool."""
+        return shape.layer_group * 2 * shape.block_tokens * kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.nbytes // (self.num_units + 1)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """K of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""
+        return self.buffer[:, layer % self.shape.layer_group, 0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """V of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""
+        return self.buffer[:, layer % self.shape.layer_group, 1]
+
+
+class HiddenPool:
+    """Hidden states: one buffer `[units, F, block_tokens, hidden]`.
+
+    A slot is the room for one block: a unit for each of the H lowest layer groups. Slot s holds
+    group g in unit s H + g; slot 0 is scratch. What is kept of a token is what the K and V
+    projections of a layer are given: the layer's input behind its norm, as large as the input
+    itself, and exact where the model adds and norms in one go.
+    """
+
+    def __init__(
+        self,
+        shape: PoolShape,
+        num_groups: int,
+        num_slots: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+        path: Path | None = None,
+    ) -> None:
+        self.shape = shape
+        self.num_groups = num_groups
+        units = self.units_of(num_groups, num_slots)
+        size = (units, shape.layer_group, shape.block_tokens, hidden)
+        self.buffer = _buffer(size, dtype, device, path)
+
+    @staticmethod
+    def units_of(num_groups: int, num_slots: int) -> int:
+        """Units of such a pool, those of its slot of scratch included."""
+        return (num_slots + 1) * num_groups
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+    def states(self, layer: int) -> torch.Tensor:
+        """Of one layer, a view `[units, block_tokens, hidden]`."""
+        return self.buffer[:, layer % self.shape.layer_group]
+
+    def slots(self, layer: int) -> torch.Tensor:
+        """Of one layer, a view `[slots + 1, block_tokens, hidden]`."""
+        return self.states(layer)[self.shape.group_of(layer) :: self.num_groups]
+
+
+def _buffer(
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str | torch.device,
+    path: Path | None,
+    pinned: bool = False,
+) -> torch.Tensor:
+    """Uninitialised memory; with `path`, that of a new file, which lasts as long as the tensor."""
+    if path is None:
+        return torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
+    count = math.prod(size)
+    return torch.frombuffer(map_file(path, count * dtype.itemsize), dtype=dtype).view(size)

@@ -1,0 +1,73 @@
+"""What the commands have in common: options, errors of one line, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ellm_sgl.config.ranges import read_json, shown
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+json_flag = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else."
+)
+model_path_option = click.option(
+    "--model-path", metavar="DIR", help="A local model.  [default: the demo model]"
+)
+
+
+def _read_object(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any]:
+    try:
+        options = read_json(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{shown(text)} is not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise click.BadParameter(f'{shown(text)} is not a JSON object; write {{"name": value}}')
+    return options
+
+
+def policy_options(text: str) -> Callable[[Command], Command]:
+    """The option --options, a JSON object, with `text` as its help."""
+    return click.option(
+        "--options",
+        metavar="JSON",
+        default="{}",
+        show_default=False,
+        callback=_read_object,
+        help=text,
+    )
+
+
+@contextmanager
+def told_in_a_line(*kinds: type[Exception]) -> Iterator[None]:
+    """An error of these kinds ends the command with its message, Ctrl-C with "Aborted!"."""
+    try:
+        yield
+    except kinds as error:
+        raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        raise click.Abort from None
+
+
+def plain_table(first: str, figures: Sequence[str], **more: Any) -> Table:
+    """A table whose first column is text, and the others `figures`: to the right."""
+    table = Table(box=box.SIMPLE, pad_edge=False, **more)
+    table.add_column(first, no_wrap=True)
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def progress_lines(line: str) -> None:
+    """Tell of progress, dim, on standard error."""
+    Console(stderr=True).print(line, style="dim", markup=False)

@@ -1,0 +1,137 @@
+"""What eLLM has in one scheduler process, and how hooks find it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.engine import Iteration
+from ellm_sgl.latency import HardwareProfile
+from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
+from ellm_sgl.memory.elastic import Save
+from ellm_sgl.sglang.projections import Projections
+from ellm_sgl.step import AnyStreamer, Executor, HiddenStates, Planner
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+
+class Context:
+    """One per scheduler process. A request's `seq_id` is its row in SGLang's `req_to_token`.
+
+    Args:
+        settings: of the server.
+        table: units of the device and the host.
+        pool: the device's KV.
+        max_restored: rows that a step may restore.
+        slots: layer groups whose fetched units a step holds at once.
+        streamer: fetches units from the host tier; None without one.
+        hidden: keeps hidden states on the host; None where it keeps only KV.
+    """
+
+    def __init__(
+        self,
+        settings: EllmConfig,
+        table: PageTable,
+        pool: KVPool,
+        max_restored: int,
+        slots: int = 2,
+        streamer: AnyStreamer | None = None,
+        hidden: HiddenStates | None = None,
+    ) -> None:
+        self.settings = settings
+        self.table = table
+        self.pool = pool
+        save: Save | None = None if streamer is None else streamer.save
+        self.elastic = ElasticMemory(table, max_restored, self.reclaim, save, slots)
+        self.planner = Planner(
+            self.elastic, self.token_ids, pool.buffer.device, captures=hidden is not None
+        )
+        self.executor = Executor(table, streamer, hidden, settings.fusion)
+        self.prefix_cache: BasePrefixCache | None = None
+        self.iteration: Iteration | None = None
+        """The loop, once SGLang's scheduler exists,"""
+        self.scheduler: object = None
+        """and what drives it (`scheduler.scheduler_of`)."""
+        self.hardware: HardwareProfile | None = None
+        """As calibrated at start-up."""
+        self.policy_name = settings.policy
+        self._requests: dict[int, Req] = {}
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def map_request(self, req: Req, row: npt.NDArray[np.int32], length: int) -> None:
+        """Take note of a request's blocks. `row`: its slots in token order, at least `length`."""
+        seq_id = row_of(req)
+        block_tokens = self.table.shape.block_tokens
+        self.table.map(seq_id, row[:length:block_tokens] // block_tokens, length)
+        self._requests[seq_id] = req
+
+    def forget_request(self, req: Req) -> None:
+        """A request leaves its row (finished, aborted or retracted)."""
+        seq_id = row_of(req)
+        self._requests.pop(seq_id, None)
+        self.elastic.forget(seq_id)
+
+    def token_ids(self, seq_id: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Token ids of positions [start, end) of a request; all of them are known."""
+        req = self._requests[seq_id]
+        prompt = len(req.origin_input_ids)
+        ids = np.concatenate(
+            [
+                np.asarray(req.origin_input_ids[start:end], np.int64),
+                np.asarray(req.output_ids[max(start - prompt, 0) : max(end - prompt, 0)], np.int64),
+            ]
+        )
+        if len(ids) != end - start:
+            raise RuntimeError(
+                f"request {req.rid}: tokens {start}..{end} asked for, {len(ids)} known"
+            )
+        return ids
+
+    # -- model and memory -------------------------------------------------------------------
+
+    def attach(self, decoder: nn.Module) -> None:
+        """Run steps on this decoder stack from now on; once."""
+        if self.executor.attached:
+            return
+        self.executor.attach(decoder)
+        if (hidden := self.executor.hidden) is not None:
+            projections = Projections(decoder, hidden.num_layers)
+            hidden.attach(projections.inputs, projections)
+
+    def reclaim(self, tokens: int) -> int:
+        """Free about `tokens` tokens of cached prefixes that nobody uses."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        if self.prefix_cache is None:
+            return 0
+        evicted: Any = self.prefix_cache.evict(EvictParams(num_tokens=tokens))
+        return int(evicted.num_tokens_evicted)
+
+
+def context_of(owner: Any) -> Context:
+    """The context of the process that `owner` lives in: anything of SGLang's that holds its KV
+    allocator (scheduler, batch, prefill adder, model runner, prefix cache, ...)."""
+    context: Context = owner.token_to_kv_pool_allocator.ellm
+    return context
+
+
+def row_of(req: Req) -> int:
+    """A request's row in `req_to_token`: what identifies it as a sequence."""
+    holder = req if hasattr(req, "req_pool_idx") else req.kv  # in `kv` from SGLang 0.5.20 on
+    return int(holder.req_pool_idx)
+
+
+def rows_of(reqs: Sequence[Req]) -> list[int]:
+    """`row_of` of each, for what is done in every step."""
+    try:
+        return [req.req_pool_idx for req in reqs]
+    except AttributeError:
+        return [row_of(req) for req in reqs]

@@ -1,0 +1,178 @@
+"""Every place where eLLM touches SGLang, in one table.
+
+Each entry names the SGLang function, how it is hooked, and why. `tests/sglang/test_hooks.py`
+fails when one of them moves, and a server refuses to start when one cannot be applied. Beside
+these, eLLM subclasses SGLang's base classes (`KVCache`, `BaseTokenToKVPoolAllocator`,
+`RadixCache`, `ChunkCache`, `AttentionBackend`, `TorchNativeAttnBackend`, `SRTPlatform`) and
+registers by name a radix cache backend and attention backends.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+SGLANG_VERSIONS = ("0.5.17",)
+"""Those that the tests have run with. With another one eLLM does not start: a hook may be where
+it was and mean something else, and outputs that are wrong are worse than none. (Seen: 0.5.20 has
+every hook, but its prefix cache counts what eLLM's tree holds as a leak.)"""
+
+
+class When(Enum):
+    """When a hook is installed, in every process that loads SGLang's plugins."""
+
+    ALWAYS = "always"
+    """Inert unless eLLM is enabled, which arguments may do after plugins were loaded."""
+    PLATFORM = "platform"
+    """On hosts where the CPU platform is offered."""
+    ENABLED = "enabled"
+    """Where eLLM is enabled when plugins are loaded: SGLang's worker processes."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One hook on SGLang."""
+
+    target: str
+    """Dotted path of the SGLang function."""
+    kind: str
+    """`HookType` by name: BEFORE, AFTER or AROUND."""
+    ours: str
+    """As "module:function", the module in this folder."""
+    when: When
+    reason: str
+
+    @property
+    def function(self) -> Any:
+        """Ours itself; imports its module."""
+        return pkgutil.resolve_name(f"{__package__}.{self.ours}")
+
+
+_ALWAYS, _PLATFORM, _ENABLED = When
+_SRT = "sglang.srt"
+_ARGS = f"{_SRT}.server_args.ServerArgs"
+_TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
+_CONTROL = f"{_SRT}.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_POOLS = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_ALLOC = f"{_SRT}.mem_cache.allocation"
+_BATCH = f"{_SRT}.managers.schedule_batch.ScheduleBatch"
+_QUEUE = f"{_SRT}.managers.schedule_policy.SchedulePolicy"
+_ADDER = f"{_SRT}.managers.schedule_policy.PrefillAdder"
+_SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
+_PARTS = f"{_SRT}.managers.scheduler_components"
+_UPDATER = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager"
+_CHECKER = f"{_PARTS}.invariant_checker.SchedulerInvariantChecker"
+_EXECUTOR = f"{_SRT}.model_executor"
+_FORWARD = f"{_EXECUTOR}.forward_batch_info.ForwardBatch"
+_GRAPHS = f"{_EXECUTOR}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+
+HOOKS: tuple[Hook, ...] = (
+    # the process that serves clients: arguments are read and requests come in
+    Hook(f"{_ARGS}.add_cli_args", "AFTER", "server_args:add_flags",
+         _ALWAYS, "the --ellm-* flags, also for plain sglang.launch_server"),
+    Hook(f"{_ARGS}.from_cli_args", "AROUND", "server_args:read_flags",
+         _ALWAYS, "turn the flags into settings before SGLang checks its own arguments"),
+    Hook(f"{_ARGS}.__post_init__", "AROUND", "server_args:check_arguments",
+         _ALWAYS, "page size = block size, our prefix cache; refuse what is not supported"),
+    Hook(f"{_ARGS}.check_server_args", "BEFORE", "server_args:check_adapted",
+         _ALWAYS, "arguments resolved before plugins were loaded went past the check above"),
+    Hook(f"{_TOKENIZER}.__init__", "AFTER", "http:serve_routes",
+         _ALWAYS, "GET /ellm/state; the app is imported by now, and importing it elsewhere takes "
+                  "0.5 s"),
+    Hook(f"{_TOKENIZER}._validate_one_request", "BEFORE", "requests:check_request",
+         _ALWAYS, "refuse what eLLM cannot serve, and token ids that would end the server"),
+    *(
+        Hook(f"{_CONTROL}.{name}_memory_occupation", "BEFORE", "requests:refuse_release",
+             _ALWAYS, "asked while requests run, it would end the scheduler")
+        for name in ("release", "resume")
+    ),
+    # the CPU platform
+    Hook(f"{_SRT}.utils.common.support_triton", "AROUND", "platform.attention:no_triton",
+         _PLATFORM, "the CPU platform's attention backend has a name SGLang does not know"),
+    Hook(f"{_ALLOC}.get_last_loc", "AROUND", "platform.attention:last_locations",
+         _PLATFORM, "same: it has a list of its own"),
+    # memory: the pool, and who owns which block
+    Hook(f"{_POOLS}._resolve_memory_pool_config", "AFTER", "memory:widen_logical_capacity",
+         _ENABLED, "SGLang hands out more token slots than the device holds"),
+    Hook(f"{_POOLS}._build_token_to_kv_pool", "AROUND", "memory:build_pool",
+         _ENABLED, "the token- and layer-aware pool in place of SGLang's"),
+    Hook(f"{_POOLS}._build_token_to_kv_pool_allocator", "AROUND", "memory:build_allocator",
+         _ENABLED, "slots backed by the page table"),
+    Hook(f"{_ALLOC}.alloc_for_extend", "AFTER", "decode_memory:map_extended",
+         _ENABLED, "the page table learns which request owns which block"),
+    Hook(f"{_ALLOC}.alloc_for_decode", "AFTER", "decode_memory:map_decoded",
+         _ENABLED, "same, for the token each request is about to decode"),
+    # scheduling: who runs, who is admitted
+    Hook(f"{_BATCH}.check_decode_mem", "AROUND", "decode_memory:check_decode_memory",
+         _ENABLED, "evict blocks where SGLang would retract a request"),
+    Hook(f"{_BATCH}.retract_decode", "AFTER", "decode_memory:count_retractions",
+         _ENABLED, "retractions_total"),
+    Hook(f"{_BATCH}.prepare_for_decode", "BEFORE", "decode_memory:prepare_decode",
+         _ENABLED, "who sits the step out, and everybody's ratio; once per step, also of mixed "
+                   "ones"),
+    Hook(f"{_ADDER}.__init__", "AFTER", "admission:limit_admission",
+         _ENABLED, "admission counts device memory, not logical slots"),
+    Hook(f"{_ADDER}.add_one_req", "AROUND", "admission:admit",
+         _ENABLED, "the policy says who is admitted; a request larger than the device is when "
+                   "it is alone"),
+    Hook(f"{_ADDER}.add_chunked_req", "AROUND", "admission:continue_chunked",
+         _ENABLED, "its later chunks are not limited by device memory either"),
+    Hook(f"{_SCHEDULER}.__init__", "AFTER", "start:start_loop",
+         _ENABLED, "calibrate the machine and start the closed loop, before the first request"),
+    Hook(f"{_SCHEDULER}.__init__", "AROUND", "start:end_in_a_sentence",
+         _ENABLED, "a setting that turns out to make no sense ends the server with one line; "
+                   "stands around `start_loop`, since it comes after it"),
+    # each iteration: requests arrive, the policy decides, paused ones come back
+    Hook(f"{_SCHEDULER}.handle_generate_request", "AROUND", "requests:take_request",
+         _ENABLED, "the same look for requests that were tokenized in a process without our hooks"),
+    Hook(f"{_SCHEDULER}.get_new_batch_prefill", "BEFORE", "scheduler:decide",
+         _ENABLED, "ask the policy, once per iteration"),
+    Hook(f"{_QUEUE}.calc_priority", "AFTER", "scheduler:order_waiting",
+         _ENABLED, "requests that the policy lets join come first"),
+    Hook(f"{_SCHEDULER}.process_input_requests", "BEFORE", "scheduler:resume_paused",
+         _ENABLED, "paused requests are back before anybody may abort or count them"),
+    Hook(f"{_CHECKER}.self_check_during_busy", "BEFORE", "scheduler:resume_paused",
+         _ENABLED, "SGLang's own memory check counts every running request"),
+    # new weights
+    Hook(f"{_SCHEDULER}.pause_generation", "AROUND", "weights:pause",
+         _ENABLED, "requests go back to the queue here too, and the pause is no step's time"),
+    *(
+        Hook(f"{_UPDATER}.update_weights_from_{source}", "AROUND", "weights:update",
+             _ENABLED, "KV of the old weights must not be completed with KV of the new")
+        for source in ("disk", "tensor", "distributed", "ipc")
+    ),
+    Hook(f"{_UPDATER}.check_weights", "AROUND", "weights:check",
+         _ENABLED, "one of its actions overwrites the weights"),
+    Hook(f"{_UPDATER}.flush_cache_after_weight_update", "AROUND", "weights:flush",
+         _ENABLED, "its assertion ends the scheduler while retracted requests wait"),
+    # a step of the model
+    Hook(f"{_FORWARD}.init_new", "AFTER", "model:note_requests",
+         _ENABLED, "whose rows a step has, from the host's copy of the indices"),
+    Hook(f"{_GRAPHS}.can_run_graph", "AROUND", "cuda:may_replay",
+         _ENABLED, "CUDA graphs only for decode steps with nothing missing"),
+    Hook(f"{_SRT}.models.utils.enable_fused_set_kv_buffer", "AROUND", "cuda:keep_writes",
+         _ENABLED, "on CUDA some models would write KV by slot, past the attention backend"),
+    Hook(f"{_EXECUTOR}.model_runner.ModelRunner.forward", "AROUND", "model:run_step",
+         _ENABLED, "plan the step, and take its recomputed rows through the model"),
+    # state
+    Hook(f"{_SCHEDULER}.get_internal_state", "AFTER", "state:report",
+         _ENABLED, "eLLM's state, through SGLang's own channel between processes"),
+    Hook(f"{_SCHEDULER}.set_internal_state", "AROUND", "state:adjust",
+         _ENABLED, "change ratio and pool size of a running server"),
+    Hook(f"{_SCHEDULER}.handle_dumper_control", "AROUND", "state:control",
+         _ENABLED, "ask for state and steps, switch policies: the one request that carries names "
+                   "and JSON"),
+)  # fmt: skip
+
+
+def moved_hooks() -> list[str]:
+    """Targets that the installed SGLang does not have. Imports the parts of SGLang named."""
+    missing = []
+    for hook in HOOKS:
+        try:
+            pkgutil.resolve_name(hook.target)
+        except (ImportError, AttributeError):
+            missing.append(hook.target)
+    return missing

@@ -1,0 +1,57 @@
+"""Hooks around the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ellm_sgl.engine import Decided
+from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.scheduler import scheduler_of
+from ellm_sgl.step import planned_work
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+_SEQ_IDS = "_ellm_seq_ids"
+"""Attribute of a `ForwardBatch`: its requests' rows, known to the host."""
+
+
+def note_requests(result: ForwardBatch, _: type, batch: ScheduleBatch, *__: Any, **___: Any) -> Any:
+    """After `ForwardBatch.init_new`: asking the device whose rows these are would wait for it."""
+    rows = batch.req_pool_indices_cpu
+    setattr(result, _SEQ_IDS, [] if rows is None else rows.tolist())
+    return result
+
+
+def run_step(
+    original: Callable[..., Any],
+    runner: ModelRunner,
+    forward_batch: ForwardBatch,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around `ModelRunner.forward`: plan the step, then run SGLang's forward under the plan."""
+    mode = forward_batch.forward_mode
+    if mode.is_idle():
+        return original(runner, forward_batch, *args, **kwargs)
+    ours, seq_ids = context_of(runner), getattr(forward_batch, _SEQ_IDS)
+    ours.attach(runner.model.model)
+    if (iteration := ours.iteration) is None:  # it warms up before its scheduler stands
+        split = Decided().split
+        if mode.is_decode():
+            plan = ours.planner.decode(seq_ids, split)
+        else:
+            plan = ours.planner.extend(seq_ids, forward_batch.extend_seq_lens_cpu, split)
+        with ours.executor.execute(plan):
+            return original(runner, forward_batch, *args, **kwargs)
+    if mode.is_decode():
+        plan = iteration.plan_decode(ours.planner, seq_ids, scheduler_of(runner).fetching_ahead())
+    else:
+        plan = iteration.plan_extend(ours.planner, seq_ids, forward_batch.extend_seq_lens_cpu)
+    work = planned_work(plan, mode.is_decode())
+    with iteration.execute(ours.executor, plan, work):
+        return original(runner, forward_batch, *args, **kwargs)

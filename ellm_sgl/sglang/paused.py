@@ -1,0 +1,71 @@
+"""Running requests that sit a step out: taken out of SGLang's running batch for it, and brought
+back before anything can abort or count them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+
+@dataclass
+class PausedRequests:
+    """Of one scheduler."""
+
+    scheduler: Scheduler
+    batch: ScheduleBatch | None = None
+    """Those paused for the step in flight."""
+    before: frozenset[Req] = frozenset()
+    """Those who sat out the step before."""
+
+    def take_out(self, batch: ScheduleBatch, stay: Sequence[int]) -> None:
+        """Keep these requests in `batch` for its next step; the others sit it out."""
+        if len(stay) == len(batch.reqs):
+            return
+        paused = copy.copy(batch)
+        paused.sampling_info = copy.copy(batch.sampling_info)
+        paused.sampling_info.penalizer_orchestrator = copy.copy(
+            batch.sampling_info.penalizer_orchestrator
+        )
+        staying = set(stay)
+        paused.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i not in staying])
+        batch.filter_batch(keep_indices=sorted(staying))
+        self.batch = paused
+
+    def bring_back(self) -> None:
+        """Those who sat out are running requests like any other."""
+        paused, self.batch = self.batch, None
+        if paused is None:
+            return
+        self.before = frozenset(paused.reqs)
+        running = self.scheduler.running_batch
+        if running.is_empty():  # the others have gone into a mixed step
+            paused.batch_is_full = running.batch_is_full
+            self.scheduler.running_batch = paused
+        else:
+            running.merge_batch(paused)
+
+    def end_aborted(self, batch: ScheduleBatch) -> None:
+        """End requests that were aborted while they sat out: to be ended by SGLang they would have
+        to be restored first and decode a token that nobody reads.
+
+        Their last step has been accounted for, also with overlap scheduling: they had no part in
+        the one that may be in flight.
+        """
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        before, self.before = self.before, frozenset()
+        aborted = [r for r in batch.reqs if r in before and r.to_finish is not None]
+        for req in aborted:
+            req.update_finish_state()
+            release_kv_cache(req, self.scheduler.tree_cache)
+            req.time_stats.set_completion_time()
+            self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+        if aborted:
+            batch.filter_batch()
+            batch.batch_is_full = False

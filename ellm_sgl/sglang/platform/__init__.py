@@ -1,0 +1,1 @@
+"""SGLang on hosts without a GPU: platform, attention backend and allocator."""

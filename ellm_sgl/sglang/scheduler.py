@@ -1,0 +1,227 @@
+"""The loop on SGLang's scheduler: its requests to entries and back, and the hooks that observe,
+decide and report once per iteration."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ellm_sgl.engine import Arrival, Decision, Iteration
+from ellm_sgl.engine.request_table import Entries, entries_array
+from ellm_sgl.sglang.context import context_of, rows_of
+from ellm_sgl.sglang.paused import PausedRequests
+from ellm_sgl.sglang.slo import slo_seconds
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+_ENTRY = "_ellm_entry"
+"""Attribute of a `Req`: its entry in the request table."""
+
+
+class EllmScheduler:
+    """eLLM's side of one SGLang scheduler.
+
+    Args:
+        iteration: the loop that it drives.
+        scheduler: SGLang's.
+    """
+
+    def __init__(self, iteration: Iteration, scheduler: Scheduler) -> None:
+        self.iteration = iteration
+        self.scheduler = scheduler
+        self.paused = PausedRequests(scheduler)
+        self.prefilling: Sequence[int] = ()
+        """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed
+        in."""
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def entries(self, reqs: Sequence[Req]) -> Entries:
+        """Entries of these requests in the request table, those of new ones made first."""
+        try:
+            return entries_array([r._ellm_entry for r in reqs])
+        except AttributeError:
+            for req in reqs:
+                if not hasattr(req, _ENTRY):
+                    self._enter(req)
+            return entries_array([r._ellm_entry for r in reqs])
+
+    def _enter(self, req: Req) -> None:
+        now, requests = self.iteration.clock(), self.iteration.requests
+        tpot, ttft = slo_seconds(req.sampling_params.custom_params)
+        entry = requests.add(
+            Arrival(
+                tokens=len(req.origin_input_ids) + len(req.output_ids),
+                prompt_tokens=len(req.origin_input_ids),
+                max_new_tokens=req.sampling_params.max_new_tokens,
+                arrival_s=now,
+                priority=self._urgency(req),
+                tpot_slo_s=tpot,
+                ttft_slo_s=ttft,
+            ),
+            now,
+        )
+        setattr(req, _ENTRY, entry)
+        weakref.finalize(req, requests.remove, entry).atexit = False
+
+    def _urgency(self, req: Req) -> int:
+        """SGLang's priority, turned so that larger is more urgent."""
+        if req.priority is None or abs(req.priority) >= 2**62:  # SGLang's "none given"
+            return 0
+        lower_first = self.scheduler.schedule_low_priority_values_first
+        return -req.priority if lower_first else int(req.priority)
+
+    def rank(self, req: Req) -> int | None:
+        """Place of a waiting request among those that may be admitted; None: it may not."""
+        return self.iteration.decided.admit.get(getattr(req, _ENTRY, -1))
+
+    def is_paused(self, req: Req) -> bool:
+        """Whether the decision pauses this running request."""
+        return getattr(req, _ENTRY, -1) in self.iteration.decided.pause
+
+    def retracted(self, reqs: Sequence[Req]) -> None:
+        """SGLang has sent these requests back to the queue."""
+        for req, entry in zip(reqs, self.entries(reqs), strict=True):
+            self.iteration.retracted(int(entry), len(req.origin_input_ids) + len(req.output_ids))
+
+    def paused_seq_ids(self) -> list[int]:
+        """`seq_id` of the requests paused for the step in flight."""
+        return [] if self.paused.batch is None else rows_of(self.paused.batch.reqs)
+
+    def fetching_ahead(self) -> list[int]:
+        """Those of them whose KV can be fetched beside it. Hidden states are projected by the step
+        that needs them."""
+        executor = context_of(self.scheduler).executor
+        if executor.streamer is None or executor.hidden is not None:
+            return []
+        return self.paused_seq_ids()
+
+    def stepping(self, batch: ScheduleBatch, indices: Sequence[int]) -> list[int]:
+        """Those of these requests of `batch` that take part in its next step: all but the paused,
+        unless that leaves nobody.
+
+        Nobody is paused while some request has penalties: SGLang's penalizers count tokens per
+        batch and cannot be taken apart and put together again.
+        """
+        if not self.iteration.decided.pause:
+            return list(indices)
+        stay = [i for i in indices if not self.is_paused(batch.reqs[i])]
+        if not stay or batch.sampling_info.penalizer_orchestrator.is_required:
+            return list(indices)
+        return stay
+
+    def evict_paused(self, reqs: Sequence[Req]) -> None:
+        """Those of these requests that are paused lose what the decision asks for."""
+        if not self.iteration.decided.pause:
+            return
+        if paused := [r for r in reqs if self.is_paused(r)]:
+            self.iteration.bring_to_ratios(rows_of(paused), paused=True)
+
+    # -- one iteration ----------------------------------------------------------------------
+
+    def decide(self, batch: ScheduleBatch) -> None:
+        """Report the step before, observe, decide, and put the decision in force."""
+        self.prefilling = ()
+        self.iteration.report()
+        self.paused.end_aborted(batch)
+        if self._decision_stands(batch):
+            return
+        running = [r for r in batch.reqs if not r.finished()]
+        entries = self.entries(running)
+        order = np.argsort(self.iteration.requests.request_ids(entries), kind="stable")
+        running, entries = [running[i] for i in order], entries[order]
+        # On every rank: the order of entry is the order of ids.
+        waiting = self.entries(self.scheduler.waiting_queue)
+        if not running and not len(waiting):
+            self.iteration.decide_nothing()
+            if self.scheduler.chunked_req is None:
+                self.iteration.idle()
+            return
+        seq_ids = rows_of(running)
+        decision = self._agreed(entries, seq_ids, waiting)
+        # An aborted request ends with the token it decodes next.
+        pause = frozenset(p for p in decision.pause if not running[p].to_finish)
+        decision = dataclasses.replace(decision, pause=pause)
+        self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
+        self._open_or_close(batch)
+
+    def _decision_stands(self, batch: ScheduleBatch) -> bool:
+        return (
+            not self.scheduler.waiting_queue
+            and self.scheduler.chunked_req is None
+            and self.iteration.decision_stands(len(batch.reqs))
+            and not all(r.finished() for r in batch.reqs)
+        )
+
+    @property
+    def asks(self) -> bool:
+        """Whether this rank's policy is the one that is asked."""
+        return bool(self.scheduler.ps.tp_rank == 0)
+
+    def _agreed(self, running: Entries, seq_ids: Sequence[int], waiting: Entries) -> Decision:
+        """Rank 0's decision: clocks differ between ranks, decisions must not. Only rank 0 has the
+        policy at all, since what it promises, and whether it can be made, may differ as well."""
+        ranks, iteration = self.scheduler.ps, self.iteration
+
+        def decided() -> Decision:
+            reclaimable = self.reclaimable()
+            return iteration.decide(iteration.observe(running, seq_ids, waiting, reclaimable))
+
+        if ranks.tp_size == 1:
+            return decided()
+        from sglang.srt.utils import broadcast_pyobj
+
+        group = self.scheduler.tp_group
+        mine = [decided()] if self.asks else []
+        (decision,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
+        return decision
+
+    def _open_or_close(self, batch: ScheduleBatch) -> None:
+        """SGLang stops looking at its queue once a batch is full."""
+        batch.batch_is_full = self.iteration.queue_closed(
+            batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
+        )
+
+    def reclaimable(self) -> int:
+        """Tokens of cached prefixes that nobody uses."""
+        return int(self.scheduler.tree_cache.evictable_size())
+
+
+def scheduler_of(owner: Any) -> EllmScheduler:
+    """eLLM's side of the scheduler, from whatever `context_of` takes; hooks call it only once the
+    scheduler exists."""
+    found = context_of(owner).scheduler
+    assert isinstance(found, EllmScheduler), "eLLM is enabled, but no scheduler was built"
+    return found
+
+
+# -- hooks ----------------------------------------------------------------------------------
+
+
+def decide(scheduler: Scheduler, running_batch: ScheduleBatch) -> None:
+    """Before `Scheduler.get_new_batch_prefill`: what is to happen in this iteration."""
+    scheduler_of(scheduler).decide(running_batch)
+
+
+def order_waiting(_: Any, policy: Any, waiting_queue: list[Req], *args: Any, **kw: Any) -> Any:
+    """After `SchedulePolicy.calc_priority`: those who may be admitted first, in the policy's order,
+    or in SGLang's where the policy has none of its own."""
+    ours = scheduler_of(policy.tree_cache)
+    if ours.iteration.decided.reorders:
+        last = len(ours.iteration.decided.admit)
+        waiting_queue.sort(key=lambda req: last if (r := ours.rank(req)) is None else r)
+    else:
+        waiting_queue.sort(key=lambda req: ours.rank(req) is None)
+    return _
+
+
+def resume_paused(scheduler_or_checker: Any, *_: Any, **__: Any) -> None:
+    """Before `Scheduler.process_input_requests` (and SGLang's check of a busy server): those who
+    sat out are running requests like any other, for instance to be aborted."""
+    scheduler_of(scheduler_or_checker).paused.bring_back()

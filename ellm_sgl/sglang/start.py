@@ -1,0 +1,111 @@
+"""Starts the closed loop once SGLang's scheduler stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ellm_sgl.config import ConfigError
+from ellm_sgl.config.modes import policy_of
+from ellm_sgl.engine import Arrival, Controller, Iteration, RequestTable, ServerLimits, StepLog
+from ellm_sgl.engine.request_table import entries_array
+from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
+from ellm_sgl.policies import Policy, Stock
+from ellm_sgl.sglang.calibration import calibrate, model_shape
+from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_MODELS: dict[str, type[PaperLatencyModel] | type[RooflineLatencyModel]] = {
+    "roofline": RooflineLatencyModel,
+    "paper": PaperLatencyModel,
+}
+
+
+def end_in_a_sentence(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Around `Scheduler.__init__`: a `ConfigError` ends the server with its sentence.
+
+    SGLang ends it as well, but with the stack. Where the scheduler is no process of its own, the
+    error is the caller's.
+    """
+    try:
+        original(*args, **kwargs)
+    except ConfigError as error:
+        server = multiprocessing.parent_process()
+        if server is None:
+            raise
+        print(f"ellm-sgl: error: {error}", file=sys.stderr, flush=True)
+        if server.is_alive():
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGQUIT)  # as SGLang does: it ends all its processes
+        sys.exit(2)
+
+
+def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    """After `Scheduler.__init__`: measure the machine, build the policy, ask it once.
+
+    Only rank 0's policy is asked; on the others SGLang's way stands in its place.
+    """
+    ours = context_of(scheduler)
+    settings = ours.settings
+    shape = model_shape(scheduler.model_config, scheduler.ps.tp_size)
+    runner = scheduler.tp_worker.model_runner
+    ours.attach(runner.model.model)
+    ours.hardware = calibrate(runner, ours, shape)
+    model: LatencyModel = _MODELS[settings.latency_model](shape, ours.hardware)
+    limits = ServerLimits(
+        model=shape,
+        hardware=ours.hardware,
+        max_running=scheduler.max_running_requests,
+        tpot_slo_s=math.inf if settings.tpot_slo_ms is None else settings.tpot_slo_ms / 1e3,
+        max_restored_tokens=ours.elastic.max_restored_tokens,
+    )
+    controller = Controller(
+        policy_of(settings) if scheduler.ps.tp_rank == 0 else Stock(),
+        settings.policy_budget_ms / 1e3,
+        StepLog(model),
+        limits,
+    )
+    iteration = Iteration(controller, ours.elastic, ours.pool.unit_bytes)
+    warm_up(iteration)
+    ours.iteration, ours.scheduler = iteration, EllmScheduler(iteration, scheduler)
+    logger.info("eLLM policy %s; %s", settings.policy, ours.hardware)
+
+
+def switch_policy(scheduler: Scheduler, name: str, policy: Policy) -> None:
+    """Ask `policy` from the next iteration on."""
+    ours = scheduler_of(scheduler)
+    ours.iteration.ask_anew()
+    if ours.asks:
+        ours.iteration.controller.switch(policy)
+        warm_up(ours.iteration)
+    context_of(scheduler).policy_name = name
+
+
+def warm_up(iteration: Iteration) -> None:
+    """Ask about some made-up requests under pressure, so that the imports and compilations of a
+    policy are not the first step's."""
+    elastic, controller = iteration.elastic, iteration.controller
+    memory, tokens = elastic.memory_state(elastic.table.sequence_ids), elastic.device_tokens()
+    table = RequestTable()
+    arrival = Arrival(tokens // 2, tokens // 2, 64, 0.0, 0, math.inf, math.inf)
+    entries = entries_array(
+        [table.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)]
+    )
+    lengths, none = np.full(4, tokens // 2), np.zeros(4, np.int64)
+    running = table.running(entries[:4], lengths, none, none, 0.0)
+    state = controller.state(0.0, running, table.waiting(entries[4:], 0.0), memory)
+    controller.guard.warm_up(state)

@@ -1,0 +1,90 @@
+"""Runs a scenario: servers started and warmed up, loads in turn, the order alternating.
+
+On a machine whose speed drifts only figures taken close to each other can be compared: all settings
+are measured in every round, every other round in reverse, and ratios are those within a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from ellm_sgl.client.process import stop_on_signals
+from ellm_sgl.eval.bench.result import SAME_OUTPUT, Result, Sample, Taken
+from ellm_sgl.eval.bench.scenario import L, S, Say, Scenario, Setting
+
+
+def run(scenario: Scenario[S, L], say: Say, advance: Callable[[], None]) -> Result:
+    """Measure every setting under every load in every round. Never two servers under load at once.
+
+    Args:
+        scenario: of 0 rounds, nothing is started.
+        say: told of each step.
+        advance: called after each measurement.
+
+    Raises:
+        ServerError: a server did not start, or went away.
+        KeyboardInterrupt: asked to stop (by SIGTERM or SIGHUP too); no server is left.
+    """
+    rounds = range(scenario.rounds)
+    lives = [[number] for number in rounds] if scenario.anew else [list(rounds)]
+    result = Result()
+    with stop_on_signals():
+        for life in filter(None, lives):
+            with _started(scenario, say) as servers:
+                for number in life:
+                    new = _round(scenario, number, servers, say, advance)
+                    result = Result((*result.samples, *new))
+                if life[-1] == rounds[-1]:
+                    result = Result(result.samples, scenario.finish(servers, result, say))
+    return result
+
+
+@contextmanager
+def _started(scenario: Scenario[S, L], say: Say) -> Iterator[dict[str, S]]:
+    """All servers, warmed up; stopped when the context is left."""
+    with ExitStack() as stack:
+        servers = {}
+        for name, start in scenario.starters().items():
+            say(f"starting {name}")
+            servers[name] = stack.enter_context(start())
+            scenario.warm_up(name, servers[name])
+        yield servers
+
+
+def _round(
+    scenario: Scenario[S, L],
+    number: int,
+    servers: Mapping[str, S],
+    say: Say,
+    advance: Callable[[], None],
+) -> Iterator[Sample]:
+    for cell in scenario.cells():
+        say(f"round {number + 1}/{scenario.rounds} {scenario.title(cell)}".rstrip())
+        load = scenario.load(cell, number)
+        taken: list[tuple[Setting, Taken]] = []
+        for setting in scenario.settings()[:: -1 if number % 2 else 1]:
+            taken.append((setting, scenario.measure(servers[setting.server], setting, load)))
+            first = scenario.columns[0]
+            value = first.text(taken[-1][1].figures[first.figure])
+            say(f"  {setting.name}: {value} {first.heading}".replace("\n", " "))
+            advance()
+        for setting, one in _compared(taken, scenario.reference):
+            yield Sample(cell, setting.name, number, one.figures, one.detail)
+
+
+def _compared(
+    taken: Sequence[tuple[Setting, Taken]], reference: str | None
+) -> Sequence[tuple[Setting, Taken]]:
+    """With the figure `SAME_OUTPUT`; 1 throughout where the reference was left out."""
+    if reference is None:
+        return taken
+    right = {setting.name: one.outputs for setting, one in taken}.get(reference)
+    return [(setting, _beside(one, one.outputs if right is None else right))
+            for setting, one in taken]  # fmt: skip
+
+
+def _beside(one: Taken, right: Sequence[Sequence[int]]) -> Taken:
+    alike = [list(a) == list(b) for a, b in zip(one.outputs, right, strict=True)]
+    share = sum(alike) / max(len(alike), 1)
+    return Taken({**one.figures, SAME_OUTPUT: share}, (), one.detail)

@@ -1,0 +1,186 @@
+"""What a scenario has to say, and what follows from that unless it says otherwise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+import click
+
+from ellm_sgl.client.process import DEMO_MODEL
+from ellm_sgl.eval.bench.columns import Column, Paired, Table
+from ellm_sgl.eval.bench.result import SAME_OUTPUT, MeasurementError, Result, Taken
+
+S = TypeVar("S")
+"""A server: `ServerProcess`, but for scenarios that measure without one."""
+L = TypeVar("L")
+"""A load."""
+Say = Callable[[str], None]
+"""Told of progress, in one line."""
+OPTION = "option"
+"""Key of a field's metadata: what `click.option` is given."""
+
+
+def option(
+    default: Any,
+    kind: Any = None,
+    about: str = "",
+    *,
+    flag: str = "",
+    text: Any = None,
+    **more: Any,
+) -> Any:
+    """A field of a scenario that is an option of its command.
+
+    Args:
+        default: of the field.
+        kind: click's type.
+        about: help.
+        flag: the option's name, where it is not the field's.
+        text: the option's default, where a callback makes the field's of it.
+        more: other arguments of `click.option`.
+    """
+    shown = default if text is None else text
+    given = {"type": kind, "default": shown, "show_default": True, "help": about or None, **more}
+    return field(default=default, metadata={OPTION: (flag, given)})
+
+
+def rounds_option(default: int, least: int = 1) -> Any:
+    """The field `rounds`."""
+    return option(default, click.IntRange(least, 10_000))
+
+
+def model_option() -> Any:
+    """The field `model_path`: a model that is sent token ids alone."""
+    return option(
+        str(DEMO_MODEL), None, "A local model.  [default: the demo's]", show_default=False
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compared: a row of the table."""
+
+    name: str
+    server: str
+    """Name of the server that it is measured on."""
+    value: Any = None
+    """How that server is set before, in the scenario's own terms."""
+
+
+@dataclass(frozen=True)
+class Scenario(ABC, Generic[S, L]):
+    """Every setting gets every load (`cells`) in every round. Fields are the command's options; the
+    docstring is its help."""
+
+    rounds: int = rounds_option(1)
+
+    columns: ClassVar[Sequence[Column]]
+    against: ClassVar[Mapping[str, str]] = {}
+    """Settings, and which other one each is held against."""
+    reference: ClassVar[str | None] = None
+    """The setting whose tokens are the right ones: gives the figure `SAME_OUTPUT`."""
+    cell_heading: ClassVar[str] = ""
+    """Of the column that tells loads apart; without one there is a single load."""
+    table_per_cell: ClassVar[bool] = False
+    anew: ClassVar[bool] = False
+    """Every round has servers of its own."""
+
+    def check(self) -> None:
+        """Before anything is started.
+
+        Raises:
+            ConfigError: the options make no sense together, or on this machine.
+        """
+
+    @abstractmethod
+    def starters(self) -> Mapping[str, Callable[[], AbstractContextManager[S]]]:
+        """How each server is started. All stand side by side, and idle ones sleep."""
+
+    def settings(self) -> Sequence[Setting]:
+        """In the order of even rounds; odd ones reverse it. Here: each server as it is."""
+        return [Setting(name, name) for name in self.starters()]
+
+    def cells(self) -> Sequence[Any]:
+        """Loads, each of JSON's types."""
+        return ("",)
+
+    def title(self, cell: Any) -> str:
+        return str(cell)
+
+    @abstractmethod
+    def load(self, cell: Any, seed: int) -> L:
+        """The same for all settings of a round, whose number is the seed."""
+
+    @abstractmethod
+    def measure(self, server: S, setting: Setting, load: L) -> Taken:
+        """One setting under one load."""
+
+    def warm_up(self, name: str, server: S) -> None:
+        """Once after a server's start. Here: a round of its own whose figures are dropped."""
+        for cell in self.cells():
+            for setting in self.settings():
+                if setting.server == name:
+                    with suppress(MeasurementError):  # a cold server may be too slow
+                        self.measure(server, setting, self.load(cell, self.rounds))
+
+    def finish(self, servers: Mapping[str, S], result: Result, say: Say) -> Mapping[str, Any]:
+        """What else to find out of servers (those of the last round) before they stop."""
+        return {}
+
+    def rows(self, result: Result, cell: Any) -> Iterator[tuple[str, ...]]:
+        for name in (s.name for s in self.settings() if s.name in result.settings):
+            other = self.against.get(name)
+            other = other if other in result.settings else None
+            yield name, *(
+                "" if column.figure == SAME_OUTPUT and name == self.reference
+                else column.show(result, cell, name, other)
+                for column in self.columns
+            )  # fmt: skip
+
+    def tables(self, result: Result) -> list[Table]:
+        """One for all cells, or one for each."""
+        headings = tuple(c.heading for c in self.columns)
+        if not result.samples:
+            return []
+        if self.table_per_cell:
+            rounds = f"(medians of {self.rounds} rounds)"
+            return [
+                Table(f"{self.title(c)} {rounds}", ("", *headings), tuple(self.rows(result, c)))
+                for c in self.cells()
+            ]
+        if not self.cell_heading:
+            return [Table("", ("", *headings), tuple(self.rows(result, self.cells()[0])))]
+        rows = tuple((self.title(c), *row) for c in self.cells() for row in self.rows(result, c))
+        return [Table("", (self.cell_heading, "", *headings), rows)]
+
+    def notes(self, result: Result) -> list[str]:
+        """Sentences below the tables."""
+        return []
+
+    def document(self, result: Result) -> dict[str, Any]:
+        """The scenario's part of the JSON document."""
+        return {"samples": [asdict(s) for s in result.samples], "ratios": self._ratios(result)}
+
+    def _ratios(self, result: Result) -> list[dict[str, Any]]:
+        return [
+            {"cell": cell, "setting": name, "against": other, "figure": column.figure,
+             "inverse": column.inverse, **column.ratio(result, cell, name, other).to_json()}
+            for column in self.columns if isinstance(column, Paired)
+            for cell in self.cells()
+            for name, other in self.against.items() if {name, other} <= result.settings
+        ]  # fmt: skip
+
+    def plot(self, result: Result, figure: Any) -> None:
+        """Draw on a `matplotlib.figure.Figure`. Here: the first column of every round."""
+        panels = figure.subplots(len(self.cells()), 1, squeeze=False)[:, 0]
+        column = self.columns[0]
+        for panel, cell in zip(panels, self.cells(), strict=True):
+            for name in (s.name for s in self.settings()):
+                values = [column.scale * v for v in result.values(cell, name, column.figure)]
+                panel.plot([name] * len(values), values, "o", alpha=0.6)
+            panel.set(title=self.title(cell), ylabel=column.heading.replace("\n", " "))
+            panel.set_ylim(bottom=0)

@@ -1,0 +1,214 @@
+"""Times one layer's attention of a mixed step on a CUDA device, against FlashInfer and the device.
+
+The step: `batch` requests of `context` tokens decode one token each, and the first r of their
+tokens are computed again. Everything compared runs in turn, round after round, the order reversed
+every other round; a run is timed by events around several calls. Reported are medians.
+
+- `fused`: eLLM's kernel, one launch, at each δ; it writes the KV too;
+- `fused, apart`: the same kernel, recompute rows and decode rows in two launches;
+- `flashinfer in parts`: eLLM's use of FlashInfer, exact with blocks missing;
+- `flashinfer, apart` and `flashinfer POD`: FlashInfer's prefill followed by its decode, and its
+  fused wrapper, both with the recomputed KV already in the pool: less work than eLLM has to do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ellm_sgl.kernels.bench_step import BLOCK_TOKENS, Run, Step, StepShape, interleave
+from ellm_sgl.kernels.experimental.flashinfer import (
+    WORKSPACE_BYTES,
+    FlashInferAttention,
+    Pages,
+    divide,
+)
+from ellm_sgl.kernels.layout import GroupLayout
+
+CALLS = 5
+"""Calls of a timed run, so that the host is ahead of the device."""
+DELTAS = (32, 128, 256, 512, 768, 896, 992)
+COPY_BYTES = 1 << 30
+MATRIX = 8192
+
+
+Case = StepShape
+
+
+def cases() -> tuple[Case, ...]:
+    """Llama-2-13B's heads and Llama-3-8B's, over batch, context and r."""
+    return tuple(
+        Case(batch, context, missing, heads, kv_heads)
+        for heads, kv_heads in ((40, 40), (32, 8))
+        for batch, context in ((8, 1024), (32, 1024), (8, 8192), (2, 32768))
+        for missing in (0.0, 0.1, 0.4)
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case. Times in ms, medians; ratios of the same round, medians."""
+
+    case: Case
+    milliseconds: dict[str, float]
+    ratio: dict[str, float]
+    """Each peer's time over that of the fused kernel at its best δ."""
+    best_delta: int
+    read_share: float
+    """KV bytes per second of the fused kernel over the device's copy bandwidth (read + write)."""
+    multiply_share: float
+    """Its multiply-adds per second over the bf16 matrix-product rate."""
+    largest_difference: float
+    """Between the peers' outputs of the decoded tokens and the fused kernel's."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def limits() -> dict[str, float]:
+    """GB/s of copying (bytes read and written) and TFLOP/s of bf16 matrix products."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    a = torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda")
+    times = interleave(
+        {"copy": lambda: target.copy_(source), "multiply": lambda: a @ a}, 9, _seconds
+    )
+    copy, multiply = (statistics.median(times[name]) for name in ("copy", "multiply"))
+    return {"copy GB/s": 2 * COPY_BYTES / copy / 1e9, "TFLOP/s": 2 * MATRIX**3 / multiply / 1e12}
+
+
+def measure(case: Case, rounds: int, device_limits: dict[str, float]) -> Result:
+    """Run one case `rounds` times against its peers."""
+    setting = Setting(case, torch.device("cuda"))
+    runs = peers(setting)
+    times = interleave(runs, rounds, _seconds)
+    median = {name: statistics.median(t) for name, t in times.items()}
+    best = min(DELTAS, key=lambda delta: median[f"fused {delta}"])
+    own = times[f"fused {best}"]
+    new = case.batch
+    expected = runs[f"fused {best}"]()[:new].float()
+    differences = [
+        float((run()[:new].float() - expected).abs().max())
+        for name, run in runs.items()
+        if not name.startswith("fused ")
+    ]
+    seconds = median[f"fused {best}"]
+    return Result(
+        case=case,
+        milliseconds={name: 1e3 * t for name, t in median.items()},
+        ratio={
+            name: statistics.median(a / b for a, b in zip(times[name], own, strict=True))
+            for name in runs
+        },
+        best_delta=best,
+        read_share=setting.kv_bytes / seconds / 1e9 / device_limits["copy GB/s"],
+        multiply_share=setting.flops / seconds / 1e12 / device_limits["TFLOP/s"],
+        largest_difference=max(differences, default=0.0),
+    )
+
+
+def _seconds(run: Run) -> float:
+    """Per call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(CALLS):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / CALLS
+
+
+class Setting(Step):
+    """The step of a case: every request decodes one token."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, 1, torch.bfloat16, device)
+        self.case = case
+
+
+def peers(setting: Setting) -> dict[str, Run]:
+    """Everything compared; FlashInfer's only where it is installed."""
+    from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
+
+    everything = slice(0, None)
+    kernel = FusedAttention(setting.keys.device)
+
+    def fused(delta: int) -> Run:
+        return lambda: setting.run(kernel, setting.mixed, everything, delta=delta / 1024)
+
+    runs = {f"fused {delta}": fused(delta) for delta in DELTAS}
+    # Layouts are prepared once per layer group: one object for each keeps its own.
+    first, second = FusedAttention(setting.keys.device), FusedAttention(setting.keys.device)
+
+    def apart(*args: Any) -> torch.Tensor:
+        return (first if args[5] is setting.recompute else second)(*args)
+
+    runs["fused, apart"] = lambda: setting.run_apart(apart)
+    if importlib.util.find_spec("flashinfer") is None:
+        return runs
+    parts = FlashInferAttention(setting.keys.device)
+    runs["flashinfer in parts"] = lambda: setting.run(parts, setting.mixed, everything)
+    return runs | whole_flashinfer(setting, importlib.import_module("flashinfer"))
+
+
+def whole_flashinfer(setting: Setting, library: Any) -> dict[str, Run]:
+    """FlashInfer (`library`) with everything in the pool: in two launches, and in one."""
+    case, device, pool = setting.case, setting.keys.device, (setting.keys, setting.values)
+    workspace = torch.zeros(2 * WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    shape = case.heads, case.kv_heads, case.head_dim, BLOCK_TOKENS
+    types = {
+        "q_data_type": torch.bfloat16,
+        "kv_data_type": torch.bfloat16,
+        "sm_scale": setting.scale,
+    }
+    decoded = divide(setting.decode, BLOCK_TOKENS, case.batch).decode
+    d_pages = _on(device, decoded, setting.decode)
+    q_new, q_span = setting.q[: case.batch], setting.q[case.batch :]
+    decode = library.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_tensor_cores=case.heads // case.kv_heads >= 4
+    )
+    decode.plan(*d_pages, *shape, **types)
+    if not setting.recompute.rows:
+        return {"flashinfer, apart": lambda: decode.run(q_new, pool)}
+    p_starts, p_pages = _prefill_pages(setting, device)
+    prefill = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    prefill.plan(p_starts, *p_pages, *shape, causal=True, **types)
+
+    def apart() -> torch.Tensor:
+        prefill.run(q_span, pool)
+        out = decode.run(q_new, pool)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    pod = library.BatchPODWithPagedKVCacheWrapper(workspace.clone(), "NHD")
+    d_starts = torch.arange(case.batch + 1, dtype=torch.int32)
+    pod.plan(p_starts, *p_pages, d_starts, *d_pages, *shape, **types)
+    return {
+        "flashinfer, apart": apart,
+        "flashinfer POD": lambda: pod.run(q_span, pool, q_new, pool, causal_p=True)[1],
+    }
+
+
+def _on(device: torch.device, pages: Pages, layout: GroupLayout) -> tuple[torch.Tensor, ...]:
+    """indptr, units and last page lengths as FlashInfer takes them."""
+    units = layout.units[torch.from_numpy(pages.places).to(device)].to(torch.int32)
+    indptr, last = (torch.from_numpy(a).to(torch.int32) for a in (pages.indptr, pages.last_tokens))
+    return indptr, units, last
+
+
+def _prefill_pages(
+    setting: Setting, device: torch.device
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Row starts and pages of the recomputed ranges: each attends to its own blocks."""
+    requests = setting.recompute.requests
+    counts = torch.tensor([0, *(r.new.size for r in requests)], dtype=torch.int32)
+    blocks = counts // BLOCK_TOKENS
+    units = [setting.recompute.units[r.blocks][: r.new.size // BLOCK_TOKENS] for r in requests]
+    last = torch.full((len(requests),), BLOCK_TOKENS, dtype=torch.int32)
+    indptr = blocks.cumsum(0).to(torch.int32)
+    return counts.cumsum(0).to(torch.int32), (indptr, torch.cat(units).to(torch.int32), last)

@@ -1,0 +1,1 @@
+"""Whole requests moved, as other systems do: what eLLM is compared with."""

@@ -1,0 +1,142 @@
+"""Time and memory of requests that rotate on the device: what `rotation` decides by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
+from ellm_sgl.policies.problem.candidates import Candidates, least_span_tokens, unowned_tokens
+
+BoolArray = npt.NDArray[np.bool_]
+
+SLO_SHARE = 0.9
+"""Share of the SLO that deadlines are planned with; the rest is for what was not foreseen."""
+LINK_SHARE = 0.5
+"""Share of the link's time that fetching ahead may take."""
+AHEAD = 8
+"""Steps of growth that there has to be room for, so that not every step pauses somebody."""
+GUARD_STEPS = 4
+"""Whoever resumes is to be there so many steps before its deadline."""
+BEYOND = np.arange(0.0, 0.26, 0.05)
+"""Shares of memory by which active requests may exceed it."""
+MAX_EVICTED = 0.8
+"""Of what can be evicted of them, so much at most is planned with: whole blocks are evicted."""
+GAIN = 0.02
+"""They exceed it where that decodes so much more per second."""
+
+
+@dataclass(frozen=True, eq=False)
+class Deadlines:
+    """The running requests in time. Arrays have one entry for each."""
+
+    slack_s: FloatArray
+    """Time until a reader at the SLO's pace has to wait; inf without an SLO."""
+    fetch_s: FloatArray
+    """Time in which its KV comes from the host."""
+    step_s: float
+    """Time of a step of the active ones."""
+    slo_s: float
+    """The tightest SLO on the time per output token, less what SLO_SHARE leaves."""
+
+    @classmethod
+    def of(cls, state: SystemState, active: BoolArray) -> Deadlines:
+        running = state.running
+        slo = SLO_SHARE * np.minimum(running.tpot_slo_s, state.tpot_slo_s)
+        generated = np.maximum(running.tokens - running.prompt_tokens, 1)
+        spent = np.nan_to_num(running.tpot_s) * (generated - 1) + running.waited_s
+        link = LINK_SHARE * state.hardware.link_bytes_per_s
+        fetch_token_s = state.model.kv_bytes_per_token / link
+        step = StepWork(
+            decode_rows=int(active.sum()),
+            decode_tokens=float(running.tokens[active].sum()),
+            restored_tokens=float(running.uncached_tokens[active].sum()),
+        )
+        return cls(
+            slack_s=slo * generated - spent,
+            fetch_s=np.asarray(running.tokens * fetch_token_s + state.hardware.link_latency_s),
+            step_s=float(state.latency.step_seconds(step)),
+            slo_s=float(slo.min(initial=SLO_SHARE * state.tpot_slo_s)),
+        )
+
+    def spare_s(self, paused: BoolArray) -> float:
+        """By how much all that are paused can be put off and still resume in time, one after the
+        other, earliest deadline first; inf if nobody is paused."""
+        slack, fetch = self.slack_s[paused], self.fetch_s[paused]
+        order = np.argsort(slack, kind="stable")
+        # Nothing is fetched faster than a step takes: units are handed over between steps.
+        back = np.cumsum(np.maximum(fetch, self.step_s)[order]) + GUARD_STEPS * self.step_s
+        return float((slack[order] - back).min(initial=np.inf))
+
+    def most_running(self, active: int) -> float:
+        """Most requests that `active` places can serve: each takes one for T / SLO of the time."""
+        return active * self.slo_s / self.step_s
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Device tokens that the running requests need. Arrays have one entry for each."""
+
+    room: int
+    """Of the device, for running requests,"""
+    beyond: int
+    """and what it pays to restore in every step beside."""
+    state: MemoryState
+    """Gives M_o and the block size."""
+    cached: IntArray
+    """Of a request on the device, AHEAD steps on."""
+    kept: IntArray
+    """Of a paused request: the block being filled, and what others share."""
+
+    @classmethod
+    def of(cls, state: SystemState, excess_share: float) -> Memory:
+        """`excess_share`: see the function of that name."""
+        candidates = Candidates.of(state, [], AHEAD)
+        room = state.memory.device_tokens - unowned_tokens(state)
+        return cls(
+            room=room,
+            beyond=int(excess_share * room),
+            state=state.memory,
+            cached=candidates.charged,
+            kept=candidates.charged - candidates.evictable,
+        )
+
+    def free(self, present: BoolArray) -> int:
+        """Tokens that are left with these on the device and the others paused; may be negative."""
+        needed = int(np.where(present, self.cached, self.kept).sum())
+        return self.room + self.beyond - needed
+
+    def holds(self, active: BoolArray, resuming: int | None) -> bool:
+        """Whether enough of the active ones can be evicted for all to fit: of the resuming one
+        nothing is."""
+        needed = np.where(active, self.cached, self.kept)
+        if resuming is not None:
+            needed[resuming] = self.cached[resuming]
+        short = np.float64(needed.sum() - self.room)
+        evictable = (self.cached - self.kept)[active].sum()
+        return bool(least_span_tokens(self.state, short) <= evictable)
+
+
+def excess_share(state: SystemState) -> float:
+    """By what share active requests should exceed their room, each step restoring what they lack,
+    so that most tokens per second are decoded: Eq. (1) for so many requests of mean length."""
+    candidates = Candidates.of(state, [])
+    charged, room = candidates.charged.astype(np.float64), float(state.memory.device_tokens)
+    most = MAX_EVICTED * candidates.evictable.sum() / charged.sum()
+    excess = room * BEYOND
+    rows = (room + excess) / charged.mean()
+    span = least_span_tokens(state.memory, excess)
+    possible = span <= np.minimum(most * (room + excess), state.memory.max_restored_tokens)
+    span = np.where(possible, span, 0.0)
+    work = StepWork(
+        decode_rows=rows,
+        decode_tokens=rows * candidates.tokens.mean(),
+        restored_tokens=span,
+        restored_squares=span * span / rows,
+    )
+    value = np.where(possible, rows / state.latency.step_seconds(work), 0.0)
+    best = int(value.argmax())
+    return float(BEYOND[best]) if value[best] > (1.0 + GAIN) * value[0] else 0.0

@@ -1,0 +1,251 @@
+"""Which requests are on the device, when more run than it holds and their SLO leaves time.
+
+Where the TPOT SLO is much longer than a step, a request that has decoded ahead of its SLO can
+pause, its KV on the host, while others decode; it resumes, its KV fetched beside the steps of
+these, before a reader at the SLO's pace would have to wait. So more requests run than memory holds
+and start earlier, while steps stay as large as memory allows.
+
+```
+ request  1   active ──────▶ paused (host) ─ ─ ─ ─ ─▶ resuming (fetched) ▶ active ───
+ request  2   active ────────────────▶ paused ─ ─ ─ ─ ─ ─ ─ ─▶ resuming ▶ active ───
+ request  9   waits for room ▶ prefill ▶ active ─────────▶ paused ─ ─ ─ ─ ─ ─
+```
+
+Slack is the time by which a request is ahead of its SLO: SLO × tokens − time since the first one.
+It grows by SLO − T in an active step of T seconds, and falls by T in a paused one. Whoever has most
+pauses, whoever has least resumes: earliest deadline first, one at a time over the link.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies.base import Batch, FloatArray, IntArray, SystemState
+from ellm_sgl.policies.pausing.limits import AHEAD, BoolArray, Deadlines, Memory, excess_share
+
+logger = logging.getLogger(__name__)
+
+KEPT_SHARE = 0.05
+"""Share of memory that paused requests may keep (the block being filled, of each) before none
+pauses for a newcomer any more: it makes steps smaller."""
+MOST_WAITS = 4
+"""Iterations without anything fetched (a prefill takes one) after which the rest of a request's KV
+is left to the step itself: the host does not have it."""
+JOINING_RATIO = 0.99
+"""What those admitted are said to be brought to: SGLang's admission then reserves next to nothing
+for tokens to come. Room for these is made by pausing somebody."""
+SOLVE_EVERY = 16
+"""Iterations after which it is asked again by how much active requests should exceed memory."""
+NOBODY = -1
+
+
+@dataclass(frozen=True, eq=False)
+class RotationDecision:
+    """Which requests pause, resume and are admitted in one iteration."""
+
+    admit: int
+    """So many of the first waiting requests are admitted: there is room for them, and time."""
+    paused: BoolArray
+    """Running requests that pause,"""
+    resuming: int | None
+    """and the position of that one of these whose KV is fetched meanwhile."""
+
+    def batch(self) -> Batch:
+        pause = tuple(np.flatnonzero(self.paused).tolist())
+        return Batch(admit=tuple(range(self.admit)), pause=pause)
+
+    def evicted(self) -> BoolArray:
+        """Requests to evict as far as can be: the paused ones, but for the one that is fetched."""
+        evicted = self.paused.copy()
+        if self.resuming is not None:
+            evicted[self.resuming] = False
+        return evicted
+
+
+class Rotation:
+    """Remembers from one iteration to the next who is paused, and who of these is resuming."""
+
+    def __init__(self) -> None:
+        self._paused: IntArray = np.empty(0, np.int64)
+        """Ids of the paused requests, the resuming one included."""
+        self._resuming = NOBODY
+        self._missing = 0
+        """Tokens that the resuming one still lacked in the iteration before."""
+        self._waits = 0
+        """Iterations in which nothing was fetched."""
+        self._iterations = 0
+        self._excess_share = 0.0
+
+    def decide(self, state: SystemState) -> RotationDecision:
+        """Who is active in the next step, and how many are admitted."""
+        ids = state.running.request_id
+        paused = np.isin(ids, self._paused)
+        found = np.flatnonzero(paused & (ids == self._resuming))
+        resuming = int(found[0]) if len(found) else None
+        if resuming is not None and self._is_back(state, resuming):
+            paused[resuming], resuming = False, None
+        if paused.all():  # whoever was active has ended
+            back = int(state.running.waited_s.argmax()) if resuming is None else resuming
+            paused[back], resuming = False, None
+        if self._iterations % SOLVE_EVERY == 0:
+            self._excess_share = excess_share(state)
+        self._iterations += 1
+        rotation = _RotationState(state, paused, resuming, self._excess_share)
+        rotation.make_room_to_grow()
+        rotation.resume_in_time()
+        admit = rotation.admitted()
+        if admit == 0:
+            rotation.resume_if_free()
+        self._remember(state, rotation)
+        return RotationDecision(admit, rotation.paused, rotation.resuming)
+
+    def _is_back(self, state: SystemState, resuming: int) -> bool:
+        """All its KV is there; or nothing more of it comes, because the host does not have it."""
+        missing = int(state.running.uncached_tokens[resuming])
+        self._waits = self._waits + 1 if missing >= self._missing else 0
+        self._missing = missing
+        return missing == 0 or self._waits >= MOST_WAITS
+
+    def _remember(self, state: SystemState, rotation: _RotationState) -> None:
+        ids, resuming = state.running.request_id, rotation.resuming
+        self._paused = ids[rotation.paused]
+        now = NOBODY if resuming is None else int(ids[resuming])
+        if now != self._resuming:
+            self._waits = 0
+            self._missing = 0 if resuming is None else int(state.running.tokens[resuming])
+        self._resuming = now
+
+
+class _RotationState:
+    """One iteration's decision in the making."""
+
+    def __init__(
+        self, state: SystemState, paused: BoolArray, resuming: int | None, excess: float
+    ) -> None:
+        self.state = state
+        self.paused = paused
+        self.resuming = resuming
+        self.memory = Memory.of(state, excess)
+        self.deadlines = Deadlines.of(state, ~paused)
+        self._expects = False
+        """Somebody pauses for a request to be admitted in the next iteration."""
+
+    def make_room_to_grow(self) -> None:
+        """Pause those with most slack until the active ones have room for AHEAD more steps."""
+        pausing = self._to_pause(self.resuming, 0)
+        if pausing is None and self.resuming is not None:
+            self.resuming = None
+            pausing = self._to_pause(None, 0)
+        self._pause(pausing)
+
+    def resume_in_time(self) -> None:
+        """Fetch the one whose deadline is the earliest, if it cannot be put off any longer; others
+        pause for it if they are further ahead."""
+        if self.resuming is not None or self.deadlines.spare_s(self.paused) > 0.0:
+            return
+        back = self._next()
+        pausing = self._to_pause(back, 0)
+        slack, fetch = self.deadlines.slack_s, self.deadlines.fetch_s
+        if pausing is None or (slack[pausing] - fetch[pausing] <= slack[back] + fetch[back]).any():
+            return
+        self._pause(pausing)
+        self.resuming = back
+
+    def admitted(self) -> int:
+        """How many of the waiting requests are admitted. If there is time for one, but no room,
+        those with most slack pause now, so that it is admitted in the next iteration."""
+        running, waiting = self.state.running, self.state.waiting
+        active = int(np.count_nonzero(~self.paused))
+        places = min(self.deadlines.most_running(active), self.state.max_running) - len(running)
+        first = waiting.tokens[: max(int(places), 0)]
+        if not len(first):
+            return 0
+        block = self.state.memory.block_tokens
+        room = np.cumsum(((first + AHEAD) // block + 1) * block)
+        seconds = self._prefill_seconds(first)
+        in_time = np.searchsorted(seconds, self.deadlines.spare_s(self.paused), side="right")
+        fitting = np.searchsorted(room, self.memory.free(self._present()), side="right")
+        if in_time and not fitting:
+            self._make_way(int(room[0]), float(seconds[0]))
+        return int(min(in_time, fitting))
+
+    def resume_if_free(self) -> None:
+        """Fetch the one whose deadline is the earliest, if there is room for it anyway."""
+        if self.resuming is None and self.paused.any() and not self._expects:
+            back = self._next()
+            pausing = self._to_pause(back, 0)
+            if pausing is not None and not len(pausing):
+                self.resuming = back
+
+    def _make_way(self, tokens: int, seconds: float) -> None:
+        """Those with most slack pause for so many tokens, if they can be back in time though a
+        prefill of so many seconds holds all up."""
+        pausing = self._to_pause(self.resuming, tokens)
+        if pausing is None:
+            return
+        paused = self.paused.copy()
+        paused[pausing] = True
+        kept = int(self.memory.kept[paused].sum())
+        if kept <= KEPT_SHARE * self.memory.room and self.deadlines.spare_s(paused) >= seconds:
+            self._pause(pausing)
+            self._expects = True
+
+    def _prefill_seconds(self, tokens: IntArray) -> FloatArray:
+        """Time of the prompts up to each of these."""
+        pairs = np.cumsum(tokens * (tokens + 1.0) / 2)
+        work = StepWork(0, 0, prefill_rows=np.cumsum(tokens), prefill_pairs=pairs)
+        return self.state.latency.step_seconds(work)
+
+    def _next(self) -> int:
+        """Of those who are paused, the one whose deadline is the earliest."""
+        return int(np.where(self.paused, self.deadlines.slack_s, np.inf).argmin())
+
+    def _present(self, resuming: int | None = None) -> BoolArray:
+        """Those who are on the device, or are being fetched."""
+        present = ~self.paused
+        for one in (self.resuming, resuming):
+            if one is not None:
+                present[one] = True
+        return present
+
+    def _to_pause(self, resuming: int | None, tokens: int) -> IntArray | None:
+        """The fewest of those that are active, by slack, without which so many tokens are free
+        while this one is fetched; None if all but one are not enough."""
+        present = self._present(resuming)
+        short = tokens - self.memory.free(present)
+        active = np.flatnonzero(~self.paused)
+        by_slack = active[np.argsort(-self.deadlines.slack_s[active], kind="stable")][:-1]
+        freed = np.cumsum((self.memory.cached - self.memory.kept)[by_slack])
+        count = 0 if short <= 0 else int(np.searchsorted(freed, short)) + 1
+        stay = ~self.paused
+        stay[by_slack[:count]] = False
+        if count > len(by_slack) or not self.memory.holds(stay, resuming):
+            return None
+        return by_slack[:count]
+
+    def _pause(self, pausing: IntArray | None) -> None:
+        if pausing is not None:
+            self.paused[pausing] = True
+
+
+def can_rotate(state: SystemState) -> bool:
+    """Whether requests can rotate at all: the host keeps the KV of those that pause, and
+    every running request has an SLO. Says in the log, once per process, why not."""
+    if state.memory.host_tokens == 0:
+        _say_once("there is no host tier: give --ellm-host-kv-tokens")
+        return False
+    slo = np.minimum(state.running.tpot_slo_s, state.tpot_slo_s)
+    if not np.isfinite(slo).all():
+        _say_once("a request has no TPOT SLO: give --ellm-tpot-slo-ms, or tpot_slo_ms with each")
+        return False
+    return True
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.warning("rotation is off: %s", reason)

@@ -1,0 +1,66 @@
+"""From ratios to tokens and to a step's work, as the control loop will apply them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies.base import Batch, FloatArray, IntArray, Ratios, Requests, SystemState
+
+
+def evictable_tokens(requests: Requests, block_tokens: int) -> IntArray:
+    """`evictable` of each request."""
+    return evictable(requests.tokens, requests.shared_tokens, block_tokens)
+
+
+def evictable(tokens: IntArray, shared: IntArray, block_tokens: int) -> IntArray:
+    """e_i: most tokens that may be uncached of requests of so many tokens: whole blocks, neither
+    shared nor the block being filled."""
+    blocks = (tokens - 1) // block_tokens - -(-shared // block_tokens)
+    return np.asarray(np.maximum(blocks, 0) * block_tokens, np.int64)
+
+
+def planned_tokens(requests: Requests, ratios: FloatArray, block_tokens: int) -> IntArray:
+    """Tokens of each request that stay uncached under these ratios, in whole blocks."""
+    blocks = np.floor(ratios * requests.tokens / block_tokens).astype(np.int64)
+    return np.minimum(blocks * block_tokens, evictable_tokens(requests, block_tokens))
+
+
+def step_work(state: SystemState, batch: Batch, ratios: Ratios) -> StepWork:
+    """Work of the decode step that these answers lead to, with those admitted decoding too."""
+    block = state.memory.block_tokens
+    running, ratio = state.running, ratios.running
+    if batch.pause:
+        runs = np.delete(np.arange(len(running)), batch.pause)
+        running, ratio = select(running, runs), ratio[runs]
+    decoding = [_decoding(running, ratio, block)]
+    if batch.admit:
+        joining = select(state.waiting, batch.admit)
+        decoding.append(_decoding(joining, ratios.admitted, block))
+    rows, tokens, spans, squares, prefix = map(sum, zip(*decoding, strict=True))
+    return StepWork(
+        decode_rows=int(rows),
+        decode_tokens=tokens,
+        restored_tokens=spans,
+        restored_squares=squares,
+        restored_prefix=prefix,
+        swap_tokens=spans if state.memory.host_tokens else 0,
+    )
+
+
+def _decoding(requests: Requests, ratios: FloatArray, block_tokens: int) -> tuple[float, ...]:
+    """Requests, Σ s_i, Σ n_i, Σ n_i² and Σ n_i a_i of requests under these ratios."""
+    rows, tokens = len(requests), float(requests.tokens.sum())
+    if not ratios.any():
+        return rows, tokens, 0.0, 0.0, 0.0
+    spans = planned_tokens(requests, ratios, block_tokens).astype(np.float64)
+    shared = requests.shared_tokens
+    return rows, tokens, float(spans.sum()), float(spans @ spans), float(spans @ shared)
+
+
+def select(requests: Requests, positions: Sequence[int] | IntArray) -> Requests:
+    """The requests at these positions, in this order."""
+    index = np.array(positions, np.int64)
+    return Requests(**{name: column[index] for name, column in vars(requests).items()})

@@ -1,0 +1,137 @@
+"""How many requests run: the eLLM paper's Eq. (1) over batch size and ratio, in whole requests.
+
+For a batch of the first b requests, T rises with what is restored, and memory asks for a least
+amount of it: so each b has one amount that matters, and that one is known in closed form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.latency import LatencyModel, StepWork
+from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
+from ellm_sgl.policies.problem.candidates import (
+    Candidates,
+    least_span_tokens,
+    share_for,
+    spans,
+    step_limit_s,
+    unowned_tokens,
+    work_of,
+)
+
+BoolArray = npt.NDArray[np.bool_]
+
+TOLERANCE = 0.005
+"""Of batch sizes within this of the best, the smallest is taken: it restores least."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchProblem:
+    """Eq. (1) for the first b candidates. Arrays have one entry for each b from 0."""
+
+    candidates: Candidates
+    memory: MemoryState
+    latency: LatencyModel
+    fewest: int
+    """Least b: the running requests, or the one request that would be alone."""
+    tokens: FloatArray
+    """Σ s_i."""
+    evictable: FloatArray
+    """Σ e_i."""
+    squares: FloatArray
+    """Σ e_i²."""
+    prefix: FloatArray
+    """Σ e_i a_i."""
+    short: FloatArray
+    """Device tokens that are missing if all is cached; negative where all fits."""
+    limit_s: FloatArray
+    """SLO - WT_max."""
+
+    @classmethod
+    def of(cls, state: SystemState, most: int, lookahead: int) -> BatchProblem:
+        """The problem with up to `most` waiting requests, at the lengths `lookahead` steps on."""
+        candidates = Candidates.of(state, slice(most), lookahead)
+        running = len(state.running)
+        evictable = candidates.evictable.astype(np.float64)
+        columns = np.zeros((5, len(evictable) + 1))
+        columns[0, 1:] = candidates.tokens
+        columns[1, 1:] = evictable
+        columns[2, 1:] = evictable * evictable
+        columns[3, 1:] = evictable * candidates.shared
+        columns[4, 1:] = candidates.charged
+        tokens, sums, squares, prefix, charged = np.cumsum(columns, axis=1)
+        limit = step_limit_s(state, state.waiting.tpot_slo_s[:most])
+        return cls(
+            candidates=candidates,
+            memory=state.memory,
+            latency=state.latency,
+            fewest=max(1, running),
+            tokens=tokens,
+            evictable=sums,
+            squares=squares,
+            prefix=prefix,
+            short=charged + (unowned_tokens(state) - state.memory.device_tokens),
+            limit_s=np.concatenate((np.full(running, limit[0]), limit)),
+        )
+
+    @property
+    def most(self) -> int:
+        """Largest b: all candidates."""
+        return len(self.tokens) - 1
+
+    def solve(self) -> int:
+        """The best b, by looking at every one."""
+        return self.best_of(np.arange(self.fewest, self.most + 1))
+
+    def best_of(self, sizes: IntArray) -> int:
+        """The smallest of the best of these batch sizes.
+
+        All that fit without restoring anything are in; b / T decides about more than that.
+
+        Args:
+            sizes: values of b, ascending.
+
+        Returns:
+            b; `fewest` if none of them fits.
+        """
+        span, seconds, fits = self.least(sizes)
+        value = np.where(fits, sizes / seconds, 0.0)
+        cached = np.flatnonzero(fits & (span == 0.0))
+        first = int(cached[-1]) if len(cached) else 0
+        while (best := value[first:].max()) > 0.0:
+            choice = first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())
+            if span[choice] == 0.0 or self._fits_rounded(int(sizes[choice]), float(span[choice])):
+                return int(sizes[choice])
+            value[choice] = 0.0
+        return self.fewest
+
+    def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
+        """For each of these batch sizes: the least Σ n_i that fits into memory, T with the same
+        share of each request's e_i evicted, and whether that keeps all bounds."""
+        span = least_span_tokens(self.memory, self.short[sizes])
+        evictable = self.evictable[sizes]
+        share = span / np.maximum(evictable, 1.0)
+        seconds = self.latency.step_seconds(
+            StepWork(
+                decode_rows=sizes,
+                decode_tokens=self.tokens[sizes],
+                restored_tokens=span,
+                restored_squares=share * share * self.squares[sizes],
+                restored_prefix=share * self.prefix[sizes],
+            )
+        )
+        fits = (span <= evictable) & (span <= self.memory.max_restored_tokens)
+        return span, seconds, fits & (seconds <= self.limit_s[sizes])
+
+    def _fits_rounded(self, size: int, span_tokens: float) -> bool:
+        """Whether the first `size` requests keep the SLO with whole blocks evicted of each."""
+        first, block = self.candidates.first(size), self.memory.block_tokens
+        span = spans(first, share_for(first, span_tokens, block), block)
+        if span.sum() > self.memory.max_restored_tokens:
+            return False
+        seconds = float(self.latency.step_seconds(work_of(first, span)))
+        return seconds <= float(self.limit_s[size])

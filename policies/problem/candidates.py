@@ -1,0 +1,200 @@
+"""Memory, work and SLO of the first b candidates: the constraints of Eq. (1).
+
+Device memory is counted in tokens, in whole blocks. A request is charged for its blocks that no
+other request uses, with room for one more token; shared blocks are counted once, as the memory
+that is in use now beyond all such blocks. What can be evicted of a request is its blocks but the
+shared ones and the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.config.ranges import MOST_TOKENS, Range
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, Requests, SystemState
+from ellm_sgl.policies.planned import evictable
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Requests that may run together, in columns; the running ones come first."""
+
+    request_id: IntArray
+    tokens: IntArray
+    """s_i, after `ahead` further steps."""
+    shared: IntArray
+    """Tokens of blocks that other requests use too."""
+    evictable: IntArray
+    """e_i: tokens that can be evicted; a multiple of the block size."""
+    charged: IntArray
+    """Device tokens of the request if all of it is cached, shared blocks excluded."""
+
+    @classmethod
+    def of(cls, state: SystemState, join: slice | Sequence[int], ahead: int = 0) -> Candidates:
+        """The running requests and some waiting ones.
+
+        Args:
+            join: which of `state.waiting`, in order.
+            ahead: steps to look ahead: every request is taken to be longer by so many tokens, or by
+                the tokens that it may still generate if these are fewer.
+        """
+        rows = join if isinstance(join, slice) else np.asarray(join, np.int64)
+        nobody = not isinstance(join, slice) and len(join) == 0
+
+        def column(running: IntArray, waiting: IntArray) -> IntArray:
+            return running if nobody else np.concatenate((running, waiting[rows]))
+
+        running, waiting, block = state.running, state.waiting, state.memory.block_tokens
+        tokens = column(running.tokens, waiting.tokens)
+        shared = column(running.shared_tokens, waiting.shared_tokens)
+        if ahead:
+            growth = column(_remaining(running), _remaining(waiting))
+            tokens = tokens + np.minimum(growth, ahead)
+        shared_blocks = -(-shared // block)
+        charged = tokens // block + 1 - shared_blocks
+        return cls(
+            request_id=column(running.request_id, waiting.request_id),
+            tokens=tokens,
+            shared=shared,
+            evictable=evictable(tokens, shared, block),
+            charged=charged * block,
+        )
+
+    def first(self, count: int) -> Candidates:
+        """The first so many requests."""
+        return self.only(slice(count))
+
+    def only(self, chosen: slice | npt.NDArray[np.bool_]) -> Candidates:
+        """These requests."""
+        return Candidates(**{name: column[chosen] for name, column in vars(self).items()})
+
+
+def eventual_ratio(state: SystemState, join: Sequence[int], lookahead: int) -> float:
+    """The uncached ratio that the running and these waiting requests will come to.
+
+    0 if all fit cached, `lookahead` steps on: then it was not decided to restore anything, and the
+    server's own admission accounting, which knows their longest lengths, is to hold. Otherwise
+    what their longest lengths need, so that it lets in those that were chosen.
+    """
+    if _short_tokens(state, Candidates.of(state, join, lookahead)) <= 0:
+        return 0.0
+    longest = Candidates.of(state, join, LONGEST)
+    needed = float(least_span_tokens(state.memory, np.float64(_short_tokens(state, longest))))
+    most = int(longest.evictable.sum())
+    return min(needed, most) / int(longest.tokens.sum())
+
+
+LOOKAHEAD = Range(0, MOST_TOKENS, whole=True)
+"""Steps that policies may look ahead."""
+LONGEST = 1 << 40
+"""Steps after which every request has all the tokens that it may generate."""
+
+
+def _short_tokens(state: SystemState, candidates: Candidates) -> int:
+    """Device tokens that are missing if all is cached; negative where all fits."""
+    return int(candidates.charged.sum()) + unowned_tokens(state) - state.memory.device_tokens
+
+
+def unowned_tokens(state: SystemState) -> int:
+    """Device tokens in use now, beyond the running requests' own blocks: shared blocks, and
+    what the server holds beside its running requests."""
+    running, block = state.running, state.memory.block_tokens
+    own = -(-running.tokens // block) + -running.shared_tokens // block
+    own = own + -running.uncached_tokens // block  # -n // m is less the whole blocks that hold n
+    used = state.memory.device_tokens - state.memory.device_free_tokens
+    return max(0, used - int(np.maximum(own, 0).sum()) * block)
+
+
+def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> FloatArray:
+    """Σ n_i that covers a shortage: whole blocks, and M_o for the tokens that they restore.
+
+    Args:
+        memory: gives block size and M_o.
+        short: device tokens that are missing if all is cached; may be negative.
+
+    Returns:
+        Tokens; inf if eviction gains nothing, because M_o takes all of it.
+    """
+    gain = 1.0 - memory.staging_overhead
+    if gain <= 0.0:
+        return np.where(short > 0.0, np.inf, 0.0)
+    blocks = np.ceil(np.maximum(short, 0.0) / (gain * memory.block_tokens))
+    return np.asarray(blocks * memory.block_tokens, np.float64)
+
+
+def spans(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
+    """n_i of each request if one share of what can be evicted of it is.
+
+    Rounded to whole blocks, up or down by a number that belongs to the request and spreads
+    evenly over requests: so the sum follows the share closely even if all are of one length,
+    and a request's blocks stay as they are while share and length do.
+
+    Args:
+        share: ρ, of e_i, in [0, 1].
+    """
+    blocks = candidates.evictable // block_tokens
+    rounded = np.floor(share * blocks + candidates.request_id * GOLDEN % 1.0).astype(np.int64)
+    return np.minimum(rounded, blocks) * block_tokens
+
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples modulo 1 spread evenly over [0, 1), however many there are (Weyl)."""
+
+BISECTIONS = 16
+"""Leaves less than b / 2¹⁵ blocks between the two ends."""
+
+
+def share_for(candidates: Candidates, span_tokens: float, block_tokens: int) -> float:
+    """The least share whose `spans` add up to so many tokens; 1 if they cannot."""
+    evictable = float(candidates.evictable.sum())
+    if span_tokens >= evictable:
+        return 1.0
+    guess, error = span_tokens / evictable, len(candidates.tokens) * block_tokens / evictable
+    low, high = max(0.0, guess - error), min(1.0, guess + error)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if spans(candidates, middle, block_tokens).sum() >= span_tokens:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def work_of(candidates: Candidates, span: IntArray) -> StepWork:
+    """The decode step of these candidates, of which the n_i = `span` tokens are recomputed."""
+    n = span.astype(np.float64)
+    return StepWork(
+        decode_rows=len(candidates.tokens),
+        decode_tokens=float(candidates.tokens.sum()),
+        restored_tokens=float(n.sum()),
+        restored_squares=float(n @ n),
+        restored_prefix=float(n @ candidates.shared),
+    )
+
+
+def step_limit_s(state: SystemState, join_slo_s: FloatArray) -> FloatArray:
+    """Most seconds that a step may take, SLO - WT_max of Eq. (1), as further requests join.
+
+    The SLO is the least of the server's and those of all requests that take part; WT_max is
+    the time since that running request's last token for which it is longest.
+
+    Args:
+        join_slo_s: `tpot_slo_s` of the waiting requests that may be admitted, in order.
+
+    Returns:
+        Entry k: the limit if the first k of these join.
+    """
+    slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
+    waited = float(state.running.waited_s.max(initial=0.0))
+    return np.minimum.accumulate(np.concatenate(([slo], join_slo_s))) - waited
+
+
+def _remaining(requests: Requests) -> IntArray:
+    """Tokens that each request may still generate."""
+    generated = requests.tokens - requests.prompt_tokens
+    return np.maximum(requests.max_new_tokens - generated, 0)

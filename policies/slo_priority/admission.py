@@ -1,0 +1,150 @@
+"""Which waiting requests are admitted, where some are more urgent than others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies.base import FloatArray, IntArray, Requests, SystemState
+from ellm_sgl.policies.problem.batch_size import BatchProblem
+from ellm_sgl.policies.problem.candidates import least_span_tokens
+from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
+from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
+from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
+
+BRIEF_S = 0.1
+"""Longest prefill of several requests while requests that are more urgent may come."""
+MOST_JOINS = 64
+"""Requests that one iteration admits; the next one can go on."""
+
+
+def joining(
+    state: SystemState, levels: Levels, lookahead: int, budget: PrefillBudget
+) -> tuple[int, ...] | None:
+    """Positions in `state.waiting` of the requests that are admitted, in order; None if those first
+    in line have to wait for `budget`.
+
+    In one iteration requests of one level join, since the first token of each has to wait for
+    the prefill of all. How many is Eq. (1)'s answer; but of requests more urgent than some that
+    run as many join as memory allows at the others' expense (see `_at_others_expense`). While
+    more urgent requests run, the prefill of less urgent ones takes no longer than a step, or is
+    of one request, and `budget` says when.
+
+    Args:
+        lookahead: steps that the batch chosen by Eq. (1) has to be good for.
+    """
+    places = min(state.max_running - len(state.running), MOST_JOINS)
+    if places <= 0 or len(state.waiting) == 0:
+        return ()
+    order, most_urgent = levels.order, levels.running.min(initial=LEVELS)
+    head = levels.waiting[order[0]]
+    if head > most_urgent and not budget.affords(float(_prompts_s(state, order[:1])[0])):
+        order = order[levels.waiting[order] <= most_urgent]
+        if len(order) == 0:
+            return None
+    order = order[:places]
+    level = levels.waiting[order]
+    order = order[: _leading(level == level[0])]
+    several = len(state.running) > 0 and bool((levels.running != level[0]).any())
+    line = _in_line(state, order, ignore_slo=several)
+    count = BatchProblem.of(line, len(order), lookahead).solve() - len(state.running)
+    if several and level[0] < levels.running.max():
+        lower = np.flatnonzero(levels.running > level[0])
+        count = max(count, _at_others_expense(line, lower, lookahead // 2))
+    if budget.contended:
+        held_up = level[0] > most_urgent
+        prompts_s = _prompts_s(state, order)
+        count = min(count, _within(prompts_s, _step_seconds(state) if held_up else BRIEF_S))
+        if held_up:
+            budget.offer(line.waiting, np.diff(prompts_s, prepend=0.0))
+        elif not levels.several:
+            budget.offer(line.waiting, np.full(len(order), np.inf))
+    return tuple(order[: max(count, 0)].tolist())
+
+
+def _leading(true: IntArray) -> int:
+    """How many entries from the first on are true."""
+    false = np.flatnonzero(~true)
+    return int(false[0]) if len(false) else len(true)
+
+
+def _in_line(state: SystemState, order: IntArray, ignore_slo: bool) -> SystemState:
+    """The state with these requests waiting, in this order.
+
+    Args:
+        ignore_slo: leave out the requests' own SLOs, and for how long each has had no token:
+            where levels differ, the lower ones pause at times for the sake of the others' SLOs.
+    """
+    waiting = Requests(**{name: column[order] for name, column in vars(state.waiting).items()})
+    running = state.running
+    if ignore_slo:
+        never = np.full(len(running), np.inf)
+        running = replace(running, tpot_slo_s=never, waited_s=np.zeros(len(running)))
+        waiting = replace(waiting, tpot_slo_s=np.full(len(order), np.inf))
+    return replace(state, running=running, waiting=waiting)
+
+
+def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> int:
+    """How many of the waiting requests can join if less urgent ones that run are partly evicted
+    for them, and pause for some steps.
+
+    As many as memory allows, while a step in which the others alternate is no longer than one in
+    which all that run now decode from the cache. Those evicted restore their KV only in the steps
+    that they take part in.
+
+    Args:
+        lower: positions of the less urgent running requests.
+        lookahead: steps that this has to be good for. (`joining` gives half of what Eq. (1) is
+            given: with none, bursts of urgent requests slow one another down as they grow.)
+    """
+    running, most = len(state.running), len(state.waiting)
+    problem = BatchProblem.of(state, most, lookahead)
+    size = np.arange(running, running + most + 1)
+    evictable = problem.candidates.evictable[lower].astype(np.float64)
+    span = least_span_tokens(problem.memory, problem.short[size])
+    fits = (span <= evictable.sum()) & (span <= problem.memory.max_restored_tokens)
+    share = span / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
+    spans = {
+        "restored_tokens": span / MAX_STEPS_PER_TOKEN,
+        "restored_squares": share * float(evictable @ evictable),
+        "restored_prefix": share * float(evictable @ problem.candidates.shared[lower]),
+    }
+    tokens = problem.tokens[size]
+    per_step = len(lower) / MAX_STEPS_PER_TOKEN
+    others = float(problem.candidates.tokens[lower].sum())
+    seconds = problem.latency.step_seconds
+    cached = seconds(StepWork(running, tokens[0]))
+    alternating = seconds(
+        StepWork(
+            size - len(lower) + per_step, tokens - others * (1 - 1 / MAX_STEPS_PER_TOKEN), **spans
+        )
+    )
+    fits &= alternating <= cached
+    return _leading(fits[1:])
+
+
+def _prompts_s(state: SystemState, order: IntArray) -> FloatArray:
+    """Time to compute the prompts of the first, the first two, ... of these waiting requests."""
+    tokens, shared = state.waiting.tokens[order], state.waiting.shared_tokens[order]
+    new = (tokens - shared).astype(np.float64)
+    pairs = (new * (shared + tokens) / 2).cumsum()
+    work = StepWork(0, 0, prefill_rows=new.cumsum(), prefill_pairs=pairs)
+    return state.latency.step_seconds(work)
+
+
+def _within(prompts_s: FloatArray, limit_s: float) -> int:
+    """How many waiting requests can be prefilled in so many seconds; at least 1."""
+    return max(1, int(np.count_nonzero(prompts_s <= limit_s)))
+
+
+def _step_seconds(state: SystemState) -> float:
+    """Time of a decode step of all that run."""
+    running = state.running
+    step = StepWork(
+        decode_rows=len(running),
+        decode_tokens=float(running.tokens.sum()),
+        restored_tokens=float(running.uncached_tokens.sum()),
+    )
+    return float(state.latency.step_seconds(step))

@@ -1,0 +1,281 @@
+"""Urgent requests first: in the queue, in memory and, by pausing others in turn, in time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ellm_sgl.config.ranges import SHARE
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies.base import (
+    Batch,
+    FloatArray,
+    IntArray,
+    Policy,
+    Ratios,
+    Requests,
+    SystemState,
+    WorkSplit,
+)
+from ellm_sgl.policies.planned import evictable_tokens
+from ellm_sgl.policies.problem.candidates import (
+    LOOKAHEAD,
+    Candidates,
+    eventual_ratio,
+    least_span_tokens,
+    unowned_tokens,
+)
+from ellm_sgl.policies.slo_priority.admission import joining
+from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
+from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
+from ellm_sgl.policies.slo_priority.program import SpanCosts, SpanProgram, whole_blocks
+from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
+from ellm_sgl.policies.work_split import plan_split
+
+GROWTH_STEPS = 4
+"""A new plan leaves room for so many further steps, in which running requests grow."""
+SCARCE = 0.5
+"""Share of device memory below which free memory counts as pressure."""
+DRIFT = 0.1
+"""The program is solved again when what memory lacks has changed by this share; till then its last
+optimum is rounded to the new need."""
+ASK_AGAIN = 32
+"""Iterations after which a queue that nobody could join from, and a schedule, are looked at again
+though no request has come, joined or left."""
+
+
+class SloPriority(Policy):
+    """Tells requests apart by `priority` and, where it is equal, by whether they have an SLO.
+
+    - Queue: by level, then arrival; see `levels.queue_order` for how ageing bounds the wait.
+    - Batch size: Eq. (1) of the eLLM paper, as `fcfs`; urgent requests join at the others' expense.
+    - Ratios: a convex program that evicts less urgent requests first.
+    - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
+
+    Args:
+        lookahead: steps that a batch has to be good for, as in `fcfs`.
+        loss: share of tokens per second that pauses may cost in the mean while they are needed, by
+            the latency model; more makes urgent requests faster. 0 turns them off.
+    """
+
+    def __init__(self, lookahead: int = 128, loss: float = 0.07) -> None:
+        LOOKAHEAD.check("lookahead", lookahead)
+        SHARE.check("loss", loss)
+        self._lookahead = lookahead
+        self._program = SpanProgram()
+        self._ranked: _Ranked | None = None
+        self._losses = Losses(loss)
+        self._budget = PrefillBudget()
+        self._standing: _Standing | None = None
+        self._plan: _Plan | None = None
+
+    def batch(self, state: SystemState) -> Batch:
+        ranked = self._rank(state)
+        join = self._join(state, ranked)
+        schedule = self._schedule(state, ranked, queue=len(join) < len(state.waiting))
+        return Batch(admit=join, pause=schedule.paused(state))
+
+    def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        span = self._spans(state, batch)
+        count = len(state.running)
+        joining = np.zeros(len(batch.admit))
+        if batch.admit and self._lookahead:
+            joining += eventual_ratio(state, batch.admit, self._lookahead)
+        if span is None:
+            return Ratios(running=np.zeros(count), admitted=joining)
+        tokens = state.running.tokens
+        if batch.admit:
+            tokens = np.concatenate((tokens, state.waiting.tokens[list(batch.admit)]))
+        # In the middle of a token, so that rounding down to whole blocks gives n_i.
+        ratios = np.where(span > 0, (span + 0.5) / tokens, 0.0)
+        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], joining))
+
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        return plan_split(state, plan)
+
+    def _rank(self, state: SystemState) -> _Ranked:
+        if self._ranked is None or not self._ranked.is_of(state):
+            self._ranked = _Ranked.of(state)
+        return self._ranked
+
+    def _join(self, state: SystemState, ranked: _Ranked) -> tuple[int, ...]:
+        self._budget.note(state, ranked.levels.several)
+        if len(state.waiting) == 0 or len(state.running) >= state.max_running:
+            return ()
+        if ranked.still_refuses(state):
+            return ()
+        join = joining(state, ranked.levels, self._lookahead, self._budget)
+        ranked.note(state, refused=join == ())
+        return join or ()
+
+    def _schedule(self, state: SystemState, ranked: _Ranked, queue: bool) -> Schedule:
+        spans = state.running.uncached_tokens
+        standing = self._standing
+        self._losses.note(state.now_s, 0.0 if standing is None else standing.schedule.loss)
+        if standing is None or not standing.still_holds(ranked, spans, queue):
+            memory = state.memory
+            pressure = (
+                queue
+                or memory.device_free_tokens < SCARCE * memory.device_tokens
+                or bool(spans.any())
+            )
+            schedule = build(state, ranked.levels.running, pressure, self._losses.allowed)
+            standing = self._standing = _Standing(ranked, spans, queue, schedule)
+        return standing.schedule
+
+    def _spans(self, state: SystemState, batch: Batch) -> IntArray | None:
+        """n_i of each running and each admitted request; None if all is cached."""
+        plan = self._plan
+        if not batch.admit and _still_good(state, plan):
+            return None if plan is None else plan.span
+        candidates = Candidates.of(state, batch.admit)
+        block = state.memory.block_tokens
+        need = _need(state, candidates.tokens, candidates.shared, GROWTH_STEPS)
+        most = min(state.memory.max_restored_tokens, int(candidates.evictable.sum()))
+        need = int(min(need, most)) // block * block
+        self._plan = self._planned(state, batch, candidates, need) if need > 0 else None
+        return None if self._plan is None else self._plan.span
+
+    def _planned(
+        self, state: SystemState, batch: Batch, candidates: Candidates, need: int
+    ) -> _Plan:
+        block = state.memory.block_tokens
+        plan = self._plan
+        if plan is not None and plan.is_near(candidates, need):
+            costs = replace(plan.costs, limit=candidates.evictable)
+            optimum, solved = plan.optimum, plan.solved_need
+        else:
+            weights = self._weights(state, batch)
+            costs = SpanCosts.of(state, candidates, weights, need)
+            optimum, solved = self._program.solve(costs, need), need
+        span = whole_blocks(costs, optimum, need, block)
+        return _Plan(
+            candidates.request_id, costs, optimum, solved, span, candidates.shared, int(span.sum())
+        )
+
+    def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
+        levels, rows = self._rank(state).levels, list(batch.admit)
+
+        def column(running: FloatArray, waiting: FloatArray) -> FloatArray:
+            return np.concatenate((running, waiting[rows]))
+
+        return keep_weights(
+            np.concatenate((levels.running, levels.waiting[rows])),
+            column(state.running.tpot_slo_s, state.waiting.tpot_slo_s),
+            column(state.running.arrival_s, state.waiting.arrival_s),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """An answer to the ratio question, and what it came from."""
+
+    ids: IntArray
+    """Requests that it is for."""
+    costs: SpanCosts
+    optimum: FloatArray
+    """The program's n_i for a need of"""
+    solved_need: int
+    """so many tokens."""
+    span: IntArray
+    """n_i in whole blocks, for the latest need."""
+    shared: IntArray
+    """Shared tokens of the requests."""
+    evicted: int
+    """Σ n_i."""
+
+    def is_for(self, running: Requests) -> bool:
+        """Whether it is for these requests, with nothing more of them shared."""
+        return np.array_equal(self.ids, running.request_id) and np.array_equal(
+            self.shared, running.shared_tokens
+        )
+
+    def is_near(self, candidates: Candidates, need: int) -> bool:
+        """Whether the optimum is of the same requests and of a need near this one."""
+        drift = abs(need - self.solved_need)
+        return drift <= DRIFT * self.solved_need and np.array_equal(self.ids, candidates.request_id)
+
+
+@dataclass(eq=False)
+class _Ranked:
+    """Levels of the requests of the latest states, and whether any of them could join."""
+
+    running: IntArray
+    waiting: IntArray
+    """Ids of the requests ranked."""
+    levels: Levels
+    refused: tuple[float, ...] | None = None
+    """Bounds under which nobody could join; None if somebody could, or it was not asked."""
+    iterations: int = 0
+    """Since it was asked."""
+
+    @classmethod
+    def of(cls, state: SystemState) -> _Ranked:
+        levels = rank_levels(state.running, state.waiting)
+        return cls(state.running.request_id, state.waiting.request_id, levels)
+
+    def is_of(self, state: SystemState) -> bool:
+        return np.array_equal(self.running, state.running.request_id) and np.array_equal(
+            self.waiting, state.waiting.request_id
+        )
+
+    def note(self, state: SystemState, refused: bool) -> None:
+        self.refused = _bounds(state) if refused else None
+        self.iterations = 0
+
+    def still_refuses(self, state: SystemState) -> bool:
+        """While the requests are the same, running ones only grow: it gets no easier to join."""
+        self.iterations += 1
+        return self.iterations < ASK_AGAIN and self.refused == _bounds(state)
+
+
+@dataclass(eq=False)
+class _Standing:
+    """A schedule, and what it was built for."""
+
+    ranked: _Ranked
+    spans: IntArray
+    queue: bool
+    """Whether requests wait that cannot join."""
+    schedule: Schedule
+    iterations: int = 0
+
+    def still_holds(self, ranked: _Ranked, spans: IntArray, queue: bool) -> bool:
+        self.iterations += 1
+        return (
+            self.iterations < ASK_AGAIN
+            and self.ranked is ranked
+            and self.queue == queue
+            and np.array_equal(self.spans, spans)
+        )
+
+
+def _bounds(state: SystemState) -> tuple[float, ...]:
+    memory = state.memory
+    return state.max_running, state.tpot_slo_s, memory.device_tokens, memory.max_restored_tokens
+
+
+def _need(state: SystemState, tokens: IntArray, shared: IntArray, steps: int) -> float:
+    """Σ n_i that memory lacks in so many steps, in whole blocks; inf if no amount is enough."""
+    block = state.memory.block_tokens
+    blocks = int(((tokens + (block - 1 + steps)) // block).sum()) + int((-shared // block).sum())
+    short = blocks * block + unowned_tokens(state) - state.memory.device_tokens
+    return float(least_span_tokens(state.memory, np.float64(short)))
+
+
+def _still_good(state: SystemState, plan: _Plan | None) -> bool:
+    """Whether what was planned for the running requests covers the next step's need as far as
+    it can be covered, and leaves no more room than they may need for a new block each."""
+    running, memory = state.running, state.memory
+    least = _need(state, running.tokens, running.shared_tokens, 1)
+    if plan is None:
+        return least <= 0
+    if not plan.is_for(running):
+        return False
+    evicted = plan.evicted
+    if least <= evicted:
+        room = (len(plan.span) + 1) * memory.block_tokens
+        return (evicted - least) * (1.0 - memory.staging_overhead) <= room
+    most = int(evictable_tokens(running, memory.block_tokens).sum())
+    return evicted > min(most, memory.max_restored_tokens) - memory.block_tokens

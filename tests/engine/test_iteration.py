@@ -1,0 +1,159 @@
+"""The loop's phases, without SGLang and without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from ellm_sgl.engine import Arrival, Controller, Decision, Iteration, ServerLimits, StepLog
+from ellm_sgl.engine.decided import FETCH_ALL
+from ellm_sgl.engine.request_table import Entries
+from ellm_sgl.latency import RooflineLatencyModel
+from ellm_sgl.memory import ElasticMemory, PageTable, PoolShape
+from ellm_sgl.policies import Stock, WorkSplit
+from tests.latency.machines import GPU, TINY
+
+SHAPE = PoolShape(num_layers=4, layer_group=2, block_tokens=4)
+BLOCKS = 10
+KEEP_ALL = Decision(
+    admit=(), reorders=False, pause=frozenset(), ratios=(), admitted_ratio=0.0,
+    split=WorkSplit(1, 1, 512), fetch_ahead_s=0.0, stands=True,
+)  # fmt: skip
+
+
+class Server:
+    """`requests` that run, of two blocks each."""
+
+    def __init__(self, requests: int = 0) -> None:
+        self.now_s = 100.0
+        self.table = PageTable(SHAPE, 4 * BLOCKS, BLOCKS * SHAPE.num_groups)
+        elastic = ElasticMemory(self.table, 64, lambda tokens: 0)
+        limits = ServerLimits(TINY, GPU, 8, math.inf, 64)
+        steps = StepLog(RooflineLatencyModel(TINY, GPU), lambda: self.now_s)
+        controller = Controller(Stock(), math.inf, steps, limits)
+        self.iteration = Iteration(controller, elastic, 1024, lambda: self.now_s)
+        self.running = [self.arrive() for _ in range(requests)]
+        self.seq_ids = [70 + i for i in range(requests)]
+        for seq_id in self.seq_ids:
+            self.table.map(seq_id, elastic.allocate(2), 2 * SHAPE.block_tokens)
+            self.table.note_computed([seq_id], [2 * SHAPE.block_tokens])
+
+    def arrive(self) -> int:
+        arrival = Arrival(8, 8, 16, self.now_s, 0, math.inf, math.inf)
+        return self.iteration.requests.add(arrival, self.now_s)
+
+    def put_in_force(self, decision: Decision = KEEP_ALL, waiting: tuple[int, ...] = ()) -> None:
+        ratios = decision.ratios or (0.0,) * len(self.running)
+        decision = dataclasses.replace(decision, ratios=ratios)
+        self.iteration.put_in_force(decision, self.running, self.seq_ids, waiting)
+
+
+def entries(*numbers: int) -> Entries:
+    return np.array(numbers, np.int64)
+
+
+def test_what_is_observed_is_what_the_tables_hold() -> None:
+    server = Server(2)
+    waiting = server.arrive()
+    server.table.evict(int(server.table.blocks_of(71)[0]))
+    server.now_s += 3
+    state = server.iteration.observe(entries(*server.running), server.seq_ids, entries(waiting))
+    assert state.now_s == 103
+    assert state.running.tokens.tolist() == [8, 8]
+    assert state.running.uncached_tokens.tolist() == [0, 4]
+    assert state.waiting.waited_s.tolist() == [3.0]
+    assert state.memory.device_free_tokens == (BLOCKS - 3) * SHAPE.block_tokens
+
+
+def test_a_decision_on_positions_is_in_force_on_requests() -> None:
+    server = Server(2)
+    first, second = server.arrive(), server.arrive()
+    decision = dataclasses.replace(
+        KEEP_ALL, admit=(1, 0), pause=frozenset({1}), ratios=(0.25, 0.5), admitted_ratio=0.1
+    )
+    server.put_in_force(decision, (first, second))
+    decided = server.iteration.decided
+    assert decided.admit == {second: 0, first: 1}
+    assert decided.pause == {server.running[1]}
+    assert decided.uncached_ratios == {70: 0.25, 71: 0.5}
+    assert server.iteration.elastic.totals.pauses == 1
+    server.put_in_force(decision, (first, second))  # who is paused still has not begun to be again
+    assert server.iteration.elastic.totals.pauses == 1
+
+
+def test_before_the_first_decision_all_is_fetched() -> None:
+    assert Server().iteration.decided.split == FETCH_ALL
+    assert (FETCH_ALL.recompute_share, FETCH_ALL.delta_share) == (0.0, 0.5)
+
+
+def test_a_decision_stands_while_all_fits_and_no_longer() -> None:
+    server = Server(4)
+    server.put_in_force()
+    assert not server.iteration.decision_stands(4)  # 2 of 10 blocks are free
+    assert server.iteration.decision_stands(2)
+    server.table.evict(int(server.table.blocks_of(70)[0]))
+    assert not server.iteration.decision_stands(2)
+
+
+@pytest.mark.parametrize("what", ["policy", "admits", "promise"])
+def test_a_decision_does_not_stand_where_something_may_change(what: str) -> None:
+    server = Server(1)
+    waiting = (server.arrive(),)
+    server.put_in_force(
+        dataclasses.replace(
+            KEEP_ALL, admit=(0,) if what == "admits" else (), stands=what != "promise"
+        ),
+        waiting,
+    )
+    if what == "policy":
+        server.iteration.ask_anew()
+    assert not server.iteration.decision_stands(1)
+
+
+def test_nobody_to_decide_for_leaves_what_was_decided_of_the_others() -> None:
+    server = Server(2)
+    server.put_in_force(dataclasses.replace(KEEP_ALL, pause=frozenset({0}), admitted_ratio=0.3))
+    server.iteration.decide_nothing()
+    decided = server.iteration.decided
+    assert not decided.pause and not decided.uncached_ratios and not decided.admit
+    assert (decided.split, decided.admitted_ratio, decided.stands) == (KEEP_ALL.split, 0.3, True)
+
+
+def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> None:
+    server = Server(2)
+    iteration, waiting = server.iteration, (server.arrive(),)
+    server.put_in_force(waiting=waiting)
+    assert iteration.queue_closed(False, True)  # nobody is to be admitted
+    assert not iteration.queue_closed(False, False)
+    server.put_in_force(dataclasses.replace(KEEP_ALL, admit=(0,)), waiting)
+    assert not iteration.queue_closed(True, True)  # nobody was refused
+    iteration.refused(iteration.admission_tokens()[1])
+    assert iteration.queue_closed(True, True)
+    assert not iteration.queue_closed(False, True)
+    iteration.elastic.forget(71)
+    server.table.release(np.flatnonzero(server.table.references(np.arange(4 * BLOCKS)) == 1)[-2:])
+    assert not iteration.queue_closed(True, True)
+
+
+def test_room_is_made_by_evicting_and_told_when_there_is_none() -> None:
+    server = Server(5)
+    assert server.table.free_units == 0
+    assert server.iteration.make_room(2, server.seq_ids)
+    assert server.table.free_units == 2 * SHAPE.num_groups
+    assert not server.iteration.make_room(BLOCKS + 1, server.seq_ids)
+    assert server.iteration.elastic.totals.page_table_s > 0
+
+
+def test_the_token_of_a_step_is_reported_once() -> None:
+    server = Server(1)
+    iteration, running = server.iteration, entries(*server.running)
+    iteration.in_step(running, np.array([9]))
+    server.now_s += 1
+    iteration.report()
+    server.now_s += 5
+    iteration.report()
+    state = iteration.observe(running, server.seq_ids, entries())
+    assert state.running.waited_s.tolist() == [5.0]

@@ -1,0 +1,92 @@
+"""The request table: columns that follow requests through their lives."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from ellm_sgl.engine import Arrival, RequestTable
+from ellm_sgl.engine.request_table import entries_array
+
+ARRIVAL = Arrival(
+    tokens=10, prompt_tokens=10, max_new_tokens=5, arrival_s=1.0, priority=3,
+    tpot_slo_s=0.05, ttft_slo_s=math.inf,
+)  # fmt: skip
+
+
+def one(book: RequestTable, slot: int, length: int, now: float) -> float:
+    zeros = np.zeros(1, np.int64)
+    view = book.running(entries_array([slot]), np.array([length]), zeros, zeros, now)
+    return float(view.tpot_s[0])
+
+
+def test_a_waiting_request_as_a_policy_sees_it() -> None:
+    book = RequestTable()
+    view = book.waiting(entries_array([book.add(ARRIVAL, now_s=2.0)]), now_s=5.0)
+    assert view.tokens.tolist() == [10] and view.priority.tolist() == [3]
+    assert view.waited_s.tolist() == [3.0] and view.arrival_s.tolist() == [1.0]
+    assert view.tpot_slo_s.tolist() == [0.05] and np.isinf(view.ttft_slo_s).all()
+    assert np.isnan(view.tpot_s).all() and view.uncached_tokens.tolist() == [0]
+
+
+def test_ids_grow_with_arrival_and_are_never_used_again() -> None:
+    book = RequestTable()
+    first = book.add(ARRIVAL, 0.0)
+    book.remove(first)
+    slots = entries_array([book.add(ARRIVAL, 0.0) for _ in range(3)])
+    assert first in slots
+    assert sorted(book.waiting(slots, 0.0).request_id.tolist()) == [2, 3, 4]
+
+
+def test_it_grows_and_keeps_what_it_knows() -> None:
+    book = RequestTable()
+    slots = entries_array([book.add(ARRIVAL, float(i)) for i in range(200)])
+    assert len(set(slots.tolist())) == 200
+    assert book.waiting(slots, 200.0).waited_s.tolist() == [200.0 - i for i in range(200)]
+
+
+def test_time_per_output_token_is_counted_from_the_second_on() -> None:
+    book = RequestTable()
+    slot = book.add(ARRIVAL, 0.0)
+    for step, now in enumerate([10.0, 10.5, 12.0]):
+        book.decoded(entries_array([slot]), np.array([11 + step]), now)
+        tpot = one(book, slot, 11 + step, now)
+        assert math.isnan(tpot) if step == 0 else tpot == pytest.approx((now - 10) / step)
+
+
+def test_a_request_that_sits_out_waits_for_its_next_token() -> None:
+    book = RequestTable()
+    slots = entries_array([book.add(ARRIVAL, 0.0), book.add(ARRIVAL, 0.0)])
+    book.decoded(slots, np.array([11, 11]), 1.0)
+    book.decoded(slots[:1], np.array([12]), 2.0)
+    zeros = np.zeros(2, np.int64)
+    view = book.running(slots, np.array([12, 11]), zeros, zeros, now_s=2.5)
+    assert view.waited_s.tolist() == [0.5, 1.5]
+
+
+def test_a_retracted_request_waits_from_then_on_with_its_output() -> None:
+    book = RequestTable()
+    slot = book.add(ARRIVAL, 0.0)
+    book.wait_again(slot, tokens=14, now_s=9.0)
+    view = book.waiting(entries_array([slot]), now_s=10.0)
+    assert view.tokens.tolist() == [14] and view.waited_s.tolist() == [1.0]
+
+
+def test_a_slot_used_again_does_not_remember() -> None:
+    book = RequestTable()
+    slot = book.add(ARRIVAL, 0.0)
+    book.decoded(entries_array([slot]), np.array([11]), 1.0)
+    book.decoded(entries_array([slot]), np.array([12]), 2.0)
+    book.remove(slot)
+    assert book.add(ARRIVAL, 3.0) == slot
+    assert math.isnan(one(book, slot, 10, 3.0))
+
+
+def test_policies_cannot_write_to_it() -> None:
+    book = RequestTable()
+    view = book.waiting(entries_array([book.add(ARRIVAL, 0.0)]), 1.0)
+    for array in vars(view).values():
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7

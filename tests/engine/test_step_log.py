@@ -1,0 +1,82 @@
+"""The step log: from start to start, without the time in which nothing ran."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ellm_sgl.engine import StepLog
+from ellm_sgl.latency import LatencyModel, StepWork
+from ellm_sgl.latency.base import FloatArray
+
+WORK = StepWork(decode_rows=2, decode_tokens=20)
+
+
+class Recording(LatencyModel):
+    """Predicts what it saw last."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[StepWork, float]] = []
+
+    def step_seconds(self, work: StepWork) -> FloatArray:
+        return np.asarray(self.seen[-1][1] if self.seen else 0.0)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        self.seen.append((work, seconds))
+
+
+def log_at(*times: float) -> StepLog:
+    moments = iter(times)
+    return StepLog(Recording(), clock=lambda: next(moments))
+
+
+def test_a_step_lasts_until_the_next_begins() -> None:
+    log = log_at(1.0, 1.5, 3.5)
+    for _ in range(3):
+        log.start(WORK)
+    assert [r.seconds for r in log.reports] == [0.5, 2.0]
+    assert log.steps == 2 and log.last is log.reports[-1]
+
+
+def test_the_prediction_is_from_before_the_step_was_seen() -> None:
+    log = log_at(1.0, 1.5, 3.5, 4.0)
+    for _ in range(4):
+        log.start(WORK)
+    assert [r.predicted_s for r in log.reports] == [0.0, 0.5, 2.0]
+
+
+def test_idle_time_belongs_to_no_step() -> None:
+    log = log_at(1.0, 1.5, 50.0, 50.25)
+    log.start(WORK)
+    log.idle()
+    log.start(WORK)
+    log.idle()
+    assert [r.seconds for r in log.reports] == [0.5, 0.25]
+
+
+def test_turning_to_prompts_and_back_is_noted_also_across_a_pause() -> None:
+    prompt = StepWork(decode_rows=0, decode_tokens=0, prefill_rows=5, prefill_pairs=15)
+    log = log_at(*map(float, range(20)))
+    for work in (prompt, prompt, WORK, WORK, prompt):
+        log.start(work)
+    log.idle()
+    log.start(prompt)
+    log.start(WORK)
+    log.idle()
+    assert [r.work.phase_changes for r in log.reports] == [0, 0, 1, 0, 1, 0, 1]
+
+
+def test_stalls_belong_to_the_step_under_way() -> None:
+    log = log_at(1.0, 2.0, 3.0)
+    log.start(WORK)
+    log.stalled(0.25)
+    log.stalled(0.25)
+    log.start(WORK)
+    log.start(WORK)
+    assert [r.swap_stall_s for r in log.reports] == [0.5, 0.0]
+
+
+def test_nothing_is_reported_before_the_first_step_ends() -> None:
+    log = log_at(1.0)
+    assert log.last is None
+    log.start(WORK)
+    assert log.last is None

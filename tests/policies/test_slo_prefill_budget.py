@@ -1,0 +1,79 @@
+"""Prompts of less urgent requests, while more urgent ones decode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ellm_sgl.policies import Fcfs, Policy, SystemState
+from ellm_sgl.policies.slo_priority import SloPriority
+from ellm_sgl.policies.slo_priority.prefill_budget import MEMORY_S, SHARE, PrefillBudget
+from ellm_sgl.policies.testing import make_state, requests
+from tests.policies.slo_server import CpuServer, Request, Simulation
+
+LONG = 1000
+"""Tokens of a prompt that takes `CpuServer` 0.1 s, many times a step."""
+
+
+def scene(now_s: float, urgent_runs: bool = True) -> SystemState:
+    """Two requests run, one of them perhaps urgent; three long ones wait that are not."""
+    ids = [1, 2] if urgent_runs else [3, 4]
+    running = requests([100, 100], request_id=ids, priority=[5 * urgent_runs, 0], arrival_s=0.0)
+    waiting = requests([LONG] * 3, request_id=[7, 8, 9], arrival_s=0.0)
+    return make_state(
+        running, waiting, device_tokens=100_000, latency=CpuServer(), now_s=now_s, max_running=64
+    )
+
+
+def test_a_long_prompt_waits_until_its_time_is_saved_up() -> None:
+    policy = SloPriority()
+    assert policy.batch(scene(0.0)).admit == ()
+    assert policy.batch(scene(0.5 * 0.1 / SHARE)).admit == ()
+    assert policy.batch(scene(1.5 * 0.1 / SHARE)).admit == (0,)
+
+
+def test_what_a_prompt_took_has_to_be_saved_up_again() -> None:
+    budget, state = PrefillBudget(), scene(0.0)
+    budget.note(state, several=True)
+    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    assert budget.affords(1.0) and not budget.affords(1.1)
+    budget.offer(state.running, np.array([0.25, 0.25]))  # both of them run in the next state
+    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    assert budget.affords(0.5) and not budget.affords(0.6)
+
+
+def test_an_offer_that_the_server_did_not_take_costs_nothing() -> None:
+    budget, state = PrefillBudget(), scene(0.0)
+    budget.note(state, several=True)
+    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    budget.offer(state.waiting, np.full(3, 0.3))
+    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    assert budget.affords(1.0)
+
+
+def test_without_urgent_requests_prompts_do_not_wait() -> None:
+    assert SloPriority().batch(scene(0.0, urgent_runs=False)).admit == (0, 1, 2)
+
+
+def test_prompts_are_computed_a_few_at_a_time_while_urgent_requests_are_expected() -> None:
+    policy = SloPriority()
+    policy.batch(scene(0.0))
+    assert policy.batch(scene(1.0, urgent_runs=False)).admit == (0,)
+    assert policy.batch(scene(2 * MEMORY_S, urgent_runs=False)).admit == (0, 1, 2)
+
+
+def test_urgent_requests_decode_through_a_stream_of_long_prompts() -> None:
+    """Their tokens come at least twice as fast as under fcfs, and everybody is served."""
+    slowest = {policy: _slowest_urgent(policy()) for policy in (Fcfs, SloPriority)}
+    assert slowest[SloPriority] < slowest[Fcfs] / 2
+
+
+def _slowest_urgent(policy: Policy) -> float:
+    """Largest TPOT of an urgent request, in seconds."""
+    others = [Request(i, 0.1 * i, 768, 24, max_new=24) for i in range(24)]
+    urgent = [Request(100 + i, 0.5 + 0.8 * i, 64, 32, priority=1, max_new=32) for i in range(3)]
+    trace = sorted([*others, *urgent], key=lambda r: r.arrival_s)
+    served = Simulation(policy, trace, device_tokens=8192).run()
+    assert len(served.finished) == len(trace)
+    return max(r.tpot_s for r in served.of(1))

@@ -1,0 +1,136 @@
+"""Which requests pause, why, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies import SystemState
+from ellm_sgl.policies.slo_priority.levels import rank_levels
+from ellm_sgl.policies.slo_priority.schedule import (
+    MAX_STEPS_PER_TOKEN,
+    SLO_SHARE,
+    Losses,
+    Schedule,
+    build,
+)
+from ellm_sgl.policies.testing import Size, make_state, random_state, requests
+from tests.policies.slo_server import CpuServer
+
+LOSS = 0.05
+
+
+def state_of(urgent: int, others: int, uncached: list[int] | int = 0, slo: float = np.inf):
+    count = urgent + others
+    running = requests(
+        np.full(count, 256),
+        priority=np.arange(count) < urgent,
+        uncached_tokens=uncached,
+        tpot_slo_s=np.where(np.arange(count) < urgent, slo, np.inf),
+    )
+    return make_state(running, device_tokens=10**6, latency=CpuServer())
+
+
+def built(state: SystemState, pressure: bool = True, allowed: float = LOSS) -> Schedule:
+    return build(state, rank_levels(state.running, state.waiting).running, pressure, allowed)
+
+
+def step_s(state: SystemState, paused: tuple[int, ...]) -> float:
+    runs = np.ones(len(state.running), bool)
+    runs[list(paused)] = False
+    spans = state.running.uncached_tokens[runs].astype(float)
+    tokens = state.running.tokens[runs].sum()
+    work = StepWork(runs.sum(), tokens, spans.sum(), (spans * spans).sum())
+    return float(state.latency.step_seconds(work))
+
+
+def test_nobody_pauses_among_equals() -> None:
+    assert built(state_of(0, 24)).paused(state_of(0, 24)) == ()
+
+
+def test_nobody_pauses_without_pressure_or_slo() -> None:
+    state = state_of(4, 20)
+    assert built(state, pressure=False).paused(state) == ()
+
+
+def test_nobody_pauses_while_the_slo_is_met() -> None:
+    state = state_of(4, 20, slo=0.1)
+    assert built(state).paused(state) == ()
+
+
+def test_an_empty_server() -> None:
+    state = make_state(requests([]), device_tokens=64)
+    assert built(state).paused(state) == ()
+
+
+def test_as_few_as_meet_the_slo() -> None:
+    state = state_of(4, 20, slo=0.04)
+    paused = built(state, pressure=False, allowed=0.4).paused(state)
+    assert paused
+    assert step_s(state, paused) <= SLO_SHARE * 0.04
+    assert step_s(state, paused[1:]) > SLO_SHARE * 0.04
+
+
+def test_no_more_is_lost_than_allowed() -> None:
+    for allowed in (0.0, 0.02, 0.05, 0.2):
+        state = state_of(4, 20, slo=0.001)
+        schedule = built(state, allowed=allowed)
+        running = 24 - len(schedule.paused(state))
+        rate, full = running / step_s(state, schedule.paused(state)), 24 / step_s(state, ())
+        assert 1 - rate / full <= allowed + 1e-6
+        assert schedule.loss == pytest.approx(1 - rate / full, abs=1e-3)
+
+
+def test_those_with_much_to_recompute_pause_first() -> None:
+    state = state_of(4, 20, uncached=[0] * 22 + [160, 160], slo=0.06)
+    paused = built(state).paused(state)
+    assert paused and set(paused) <= {22, 23}
+
+
+def test_only_less_urgent_requests_pause() -> None:
+    for seed in range(100):
+        state = random_state(np.random.default_rng(seed), Size(64, 64, 4096))
+        level = rank_levels(state.running, state.waiting).running
+        schedule = built(state, allowed=0.2)
+        assert schedule.loss <= 0.2 + 1e-9
+        assert all(level[i] > level.min() for i in schedule.paused(state))
+
+
+@pytest.mark.parametrize("others", [1, 2, 3, 7, 8, 9, 20, 33])
+@pytest.mark.parametrize("spans", [0, 1])
+def test_everybody_runs_now_and_then(others: int, spans: int) -> None:
+    """As steps go by everybody pauses for some, and nobody more than the bound."""
+    uncached = [0, *([160] * spans), *([0] * (others - spans))]
+    state = state_of(1, others, uncached=uncached, slo=1e-6)
+    schedule = built(state, allowed=0.9)
+    last, gap, longest = np.zeros(others + 1), np.zeros(others + 1, int), 0
+    now = 0.0
+    for _ in range(60):
+        waited = now - last
+        running = replace(state.running, waited_s=waited)
+        paused = schedule.paused(replace(state, running=running))
+        runs = np.ones(others + 1, bool)
+        runs[list(paused)] = False
+        now += step_s(state, paused)
+        last[runs] = now
+        gap = np.where(runs, 0, gap + 1)
+        longest = max(longest, int(gap.max()))
+    assert 1 < longest < MAX_STEPS_PER_TOKEN
+
+
+def test_what_was_not_lost_may_be_lost_later() -> None:
+    losses = Losses(LOSS)
+    assert losses.allowed == LOSS
+    for second in range(60):
+        losses.note(float(second), 0.0)
+    saved_up = losses.allowed
+    spent = []
+    for second in range(60, 400):
+        spent.append(losses.allowed)
+        losses.note(float(second), losses.allowed)
+    assert saved_up > 2 * LOSS
+    assert spent[-1] == pytest.approx(LOSS, abs=1e-3)
+    assert sum(spent) / 400 <= 1.05 * LOSS

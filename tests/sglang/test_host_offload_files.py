@@ -1,0 +1,161 @@
+"""Files of the host tier: of whom, how large, and refused before a process starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.memory import HostTier, KVPool, PoolShape
+from ellm_sgl.sglang.host_offload import make_hidden_pool, make_streamer
+from ellm_sgl.sglang.host_offload_files import check_files, files
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.step import HiddenStates
+
+declare()
+
+SHAPE = PoolShape(num_layers=6, layer_group=2, block_tokens=16)
+HEADS, HEAD_DIM, TOKENS = 4, 8, 10 * 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """As much of SGLang's `ModelConfig` as is asked for."""
+
+    num_hidden_layers: int = 6
+    hidden_size: int = HEADS * HEAD_DIM
+    head_dim: int = HEAD_DIM
+    dtype: torch.dtype = torch.float32
+
+    def get_num_kv_heads(self, tp_size: int) -> int:
+        return HEADS // tp_size
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """As much of SGLang's `ServerArgs`, and of its `KVCacheConfigurator`."""
+
+    tp_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    kv_cache_dtype: str = "auto"
+    device: str = "cpu"
+    model_config: Model = field(default_factory=Model)
+
+    def get_model_config(self) -> Model:
+        return self.model_config
+
+
+def settings(
+    path: Path, keeps: str = "kv", where: str = "host", tokens: int = TOKENS
+) -> EllmConfig:
+    return EllmConfig(
+        host_path=str(path), host_kv_tokens=tokens, host_keeps=keeps, hidden_on=where, layer_group=2
+    )
+
+
+def build(config: EllmConfig, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """The host pools of one rank, as a server makes them: KV, and hidden states."""
+    groups = {"kv": 0, "hidden": 3, "3": 2}[config.host_keeps]
+    tier = HostTier(0, 3, config.host_kv_tokens // 16 * 3, groups)
+    pool = KVPool(SHAPE, 8, HEADS // ranks, HEAD_DIM, torch.float32, "cpu")
+    buffers = {}
+    from sglang.srt.runtime_context import get_parallel
+
+    with get_parallel().override(tp_rank=rank, tp_size=ranks):
+        hidden = None
+        if groups:
+            states = make_hidden_pool(config, SHAPE, groups, Arguments())
+            hidden = HiddenStates(states, pool)
+            if config.hidden_in_file:
+                buffers["hidden"] = states.buffer
+        buffers["kv"] = make_streamer(config, tier.kv_units, pool, hidden)._host
+    return buffers
+
+
+def names_of(folder: Path) -> set[str]:
+    """Files of this folder that this process has mapped and that have no name any more."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ours = [line.split(maxsplit=5)[5] for line in lines if f"{folder}/" in line]
+    assert all(name.endswith(" (deleted)") for name in ours)
+    return {Path(name.removesuffix(" (deleted)")).name for name in ours}
+
+
+@pytest.mark.parametrize("keeps", ["kv", "hidden", "3"])
+def test_each_rank_has_files_of_its_own(tmp_path: Path, keeps: str) -> None:
+    config = settings(tmp_path / "tier", keeps)
+    ranks = [build(config, rank, 2) for rank in range(2)]
+    ends = [""] if keeps == "kv" else ["", ".hidden"]
+    assert names_of(tmp_path) == {f"tier.rank{r}{end}" for r in range(2) for end in ends}
+    for number, rank in enumerate(ranks):
+        for buffer in rank.values():
+            buffer.fill_(number)
+    for number, rank in enumerate(ranks):
+        assert all((buffer == number).all() for buffer in rank.values())
+
+
+def test_one_rank_alone_has_the_file_that_was_given(tmp_path: Path) -> None:
+    buffers = build(settings(tmp_path / "tier", "3"), 0, 1)
+    assert names_of(tmp_path) == {"tier", "tier.hidden"}
+    assert set(buffers) == {"kv", "hidden"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("keeps", "where"), [("kv", "host"), ("hidden", "host"), ("3", "host"), ("3", "device")]
+)
+def test_the_sizes_are_known_before(tmp_path: Path, keeps: str, where: str, ranks: int) -> None:
+    config = settings(tmp_path / "tier", keeps, where, TOKENS + 5)
+    expected = files(config, Arguments(tp_size=ranks))
+    made = {}
+    for rank in range(ranks):
+        name = "tier" if ranks == 1 else f"tier.rank{rank}"
+        for kind, buffer in build(config, rank, ranks).items():
+            made[tmp_path / (name + (".hidden" if kind == "hidden" else ""))] = buffer.nbytes
+    assert expected == made
+
+
+def test_only_the_files_of_this_machine_count(tmp_path: Path) -> None:
+    arguments = Arguments(tp_size=4, nnodes=2, node_rank=1)
+    found = files(settings(tmp_path / "tier"), arguments)
+    assert set(found) == {tmp_path / "tier.rank2", tmp_path / "tier.rank3"}
+
+
+def test_sizes_that_only_the_server_will_know_are_not_guessed(tmp_path: Path) -> None:
+    mixed = files(settings(tmp_path / "tier", "mixed"), Arguments())
+    assert mixed == {tmp_path / "tier": 0, tmp_path / "tier.hidden": 0}
+    assert files(settings(tmp_path / "tier"), Arguments(kv_cache_dtype="bf16")) == {
+        tmp_path / "tier": 0
+    }
+
+
+def test_a_name_that_is_taken_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    config = settings(tmp_path / "tier", "3")
+    names = {"tier": 1, "tier.hidden": 1, "tier.rank1": 2, "tier.rank0.hidden": 2}
+    for name, ranks in names.items():
+        check_files(config, Arguments(tp_size=ranks))
+        taken = tmp_path / name
+        taken.write_text("precious")
+        with pytest.raises(ConfigError, match=f"^--ellm-host-path {taken}: exists"):
+            check_files(config, Arguments(tp_size=ranks))
+        assert taken.read_text() == "precious"
+        taken.unlink()
+    assert os.listdir(tmp_path) == []
+    check_files(EllmConfig(), Arguments())
+
+
+def test_more_than_the_disk_holds_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    place = os.statvfs(tmp_path)
+    token = 6 * 2 * HEADS * HEAD_DIM * 4
+    fits = place.f_bfree * place.f_frsize // token * 2 // 3
+    told = f"^--ellm-host-path {tmp_path}/tier: .* are needed, and {tmp_path} has .* free; free"
+    for ranks in (1, 2):  # of two, each has half the heads: there would be room for one of them
+        arguments = Arguments(tp_size=ranks)
+        check_files(settings(tmp_path / "tier", tokens=fits), arguments)
+        with pytest.raises(ConfigError, match=told):
+            check_files(settings(tmp_path / "tier", tokens=2 * fits), arguments)
+    assert os.listdir(tmp_path) == []

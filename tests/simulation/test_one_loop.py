@@ -1,0 +1,152 @@
+"""SGLang's scheduler and the simulator drive one loop: of one load they ask the same questions, in
+the same order, and get the same decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from ellm_sgl.engine import Decision, Iteration
+from ellm_sgl.eval.simulator import Load, Machine, Settings, Simulation
+from ellm_sgl.latency import HardwareProfile, LatencyModel, RooflineLatencyModel, StepWork
+from ellm_sgl.policies import Fcfs, Policy, SystemState
+from tests.simulation.configuration import Configuration
+from tests.simulation.events import Arrive, Event, Step
+
+MAX_RESTORED = 16_384
+"""Of a step; the simulator allows as many at least."""
+PROMPTS = (40, 25, 13, 60, 8, 31, 22, 47, 5, 17)
+MOST_OUTPUT = (30, 36, 24, 18, 36, 30, 12, 24, 36, 20)
+SERVER = Configuration(
+    layers=4,
+    radix=False,
+    policy="fcfs",
+    max_running=6,
+    max_prefill=MAX_RESTORED,
+)
+
+
+class Asked(Fcfs):
+    """A server asks it in every iteration, as the simulator does."""
+
+    def idle_without_pressure(self) -> bool:
+        return False
+
+
+class Unlearning(RooflineLatencyModel):
+    """Steps of the two take different times; what they predict must not come to differ."""
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        pass
+
+
+class Recorded:
+    """What each decision was asked about, and said. Requests are named by their priority."""
+
+    def __init__(self) -> None:
+        self.decisions: list[tuple[Any, ...]] = []
+        decide = Iteration.decide
+
+        def recording(iteration: Iteration, state: SystemState) -> Decision:
+            decision = decide(iteration, state)
+            self.decisions.append(_told(state, decision))
+            return decision
+
+        self.recording = patch.object(Iteration, "decide", recording)
+
+
+def _told(state: SystemState, decision: Decision) -> tuple[Any, ...]:
+    running, waiting = state.running, state.waiting
+    return (
+        running.priority.tolist(),
+        running.tokens.tolist(),
+        running.uncached_tokens.tolist(),
+        waiting.priority.tolist(),
+        waiting.tokens.tolist(),
+        state.memory,
+        [int(waiting.priority[i]) for i in decision.admit],
+        sorted(int(running.priority[i]) for i in decision.pause),
+        decision.ratios,
+        decision.admitted_ratio,
+        decision.split,
+    )
+
+
+def _use(iteration: Iteration, model: LatencyModel, policy: Policy) -> None:
+    controller = iteration.controller
+    controller.steps.model = model
+    controller._fetching = controller._fetching.__class__(model)
+    controller.switch(policy)
+
+
+def _served(server: Configuration) -> tuple[Recorded, list[int], Any]:
+    """On SGLang's scheduler: decisions, output lengths, and the limits that it had."""
+    from tests.simulation.life import Agreement, Life, rid_of
+
+    first, *others = (
+        Arrive(i, n, m) for i, (n, m) in enumerate(zip(PROMPTS, MOST_OUTPUT, strict=True))
+    )
+    # One runs when the others come: SGLang forgets of an empty batch that it was full.
+    story: list[Event] = [first, Step(), *others, Step()]
+    life, recorded = Life(server, story, 0, Agreement()), Recorded()
+    iteration = life.plane.context.iteration
+    assert iteration is not None
+    limits = iteration.controller.limits
+    _use(iteration, Unlearning(limits.model, limits.hardware), Asked())
+    with recorded.recording:
+        life.live()
+    outputs = [len(life.scheduler.reqs[rid_of(i)].output_ids) for i in range(len(PROMPTS))]
+    return recorded, outputs, limits
+
+
+def _simulated(server: Configuration, outputs: list[int], limits: Any) -> Recorded:
+    hardware: HardwareProfile = limits.hardware
+    tokens = server.device_blocks * server.block_tokens
+    machine = Machine("made up", limits.model, hardware, kv_tokens=tokens, host_tokens=0)
+    settings = Settings(
+        restore="recompute",
+        tpot_slo_s=limits.tpot_slo_s,
+        block_tokens=server.block_tokens,
+        layer_group=server.layer_group,
+        max_running=server.max_running,
+        chunk_tokens=MAX_RESTORED,
+        conservativeness=0.1,
+        stride=1,
+    )
+    count = len(PROMPTS)
+    load = Load(
+        at_s=np.array([0.0] + [1e-9] * (count - 1)),
+        prompt_tokens=np.array(PROMPTS),
+        output_tokens=np.array(outputs),
+        max_new_tokens=np.array(MOST_OUTPUT),
+        priority=np.arange(count),
+        tpot_slo_s=np.full(count, math.inf),
+        ttft_slo_s=np.full(count, math.inf),
+    )
+    simulation, recorded = Simulation(machine, settings, load), Recorded()
+    mode: Any = simulation.mode
+    _use(mode.iteration, Unlearning(limits.model, hardware), Asked())
+    with recorded.recording:
+        simulation.run()
+    return recorded
+
+
+@pytest.mark.parametrize(("device_blocks", "conservativeness"), [(40, 0.1), (30, 0.3), (40, 1.0)])
+def test_one_load_meets_the_same_decisions_on_sglangs_scheduler_and_in_the_simulator(
+    simulation: Any, device_blocks: int, conservativeness: float
+) -> None:
+    server = dataclasses.replace(
+        SERVER, device_blocks=device_blocks, conservativeness=conservativeness
+    )
+    served, outputs, limits = _served(server)
+    simulated = _simulated(server, outputs, limits)
+    for i, (one, other) in enumerate(zip(served.decisions, simulated.decisions, strict=False)):
+        assert one == other, f"decision {i}"
+    assert len(served.decisions) == len(simulated.decisions) > 100
+    crowded = [d for d in served.decisions if d[0] and d[3]]
+    assert len(crowded) > 30, "somebody waits while others run"
