@@ -80,9 +80,14 @@ def test_workers_sleep_between_calls() -> None:
     others = set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}
     assert others - before or len(others) >= 3
 
+    def state(thread: str) -> str:
+        try:
+            return Path(f"/proc/self/task/{thread}/stat").read_text().rsplit(")")[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):  # a thread of another test's: it has ended
+            return "S"
+
     def running() -> list[str]:
-        states = [Path(f"/proc/self/task/{t}/stat").read_text().rsplit(")")[1] for t in others]
-        return [state for state in states if state.split()[0] != "S"]
+        return [thread for thread in others if state(thread) != "S"]
 
     deadline = time.monotonic() + 30
     while running():  # the last of them is on its way to bed
