@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from ellm_sgl.config import RECOMPUTE, EllmConfig
 from ellm_sgl.memory import KVPool, OutOfBlocksError, PageTable, PoolShape
 from ellm_sgl.sglang.context import Context
-from ellm_sgl.sglang.host_offload import (
+from ellm_sgl.sglang.host_tier import (
     SLOTS,
     device_units,
     hidden_groups,

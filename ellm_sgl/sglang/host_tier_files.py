@@ -8,7 +8,7 @@ from typing import Any
 from ellm_sgl.config import MIXED, EllmConfig
 from ellm_sgl.host_file import check_space, file_of
 from ellm_sgl.memory import HiddenPool, KVPool, PoolShape
-from ellm_sgl.sglang.host_offload import groups_given
+from ellm_sgl.sglang.host_tier import groups_given
 
 
 def check_files(settings: EllmConfig, args: Any) -> None:
