@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import RECOMPUTE, EllmConfig
-from ellm_sgl.memory import KVPool, OutOfBlocksError, PageTable, PoolShape
+from ellm_sgl.memory import KVPool, OutOfBlocksError, PageTable
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.host_tier import (
     SLOTS,
@@ -20,6 +20,7 @@ from ellm_sgl.sglang.host_tier import (
     hidden_groups,
     make_hidden_pool,
     make_streamer,
+    pool_shape,
 )
 from ellm_sgl.sglang.token_slots import (
     Integers,
@@ -71,7 +72,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
     settings = _settings()
     model = configurator.model_config
     layers = configurator.layer_info.num_effective_layers
-    shape = PoolShape(layers, min(settings.layer_group, layers), settings.block_tokens)
+    shape = pool_shape(settings, layers)
     logical_tokens = sizes.max_total_num_tokens
     heads, head_dim = model.get_num_kv_heads(get_parallel().attn_tp_size), model.head_dim
     dtype = configurator.kv_cache_dtype

@@ -119,8 +119,7 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--ellm-host-keeps {config.host_keeps}: the model has {layers} layers; give as many "
             "at most"
         )
-    from ellm_sgl.sglang.host_tier import check_room
-    from ellm_sgl.sglang.host_tier_files import check_files
+    from ellm_sgl.sglang.host_tier import check_files, check_room
 
     try:
         if args.kv_cache_dtype == "auto":
