@@ -68,14 +68,14 @@ class Context:
 
     def map_request(self, req: Req, row: npt.NDArray[np.int32], length: int) -> None:
         """Take note of a request's blocks. `row`: its slots in token order, at least `length`."""
-        seq_id = row_of(req)
+        seq_id = req.req_pool_idx
         block_tokens = self.table.shape.block_tokens
         self.table.map(seq_id, row[:length:block_tokens] // block_tokens, length)
         self._requests[seq_id] = req
 
     def forget_request(self, req: Req) -> None:
         """A request leaves its row (finished, aborted or retracted)."""
-        seq_id = row_of(req)
+        seq_id = req.req_pool_idx
         self._requests.pop(seq_id, None)
         self.elastic.forget(seq_id)
 
@@ -123,15 +123,6 @@ def context_of(owner: Any) -> Context:
     return context
 
 
-def row_of(req: Req) -> int:
-    """A request's row in `req_to_token`: what identifies it as a sequence."""
-    holder = req if hasattr(req, "req_pool_idx") else req.kv  # in `kv` from SGLang 0.5.20 on
-    return int(holder.req_pool_idx)
-
-
 def rows_of(reqs: Sequence[Req]) -> list[int]:
-    """`row_of` of each, for what is done in every step."""
-    try:
-        return [req.req_pool_idx for req in reqs]
-    except AttributeError:
-        return [row_of(req) for req in reqs]
+    """Their rows in `req_to_token`: what identifies them as sequences."""
+    return [req.req_pool_idx for req in reqs]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ellm_sgl.sglang.context import context_of, row_of, rows_of
+from ellm_sgl.sglang.context import context_of, rows_of
 from ellm_sgl.sglang.scheduler import scheduler_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def map_extended(result: Any, batch: ScheduleBatch) -> Any:
     scheduler_of(batch).prefilling = rows_of(batch.reqs)
     with ours.elastic.totals.bookkeeping():
         for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-            ours.map_request(req, rows[row_of(req), :length].cpu().numpy(), length)
+            ours.map_request(req, rows[req.req_pool_idx, :length].cpu().numpy(), length)
     return result
 
 

@@ -22,18 +22,10 @@ from ellm_sgl.sglang.host_tier import (
     make_streamer,
     pool_shape,
 )
-from ellm_sgl.sglang.token_slots import (
-    Integers,
-    begins_page,
-    decode_slots,
-    extend_slots,
-    pages_to_add,
-)
+from ellm_sgl.sglang.token_slots import Integers, PagedSlots
 from ellm_sgl.step import AnyStreamer, HiddenStates
 
 logger = logging.getLogger(__name__)
-
-_NO_PAGES = np.empty(0, np.int64)
 
 _DEVICE_TOKENS = "_ellm_device_tokens"
 """Attribute of SGLang's model config (its configurator takes none): tokens that the device pool
@@ -166,7 +158,7 @@ class EllmKVCache(KVCache):
         raise RuntimeError("KV is written by eLLM's attention backend, never by slot")
 
 
-class EllmAllocator(BaseTokenToKVPoolAllocator):
+class EllmAllocator(PagedSlots, BaseTokenToKVPoolAllocator):
     """Logical slots from the page table. A page of SGLang's is a token block of ours."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -199,50 +191,18 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
         need = torch.tensor([need_size])
         return self.alloc_extend(zero, zero, need, need, zero - 1, need_size)
 
-    def alloc_extend(
-        self,
-        prefix_lens: torch.Tensor,
-        prefix_lens_cpu: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
-        last_loc: torch.Tensor,
-        extend_num_tokens: int,
-        num_new_pages: int | None = None,
-    ) -> torch.Tensor | None:
-        """Slots for prompts; None if the logical space is exhausted.
-
-        Blocks for which no unit is left exist only while a step computes them.
-        """
-        before, after = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
-        pages = self._new_pages(int(pages_to_add(before, after, self.page_size).sum()))
-        if pages is None:
-            return None
-        slots = extend_slots(before, after, last_loc.cpu().numpy(), pages, self.page_size)
-        return torch.from_numpy(slots).to(self.device)
-
-    def alloc_decode(
-        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
-    ) -> torch.Tensor | None:
-        """One slot per request, likewise. `check_decode_mem` makes room before, but a step that
-        mixes prefill with decoding does not ask it."""
-        after = seq_lens_cpu.numpy()
-        pages = self._new_pages(int(np.count_nonzero(begins_page(after, self.page_size))))
-        if pages is None:
-            return None
-        slots = decode_slots(after, last_loc.cpu().numpy(), pages, self.page_size)
-        return torch.from_numpy(slots).to(self.device)
-
-    def _new_pages(self, count: int) -> Integers | None:
-        """So many blocks, with units as far as there are any."""
+    def take_pages(self, count: int) -> Integers | None:
+        """So many blocks, with units as far as there are any: `check_decode_mem` makes room before,
+        but a step that mixes prefill with decoding does not ask it. Blocks for which no unit is
+        left exist only while a step computes them."""
         if count == 0:
-            return _NO_PAGES
+            return np.empty(0, np.int64)
         elastic = self.ellm.elastic
         with elastic.totals.bookkeeping():
             try:
-                blocks = elastic.allocate(count)
+                return elastic.allocate(count).astype(np.int64)
             except OutOfBlocksError:
                 return None
-        return blocks.astype(np.int64)
 
     def free(self, free_index: torch.Tensor) -> None:
         self._free_pages(free_index // self.page_size)

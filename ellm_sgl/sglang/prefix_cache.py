@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.registry import (
     registered_radix_cache_backends,
 )
 
-from ellm_sgl.sglang.context import context_of, row_of
+from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.server_args import PREFIX_CACHE
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class EllmRadixCache(RadixCache):
             super().cache_unfinished_req(req, chunked)
         finally:
             self._match_all = False
-        length = self._table.length_of(row_of(req))
-        row = self.req_to_token_pool.req_to_token[row_of(req), :length]
+        length = self._table.length_of(req.req_pool_idx)
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
         context_of(self).map_request(req, row.cpu().numpy(), length)
 
     def cache_finished_req(

@@ -30,8 +30,6 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """An x86 host without accelerator and without AMX."""
 
     _enum = PlatformEnum.OOT
-    device_name = "cpu"
-    device_type = "cpu"
 
     def get_device(self, local_rank: int = 0) -> Any:
         # SGLang's base class answers a torch.device, but its only caller takes a string apart.
@@ -72,9 +70,3 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from ellm_sgl.sglang.platform.allocator import CpuPagedAllocator
 
         return CpuPagedAllocator
-
-    def is_pin_memory_available(self, device: Any = None) -> bool:
-        return False
-
-    def get_dispatch_key_name(self) -> str:
-        return "native"
