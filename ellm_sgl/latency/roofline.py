@@ -31,15 +31,15 @@ COMPONENTS = (
     "fetch",
     "turn",
 )
-"""What `Roofline.components` returns, in this order."""
+"""Parts of a step's time that have a factor each."""
 
 
-class Roofline:
-    """Splits a step's time into components, each in seconds. Fixed: it never learns.
+class RooflineLatencyModel(LatencyModel):
+    """A roofline, whose components are scaled online so that they fit the measured steps.
 
     Args:
         shape: the model, as one rank holds it.
-        profile: the machine, as one rank has it.
+        profile: the machine, as one rank has it: calibrated at start-up, or a preset.
     """
 
     def __init__(self, shape: ModelShape, profile: HardwareProfile) -> None:
@@ -67,8 +67,36 @@ class Roofline:
         self._step_s = profile.step_overhead_s
         self._decode_row_s = profile.row_overhead_s
         self._turn_s = profile.phase_change_s
+        self._correction = Correction(len(COMPONENTS))
+        self._latest: tuple[StepWork, tuple[Quantity, ...]] | None = None
+        """The latest step asked about, and its components: it is the next one to be observed."""
 
-    def components(self, work: StepWork) -> tuple[Quantity, ...]:
+    @property
+    def factors(self) -> dict[str, float]:
+        """What each component of the profile is multiplied by, as learnt so far; 1 at first."""
+        return dict(zip(COMPONENTS, self._correction.factors.tolist(), strict=True))
+
+    def step_seconds(self, work: StepWork) -> FloatArray:
+        total: Quantity = 0.0
+        parts = self._components(work)
+        self._latest = work, parts
+        for factor, part in zip(self._correction.factors.tolist(), parts, strict=True):
+            total = total + factor * part
+        if isinstance(work.swap_tokens, np.ndarray) or work.swap_tokens:
+            total = np.maximum(total, self._swap_seconds(work))
+        return np.asarray(total, np.float64)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from one measured step. Ignored, since they say nothing about the components:
+        times that are no positive number, and steps bounded by their transfer."""
+        latest = self._latest
+        known = latest[1] if latest is not None and latest[0] is work else None
+        parts = np.array(known or self._components(work), np.float64)
+        fetches = bool(work.swap_tokens)
+        if not fetches or self._swap_seconds(work) < self._correction.factors @ parts:
+            self._correction.observe(parts, seconds)
+
+    def _components(self, work: StepWork) -> tuple[Quantity, ...]:
         """Seconds of each of `COMPONENTS`; none falls as any field but the share grows.
 
         `read` is reading the weights, `packing` what more than one row adds to that, `compute`
@@ -96,7 +124,7 @@ class Roofline:
             self._turn_s * work.phase_changes,
         )
 
-    def swap_seconds(self, work: StepWork) -> Quantity:
+    def _swap_seconds(self, work: StepWork) -> Quantity:
         """Time of the transfer from host memory; Eq. (6) with l1 / L = 1 - φ."""
         tokens = work.swap_tokens
         wire = self._swap_token_s * tokens * (1.0 - work.recompute_share)
@@ -111,46 +139,6 @@ class Roofline:
         if self._experts == 1:
             return self._read_s
         return self._read_s - self._experts_read_s * np.exp(self._log_missed * rows)
-
-
-class RooflineLatencyModel(LatencyModel):
-    """A roofline, whose components are scaled online so that they fit the measured steps.
-
-    Args:
-        shape: the model, as one rank holds it.
-        profile: the machine, as calibrated at start-up or a preset.
-    """
-
-    def __init__(self, shape: ModelShape, profile: HardwareProfile) -> None:
-        self._roofline = Roofline(shape, profile)
-        self._correction = Correction(len(COMPONENTS))
-        self._latest: tuple[StepWork, tuple[Quantity, ...]] | None = None
-        """The latest step asked about, and its components: it is the next one to be observed."""
-
-    @property
-    def factors(self) -> dict[str, float]:
-        """What each component of the profile is multiplied by, as learnt so far; 1 at first."""
-        return dict(zip(COMPONENTS, self._correction.factors.tolist(), strict=True))
-
-    def step_seconds(self, work: StepWork) -> FloatArray:
-        total: Quantity = 0.0
-        parts = self._roofline.components(work)
-        self._latest = work, parts
-        for factor, part in zip(self._correction.factors.tolist(), parts, strict=True):
-            total = total + factor * part
-        if isinstance(work.swap_tokens, np.ndarray) or work.swap_tokens:
-            total = np.maximum(total, self._roofline.swap_seconds(work))
-        return np.asarray(total, np.float64)
-
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from one measured step. Ignored, since they say nothing about the components:
-        times that are no positive number, and steps bounded by their transfer."""
-        latest = self._latest
-        known = latest[1] if latest is not None and latest[0] is work else None
-        parts = np.array(known or self._roofline.components(work), np.float64)
-        fetches = bool(work.swap_tokens)
-        if not fetches or self._roofline.swap_seconds(work) < self._correction.factors @ parts:
-            self._correction.observe(parts, seconds)
 
 
 def _smaller(a: Quantity, b: Quantity) -> Quantity:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ellm_sgl.config import ConfigError
-from ellm_sgl.config.modes import policy_of
+from ellm_sgl.config.resolve import policy_of
 from ellm_sgl.engine import Arrival, Controller, Iteration, RequestTable, ServerLimits, StepLog
 from ellm_sgl.engine.request_table import entries_array
 from ellm_sgl.latency import LatencyModel, PaperLatencyModel, RooflineLatencyModel
