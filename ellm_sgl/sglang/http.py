@@ -13,13 +13,10 @@ CONTROL = "ellm/"
 """Prefix of the methods that `state.control` answers in the scheduler."""
 
 
-_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-
-
 def serve_routes(*_: Any, **__: Any) -> None:
     """Hook after `TokenizerManager.__init__`: where this process serves HTTP, it serves eLLM's
     routes too. Whoever serves HTTP has imported SGLang's module for it by then."""
-    http_server = sys.modules.get(_HTTP_SERVER)
+    http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is None or EllmConfig.from_env() is None:
         return
     if not getattr(http_server.app.state, "ellm", False):

@@ -166,8 +166,6 @@ class EllmAllocator(PagedSlots, BaseTokenToKVPoolAllocator):
         self.ellm: Context = self._kvcache.ellm
         """Where hooks find it (`context.context_of`)."""
         self._table = self.ellm.table
-        self._group: list[torch.Tensor] | None = None
-        """Pages freed within a free group, until it ends; None outside of one."""
         self.release_pages = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -205,25 +203,14 @@ class EllmAllocator(PagedSlots, BaseTokenToKVPoolAllocator):
                 return None
 
     def free(self, free_index: torch.Tensor) -> None:
-        self._free_pages(free_index // self.page_size)
+        if not self.is_not_in_free_group:
+            self.free_group.append(free_index)
+            return
+        with self.ellm.elastic.totals.bookkeeping():
+            self._table.release(torch.unique(free_index // self.page_size).cpu().numpy())
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         # Tokens of a page are neighbours in a request's row: one of each page is enough.
         tail = free_index[-start_pos % self.page_size :: self.page_size]
         head = free_index[:1] if start_pos % self.page_size else free_index[:0]
-        self._free_pages(torch.cat([head, tail]) // self.page_size)
-
-    def free_group_begin(self) -> None:
-        self._group = []
-
-    def free_group_end(self) -> None:
-        pages, self._group = self._group, None
-        if pages:
-            self._free_pages(torch.cat(pages))
-
-    def _free_pages(self, pages: torch.Tensor) -> None:
-        if self._group is None:
-            with self.ellm.elastic.totals.bookkeeping():
-                self._table.release(torch.unique(pages).cpu().numpy())
-        else:
-            self._group.append(pages)
+        self.free(torch.cat([head, tail]))

@@ -90,17 +90,13 @@ class EllmScheduler:
         for req, entry in zip(reqs, self.entries(reqs), strict=True):
             self.iteration.retracted(int(entry), len(req.origin_input_ids) + len(req.output_ids))
 
-    def paused_seq_ids(self) -> list[int]:
-        """`seq_id` of the requests paused for the step in flight."""
-        return [] if self.paused.batch is None else rows_of(self.paused.batch.reqs)
-
     def fetching_ahead(self) -> list[int]:
-        """Those of them whose KV can be fetched beside it. Hidden states are projected by the step
-        that needs them."""
-        executor = context_of(self.scheduler).executor
-        if executor.streamer is None or executor.hidden is not None:
+        """`seq_id` of the requests paused for the step in flight whose KV can be fetched beside it.
+        Hidden states are projected by the step that needs them."""
+        executor, paused = context_of(self.scheduler).executor, self.paused.batch
+        if paused is None or executor.streamer is None or executor.hidden is not None:
             return []
-        return self.paused_seq_ids()
+        return rows_of(paused.reqs)
 
     def stepping(self, batch: ScheduleBatch, indices: Sequence[int]) -> list[int]:
         """Those of these requests of `batch` that take part in its next step: all but the paused,
