@@ -29,9 +29,7 @@ def recompute_layers_flops(
     """V_K1 of Eq. (8), in FLOPs: recomputation of l2 layers; with l2 = L, V_rec of Eq. (2).
 
     Args:
-        shape: h and V.
-        restored_tokens: Σ s_i r_i.
-        restored_squares: Σ s_i² r_i².
+        restored_tokens, restored_squares: Σ s_i r_i and Σ s_i² r_i².
         recompute_layers: l2.
     """
     h, l2 = shape.hidden, recompute_layers
@@ -45,10 +43,7 @@ def decode_layers_flops(
     """V_K2 of Eq. (9), in FLOPs: decoding through l1 + l2 layers; all L of them, V_dec of Eq. (3).
 
     Args:
-        shape: h and V.
-        rows: b.
-        tokens: Σ s_i.
-        layers: l1 + l2.
+        rows, tokens, layers: b, Σ s_i and l1 + l2.
     """
     h = shape.hidden
     head = 2 * h * shape.vocabulary
