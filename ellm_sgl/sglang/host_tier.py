@@ -136,14 +136,11 @@ def device_units(
 
 
 def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
-    """Before any process starts: as `device_units`, where the sizes are known by then.
+    """Before any process starts: raise what `device_units` will, where the sizes are known by then.
 
     Args:
         model: SGLang's `ModelConfig`.
         tp_size: ranks that share the KV heads.
-
-    Raises:
-        ConfigError: as `device_units`.
     """
     tokens = settings.device_kv_tokens
     if tokens is None or not settings.keeps_hidden or settings.host_keeps == MIXED:
@@ -155,15 +152,8 @@ def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
 
 
 def check_files(settings: EllmConfig, args: Any) -> None:
-    """Before any process starts: refuse names that are taken, and more bytes than there is room
-    for.
-
-    Args:
-        args: SGLang's `ServerArgs`, its defaults filled in.
-
-    Raises:
-        ConfigError: as `host_file.check_space`.
-    """
+    """Before any process starts: raise ConfigError for names that are taken, and for more bytes
+    than there is room for. `args`: SGLang's `ServerArgs`, its defaults filled in."""
     if settings.host_path is not None:
         check_space(settings.host_path, files(settings, args))
 

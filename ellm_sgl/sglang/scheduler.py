@@ -145,7 +145,10 @@ class EllmScheduler:
         pause = frozenset(p for p in decision.pause if not running[p].to_finish)
         decision = dataclasses.replace(decision, pause=pause)
         self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
-        self._open_or_close(batch)
+        # SGLang stops looking at its queue once a batch is full.
+        batch.batch_is_full = self.iteration.queue_closed(
+            batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
+        )
 
     def _decision_stands(self, batch: ScheduleBatch) -> bool:
         return (
@@ -166,8 +169,8 @@ class EllmScheduler:
         ranks, iteration = self.scheduler.ps, self.iteration
 
         def decided() -> Decision:
-            reclaimable = self.reclaimable()
-            return iteration.decide(iteration.observe(running, seq_ids, waiting, reclaimable))
+            state = iteration.observe(running, seq_ids, waiting, self.reclaimable())
+            return iteration.decide(state)
 
         if ranks.tp_size == 1:
             return decided()
@@ -177,12 +180,6 @@ class EllmScheduler:
         mine = [decided()] if self.asks else []
         (decision,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
         return decision
-
-    def _open_or_close(self, batch: ScheduleBatch) -> None:
-        """SGLang stops looking at its queue once a batch is full."""
-        batch.batch_is_full = self.iteration.queue_closed(
-            batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
-        )
 
     def reclaimable(self) -> int:
         """Tokens of cached prefixes that nobody uses."""

@@ -89,16 +89,11 @@ def extend_slots(
 
 
 def decode_slots(after: Integers, last_slot: Integers, pages: Integers, page_size: int) -> Integers:
-    """`extend_slots` by one token each, which is what every decode step does.
+    """`extend_slots` by one token each, int64 [n]: what every decode step does.
 
     Args:
         after: int64 [n], tokens of each request, the new one counted.
-        last_slot: int64 [n], slot of the token before.
         pages: int64, a new page for each request of which `begins_page` says so, in order.
-        page_size: tokens per page.
-
-    Returns:
-        int64 [n].
     """
     slots = last_slot + 1
     if len(pages):
