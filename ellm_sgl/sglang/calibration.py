@@ -20,7 +20,7 @@ import torch
 
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
 from ellm_sgl.latency.fit import fit_profile
-from ellm_sgl.memory import KVPool, PageTable
+from ellm_sgl.memory import PageTable
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.step import NewTokens, Restoration, StepPlan, plan_step
 
@@ -145,10 +145,8 @@ def calibrate(runner: ModelRunner, ours: Context, shape: ModelShape) -> Hardware
             break
     measured = [(mix.work, median(times)) for mix, times in samples.items() if times]
     profile: HardwareProfile = decided(fit_profile(shape, guess, measured))
-    return profile if profile.name == "cuda" else _with_scheduler(profile)
-
-
-def _with_scheduler(profile: HardwareProfile) -> HardwareProfile:
+    if profile.name == "cuda":
+        return profile
     return dataclasses.replace(
         profile,
         step_overhead_s=profile.step_overhead_s + _SCHEDULER_STEP_S,
@@ -192,7 +190,7 @@ class SyntheticSteps:
     def __init__(self, runner: ModelRunner, ours: Context) -> None:
         self._runner = runner
         self._executor = ours.executor
-        self._pool: KVPool = ours.pool
+        self._pool = ours.pool
         self._context: int = runner.model_config.context_len
         self._cleared = 0
 

@@ -26,9 +26,6 @@ class Context:
     """One per scheduler process. A request's `seq_id` is its row in SGLang's `req_to_token`.
 
     Args:
-        settings: of the server.
-        table: units of the device and the host.
-        pool: the device's KV.
         max_restored: rows that a step may restore.
         slots: layer groups whose fetched units a step holds at once.
         streamer: fetches units from the host tier; None without one.

@@ -38,12 +38,9 @@ def add_routes(http_server: Any) -> None:
     app = http_server.app
     app.add_middleware(SloFields)
 
-    def manager() -> Any:
-        return http_server._global_state.tokenizer_manager
-
     async def control(method: str, body: dict[str, Any]) -> Any:
         request = DumperControlReqInput(method=CONTROL + method, body=body)
-        return (await manager().dumper_control(request))[0]
+        return (await http_server._global_state.tokenizer_manager.dumper_control(request))[0]
 
     @app.get("/ellm/state")
     async def ellm_state(integrity: bool = False) -> Any:
