@@ -73,7 +73,8 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     """Hook around `ServerArgs.__post_init__`: adapt what eLLM needs, refuse what it lacks."""
     config = EllmConfig.from_env()
     if config is None:
-        return original(args)
+        original(args)
+        return
     _refuse_other_sglang()
     _refuse_unsupported(args, resolved=False)
     if args.page_size not in (None, config.block_tokens):
@@ -91,7 +92,7 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
         cuda.adapt(args)
     original(args)
     if args.model_path.lower() in ("none", "dummy"):
-        return None
+        return
     _refuse_unsupported(args, resolved=True)
     backend = _attention_backend(config)
     if args.attention_backend != backend:
@@ -99,6 +100,11 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--attention-backend {args.attention_backend}: eLLM brings its own attention; "
             "leave it out"
         )
+    _check_model(config, args)
+
+
+def _check_model(config: EllmConfig, args: ServerArgs) -> None:
+    """Refuse models that eLLM does not support, and a host tier that this one leaves no room for."""
     model = args.get_model_config()
     architectures = model.hf_config.architectures or ["(none named)"]
     if not ARCHITECTURES.issuperset(architectures):
@@ -126,7 +132,6 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
         check_files(config, args)
     except ConfigError as error:
         _refuse(str(error))
-    return None
 
 
 def check_adapted(args: ServerArgs) -> None:
