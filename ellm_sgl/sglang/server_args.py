@@ -104,7 +104,7 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
 
 
 def _check_model(config: EllmConfig, args: ServerArgs) -> None:
-    """Refuse models that eLLM does not support, and a host tier that this one leaves no room for."""
+    """Refuse models that eLLM does not support, and a host tier that has no room beside them."""
     model = args.get_model_config()
     architectures = model.hf_config.architectures or ["(none named)"]
     if not ARCHITECTURES.issuperset(architectures):
