@@ -90,8 +90,7 @@ class EllmRadixCache(RadixCache):
         finally:
             self._match_all = False
         length = self._table.length_of(req.req_pool_idx)
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :length]
-        context_of(self).map_request(req, row.cpu().numpy(), length)
+        context_of(self).map_request(req, self.req_to_token_pool.req_to_token, length)
 
     def cache_finished_req(
         self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
