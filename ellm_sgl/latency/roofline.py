@@ -43,6 +43,7 @@ class RooflineLatencyModel(LatencyModel):
     """
 
     def __init__(self, shape: ModelShape, profile: HardwareProfile) -> None:
+        self._profile = profile
         read = shape.weight_bytes / profile.device_bytes_per_s
         compute = 2 / profile.flops
         expert = shape.layers * shape.expert_weights
@@ -55,7 +56,6 @@ class RooflineLatencyModel(LatencyModel):
         self._head_row_s = compute * head
         # log of the share of rows that do not go through a given expert; finite also if all do
         self._log_missed = math.log1p(-min(shape.experts_per_token / shape.experts, 1 - 1e-12))
-        self._packing = profile.packing
         self._serial = 1.0 - profile.overlap
         self._token_s = shape.kv_bytes_per_token / (
             profile.kv_bytes_per_s or profile.device_bytes_per_s
@@ -63,10 +63,6 @@ class RooflineLatencyModel(LatencyModel):
         self._pair_s = 4 * shape.layers * shape.heads * shape.head_dim / profile.attention_flops
         self._swap_token_s = shape.kv_bytes_per_token / profile.link_bytes_per_s
         self._fetch_token_s = profile.fetch_share * self._swap_token_s
-        self._link_latency_s = profile.link_latency_s
-        self._step_s = profile.step_overhead_s
-        self._decode_row_s = profile.row_overhead_s
-        self._turn_s = profile.phase_change_s
         self._correction = Correction(len(COMPONENTS))
         self._latest: tuple[StepWork, tuple[Quantity, ...]] | None = None
         """The latest step asked about, and its components: it is the next one to be observed."""
@@ -103,7 +99,7 @@ class RooflineLatencyModel(LatencyModel):
         what computing takes beyond reading, `serial` what of the rest does not overlap, and
         `fetch` what a transfer takes from the step that it runs beside.
         """
-        share = work.recompute_share
+        profile, share = self._profile, work.recompute_share
         rows = work.decode_rows + work.prefill_rows + share * work.restored_tokens
         # Logits: one row per request that decodes, and one for a prompt.
         head_rows = work.decode_rows + _smaller(work.prefill_rows, 1)
@@ -112,23 +108,23 @@ class RooflineLatencyModel(LatencyModel):
         hidden = _smaller(compute, read)
         more_rows = _smaller(rows - _smaller(rows, 1), 1)
         return (
-            self._step_s,
-            self._decode_row_s * work.decode_rows,
+            profile.step_overhead_s,
+            profile.row_overhead_s * work.decode_rows,
             read,
-            self._packing * read * more_rows,
+            profile.packing * read * more_rows,
             compute - hidden,
             self._serial * hidden,
             self._token_s * work.decode_tokens,
             self._pair_s * (share * work.restored_pairs + work.prefill_pairs),
             self._fetch_token_s * work.swap_tokens * (1.0 - share),
-            self._turn_s * work.phase_changes,
+            profile.phase_change_s * work.phase_changes,
         )
 
     def _swap_seconds(self, work: StepWork) -> Quantity:
         """Time of the transfer from host memory; Eq. (6) with l1 / L = 1 - φ."""
         tokens = work.swap_tokens
         wire = self._swap_token_s * tokens * (1.0 - work.recompute_share)
-        return wire + self._link_latency_s * _smaller(tokens, 1)
+        return wire + self._profile.link_latency_s * _smaller(tokens, 1)
 
     def _weights_read_s(self, rows: Quantity) -> Quantity:
         """Time to read the weights once; of experts, those that some row goes through.
