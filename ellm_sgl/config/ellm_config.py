@@ -42,7 +42,12 @@ _NUMBERS = {
     ),
 }
 """What each of these fields may be, and what it is, in words."""
+_CHOICES = {"mode": MODES, "latency_model": LATENCY_MODELS, "hidden_on": HIDDEN_ON}
 _OPTIONAL = ("ratio", "tpot_slo_ms", "device_kv_tokens")
+
+
+def _flag(field: str) -> str:
+    return "--ellm-" + field.replace("_", "-")
 
 
 def _is_layer_count(text: str) -> bool:
@@ -82,7 +87,11 @@ class EllmConfig:
         return self.host_path is not None and self.keeps_hidden and self.hidden_on == HOST
 
     def __post_init__(self) -> None:
-        self._check_mode()
+        for name, names in _CHOICES.items():
+            if (value := getattr(self, name)) not in names:
+                raise ConfigError(f"{_flag(name)} {value}: give one of {', '.join(names)}")
+        if self.is_baseline:
+            self._check_baseline()
         if self.ratio is not None and self.policy != "fixed-ratio":
             raise ConfigError(
                 f"--ellm-ratio {self.ratio}: only the policy fixed-ratio takes it, and the policy "
@@ -94,25 +103,13 @@ class EllmConfig:
                 f"--ellm-device-kv-tokens {self.device_kv_tokens}: the pool must hold at least one "
                 f"block of {self.block_tokens} tokens (--ellm-block-tokens)"
             )
-        if self.host_path is not None and self.host_kv_tokens == 0:
-            raise ConfigError(
-                f"--ellm-host-path {self.host_path} needs --ellm-host-kv-tokens, the size of the "
-                "host tier"
-            )
         if self.host_keeps not in HOST_KEEPS and not _is_layer_count(self.host_keeps):
             raise ConfigError(
                 f"--ellm-host-keeps {self.host_keeps[:80]}: give {', '.join(HOST_KEEPS)} or a "
                 "number of layers"
             )
-        if self.keeps_hidden and self.host_kv_tokens == 0:
-            raise ConfigError(
-                f"--ellm-host-keeps {self.host_keeps} needs --ellm-host-kv-tokens, the size of the "
-                "host tier"
-            )
-        if self.hidden_on not in HIDDEN_ON:
-            raise ConfigError(
-                f"--ellm-hidden-on {self.hidden_on}: give one of {', '.join(HIDDEN_ON)}"
-            )
+        if self.host_kv_tokens == 0 and (wanting := self._wants_host_tier()):
+            raise ConfigError(f"{wanting} needs --ellm-host-kv-tokens, the size of the host tier")
         if self.hidden_on == DEVICE and not self.keeps_hidden:
             raise ConfigError(
                 f"--ellm-hidden-on {DEVICE} needs --ellm-host-keeps hidden, mixed or a number of "
@@ -133,24 +130,14 @@ class EllmConfig:
                 "--ellm-fusion off: hidden states are captured in fused passes only; leave out "
                 f"--ellm-host-keeps {self.host_keeps}"
             )
-        if self.latency_model not in LATENCY_MODELS:
-            raise ConfigError(
-                f"--ellm-latency-model {self.latency_model}: give one of "
-                f"{', '.join(LATENCY_MODELS)}"
-            )
 
     def _check_numbers(self) -> None:
         for name, (allowed, what) in _NUMBERS.items():
             value = getattr(self, name)
             if value not in allowed and (value is not None or name not in _OPTIONAL):
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--ellm-{flag} {shown(value)}: give {what}, {allowed}")
+                raise ConfigError(f"{_flag(name)} {shown(value)}: give {what}, {allowed}")
 
-    def _check_mode(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"--ellm-mode {self.mode}: give one of {', '.join(MODES)}")
-        if not self.is_baseline:
-            return
+    def _check_baseline(self) -> None:
         if self.policy != self.mode:
             raise ConfigError(
                 f"--ellm-policy {self.policy}: mode {self.mode} decides by itself; leave it out"
@@ -165,10 +152,14 @@ class EllmConfig:
                 f"--ellm-host-keeps kv: mode {HCACHE} restores from hidden states; leave it "
                 "out, or give hidden or a number of layers"
             )
-        if self.mode != RECOMPUTE and self.host_kv_tokens == 0:
-            raise ConfigError(
-                f"--ellm-mode {self.mode} needs --ellm-host-kv-tokens, the size of the host tier"
-            )
+
+    def _wants_host_tier(self) -> str | None:
+        """What was given that there has to be one for, as a flag."""
+        if self.mode in (SWAP, HCACHE):
+            return f"--ellm-mode {self.mode}"
+        if self.host_path is not None:
+            return f"--ellm-host-path {self.host_path}"
+        return f"--ellm-host-keeps {self.host_keeps}" if self.keeps_hidden else None
 
     @property
     def is_baseline(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ellm_sgl.config import HIDDEN_ON, HOST_KEEPS, LATENCY_MODELS, MODES
+from ellm_sgl.config.ellm_config import HIDDEN_ON, HOST_KEEPS, LATENCY_MODELS, MODES
 from ellm_sgl.config.ranges import read_json
 
 

@@ -1,4 +1,5 @@
-"""Settings of one server, from its flags: checked once, wherever they were given."""
+"""Settings of one server, from its flags: checked once, wherever they were given; and the policy
+that they name."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ellm_sgl import host_file
-from ellm_sgl.config import HCACHE, EllmConfig
-from ellm_sgl.config.modes import policy_of
+from ellm_sgl.config import HCACHE, RECOMPUTE, EllmConfig
+from ellm_sgl.policies import Policy, Stock
+from ellm_sgl.policies.baselines.whole_requests import WholeRequests
+from ellm_sgl.policies.registry import create
 
 
 def resolve(values: Mapping[str, Any]) -> EllmConfig:
@@ -27,3 +30,15 @@ def resolve(values: Mapping[str, Any]) -> EllmConfig:
     if config.host_path is not None:
         host_file.check(host_file.file_of(config.host_path))
     return config
+
+
+def policy_of(config: EllmConfig) -> Policy:
+    """What decides on a server with these settings. Baselines move whole requests, on the same
+    pool and kernels; what one keeps of its original, and what not, is told in docs/policies.md.
+
+    Raises:
+        ConfigError: as `registry.create`.
+    """
+    if not config.is_baseline:
+        return create(config.policy, config.options)
+    return Stock() if config.mode == RECOMPUTE else WholeRequests()

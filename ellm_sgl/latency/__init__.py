@@ -3,8 +3,7 @@
 No torch, no SGLang in here.
 """
 
-from ellm_sgl.latency.base import LatencyModel, StepWork
-from ellm_sgl.latency.fetching import FetchingLatencyModel
+from ellm_sgl.latency.base import FetchingLatencyModel, LatencyModel, StepWork
 from ellm_sgl.latency.paper import PaperLatencyModel
 from ellm_sgl.latency.partition import hidden_layers
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape

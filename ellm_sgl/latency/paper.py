@@ -23,39 +23,13 @@ from ellm_sgl.latency.base import FloatArray, LatencyModel, Quantity, StepWork
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
 
 
-def recompute_flops(
-    shape: ModelShape, restored_tokens: Quantity, restored_squares: Quantity
-) -> Quantity:
-    """V_rec of Eq. (2), in FLOPs.
-
-    Args:
-        shape: h, L and V.
-        restored_tokens: Σ s_i r_i.
-        restored_squares: Σ s_i² r_i².
-    """
-    return recompute_layers_flops(shape, restored_tokens, restored_squares, shape.layers)
-
-
-def decode_flops(shape: ModelShape, rows: Quantity, tokens: Quantity) -> Quantity:
-    """V_dec of Eq. (3), in FLOPs.
-
-    Args:
-        shape: h, L and V.
-        rows: b.
-        tokens: Σ s_i.
-    """
-    return decode_layers_flops(shape, rows, tokens, shape.layers)
-
-
 def recompute_layers_flops(
     shape: ModelShape, restored_tokens: Quantity, restored_squares: Quantity, recompute_layers: int
 ) -> Quantity:
-    """V_K1 of Eq. (8), in FLOPs: recomputation of l2 layers.
+    """V_K1 of Eq. (8), in FLOPs: recomputation of l2 layers; with l2 = L, V_rec of Eq. (2).
 
     Args:
-        shape: h and V.
-        restored_tokens: Σ s_i r_i.
-        restored_squares: Σ s_i² r_i².
+        restored_tokens, restored_squares: Σ s_i r_i and Σ s_i² r_i².
         recompute_layers: l2.
     """
     h, l2 = shape.hidden, recompute_layers
@@ -66,13 +40,10 @@ def recompute_layers_flops(
 def decode_layers_flops(
     shape: ModelShape, rows: Quantity, tokens: Quantity, layers: int
 ) -> Quantity:
-    """V_K2 of Eq. (9), in FLOPs: decoding through l1 + l2 layers.
+    """V_K2 of Eq. (9), in FLOPs: decoding through l1 + l2 layers; all L of them, V_dec of Eq. (3).
 
     Args:
-        shape: h and V.
-        rows: b.
-        tokens: Σ s_i.
-        layers: l1 + l2.
+        rows, tokens, layers: b, Σ s_i and l1 + l2.
     """
     h = shape.hidden
     head = 2 * h * shape.vocabulary
@@ -95,11 +66,14 @@ class PaperLatencyModel(LatencyModel):
         self._profile = profile
 
     def step_seconds(self, work: StepWork) -> FloatArray:
+        shape = self._shape
         # All pairs of n prompt rows, as (2) counts them: n², of which n (n + 1) / 2 are causal.
         restored_tokens = work.restored_tokens + work.prefill_rows
         restored_squares = work.restored_squares + 2 * work.prefill_pairs
-        flops = recompute_flops(self._shape, restored_tokens, restored_squares)
-        flops = flops + decode_flops(self._shape, work.decode_rows, work.decode_tokens)
+        flops = recompute_layers_flops(shape, restored_tokens, restored_squares, shape.layers)
+        flops = flops + decode_layers_flops(
+            shape, work.decode_rows, work.decode_tokens, shape.layers
+        )
         return np.asarray(flops / self._profile.flops, np.float64)
 
     def observe(self, work: StepWork, seconds: float) -> None:

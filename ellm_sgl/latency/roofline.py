@@ -31,18 +31,19 @@ COMPONENTS = (
     "fetch",
     "turn",
 )
-"""What `Roofline.components` returns, in this order."""
+"""Parts of a step's time that have a factor each."""
 
 
-class Roofline:
-    """Splits a step's time into components, each in seconds. Fixed: it never learns.
+class RooflineLatencyModel(LatencyModel):
+    """A roofline, whose components are scaled online so that they fit the measured steps.
 
     Args:
         shape: the model, as one rank holds it.
-        profile: the machine, as one rank has it.
+        profile: the machine, as one rank has it: calibrated at start-up, or a preset.
     """
 
     def __init__(self, shape: ModelShape, profile: HardwareProfile) -> None:
+        self._profile = profile
         read = shape.weight_bytes / profile.device_bytes_per_s
         compute = 2 / profile.flops
         expert = shape.layers * shape.expert_weights
@@ -55,7 +56,6 @@ class Roofline:
         self._head_row_s = compute * head
         # log of the share of rows that do not go through a given expert; finite also if all do
         self._log_missed = math.log1p(-min(shape.experts_per_token / shape.experts, 1 - 1e-12))
-        self._packing = profile.packing
         self._serial = 1.0 - profile.overlap
         self._token_s = shape.kv_bytes_per_token / (
             profile.kv_bytes_per_s or profile.device_bytes_per_s
@@ -63,66 +63,6 @@ class Roofline:
         self._pair_s = 4 * shape.layers * shape.heads * shape.head_dim / profile.attention_flops
         self._swap_token_s = shape.kv_bytes_per_token / profile.link_bytes_per_s
         self._fetch_token_s = profile.fetch_share * self._swap_token_s
-        self._link_latency_s = profile.link_latency_s
-        self._step_s = profile.step_overhead_s
-        self._decode_row_s = profile.row_overhead_s
-        self._turn_s = profile.phase_change_s
-
-    def components(self, work: StepWork) -> tuple[Quantity, ...]:
-        """Seconds of each of `COMPONENTS`; none falls as any field but the share grows.
-
-        `read` is reading the weights, `packing` what more than one row adds to that, `compute`
-        what computing takes beyond reading, `serial` what of the rest does not overlap, and
-        `fetch` what a transfer takes from the step that it runs beside.
-        """
-        share = work.recompute_share
-        rows = work.decode_rows + work.prefill_rows + share * work.restored_tokens
-        # Logits: one row per request that decodes, and one for a prompt.
-        head_rows = work.decode_rows + _smaller(work.prefill_rows, 1)
-        read = self._weights_read_s(rows)
-        compute = self._row_s * rows + self._head_row_s * head_rows
-        hidden = _smaller(compute, read)
-        more_rows = _smaller(rows - _smaller(rows, 1), 1)
-        return (
-            self._step_s,
-            self._decode_row_s * work.decode_rows,
-            read,
-            self._packing * read * more_rows,
-            compute - hidden,
-            self._serial * hidden,
-            self._token_s * work.decode_tokens,
-            self._pair_s * (share * work.restored_pairs + work.prefill_pairs),
-            self._fetch_token_s * work.swap_tokens * (1.0 - share),
-            self._turn_s * work.phase_changes,
-        )
-
-    def swap_seconds(self, work: StepWork) -> Quantity:
-        """Time of the transfer from host memory; Eq. (6) with l1 / L = 1 - φ."""
-        tokens = work.swap_tokens
-        wire = self._swap_token_s * tokens * (1.0 - work.recompute_share)
-        return wire + self._link_latency_s * _smaller(tokens, 1)
-
-    def _weights_read_s(self, rows: Quantity) -> Quantity:
-        """Time to read the weights once; of experts, those that some row goes through.
-
-        Each row takes `experts_per_token` of the experts. If its choice is even, an expert is
-        missed by n rows with probability (1 - k / E)ⁿ.
-        """
-        if self._experts == 1:
-            return self._read_s
-        return self._read_s - self._experts_read_s * np.exp(self._log_missed * rows)
-
-
-class RooflineLatencyModel(LatencyModel):
-    """A roofline, whose components are scaled online so that they fit the measured steps.
-
-    Args:
-        shape: the model, as one rank holds it.
-        profile: the machine, as calibrated at start-up or a preset.
-    """
-
-    def __init__(self, shape: ModelShape, profile: HardwareProfile) -> None:
-        self._roofline = Roofline(shape, profile)
         self._correction = Correction(len(COMPONENTS))
         self._latest: tuple[StepWork, tuple[Quantity, ...]] | None = None
         """The latest step asked about, and its components: it is the next one to be observed."""
@@ -134,12 +74,12 @@ class RooflineLatencyModel(LatencyModel):
 
     def step_seconds(self, work: StepWork) -> FloatArray:
         total: Quantity = 0.0
-        parts = self._roofline.components(work)
+        parts = self._components(work)
         self._latest = work, parts
         for factor, part in zip(self._correction.factors.tolist(), parts, strict=True):
             total = total + factor * part
         if isinstance(work.swap_tokens, np.ndarray) or work.swap_tokens:
-            total = np.maximum(total, self._roofline.swap_seconds(work))
+            total = np.maximum(total, self._swap_seconds(work))
         return np.asarray(total, np.float64)
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -147,10 +87,54 @@ class RooflineLatencyModel(LatencyModel):
         times that are no positive number, and steps bounded by their transfer."""
         latest = self._latest
         known = latest[1] if latest is not None and latest[0] is work else None
-        parts = np.array(known or self._roofline.components(work), np.float64)
+        parts = np.array(known or self._components(work), np.float64)
         fetches = bool(work.swap_tokens)
-        if not fetches or self._roofline.swap_seconds(work) < self._correction.factors @ parts:
+        if not fetches or self._swap_seconds(work) < self._correction.factors @ parts:
             self._correction.observe(parts, seconds)
+
+    def _components(self, work: StepWork) -> tuple[Quantity, ...]:
+        """Seconds of each of `COMPONENTS`; none falls as any field but the share grows.
+
+        `read` is reading the weights, `packing` what more than one row adds to that, `compute`
+        what computing takes beyond reading, `serial` what of the rest does not overlap, and
+        `fetch` what a transfer takes from the step that it runs beside.
+        """
+        profile, share = self._profile, work.recompute_share
+        rows = work.decode_rows + work.prefill_rows + share * work.restored_tokens
+        # Logits: one row per request that decodes, and one for a prompt.
+        head_rows = work.decode_rows + _smaller(work.prefill_rows, 1)
+        read = self._weights_read_s(rows)
+        compute = self._row_s * rows + self._head_row_s * head_rows
+        hidden = _smaller(compute, read)
+        more_rows = _smaller(rows - _smaller(rows, 1), 1)
+        return (
+            profile.step_overhead_s,
+            profile.row_overhead_s * work.decode_rows,
+            read,
+            profile.packing * read * more_rows,
+            compute - hidden,
+            self._serial * hidden,
+            self._token_s * work.decode_tokens,
+            self._pair_s * (share * work.restored_pairs + work.prefill_pairs),
+            self._fetch_token_s * work.swap_tokens * (1.0 - share),
+            profile.phase_change_s * work.phase_changes,
+        )
+
+    def _swap_seconds(self, work: StepWork) -> Quantity:
+        """Time of the transfer from host memory; Eq. (6) with l1 / L = 1 - φ."""
+        tokens = work.swap_tokens
+        wire = self._swap_token_s * tokens * (1.0 - work.recompute_share)
+        return wire + self._profile.link_latency_s * _smaller(tokens, 1)
+
+    def _weights_read_s(self, rows: Quantity) -> Quantity:
+        """Time to read the weights once; of experts, those that some row goes through.
+
+        Each row takes `experts_per_token` of the experts. If its choice is even, an expert is
+        missed by n rows with probability (1 - k / E)ⁿ.
+        """
+        if self._experts == 1:
+            return self._read_s
+        return self._read_s - self._experts_read_s * np.exp(self._log_missed * rows)
 
 
 def _smaller(a: Quantity, b: Quantity) -> Quantity:

@@ -19,29 +19,25 @@ To make it again: `python -m ellm_sgl.sglang.arguments_page > docs/sglang-argume
 """
 
 
+_SECTIONS = (
+    ("Refused", Kind.REFUSED, ("arguments", "because", "not refused")),
+    ("Set by eLLM", Kind.ADAPTED, ("argument", "to")),
+    ("Work", Kind.WORKS, ("arguments", "shown by")),
+    ("Without bearing", Kind.NO_BEARING, ("arguments", "are about")),
+)
+"""Title, rows, and the heads of the columns."""
+
+
 def page() -> str:
     """The page, in Markdown."""
     rows = list(table().values())
-    of = {kind: [row for row in rows if row.kind is kind] for kind in Kind}
-    return "\n".join(
-        [
-            _HEAD.format(count=len(rows)),
-            "## Refused",
-            "",
-            "One sentence says so when the server starts, and what to do.",
-            "",
-            *_grouped(of[Kind.REFUSED], ("arguments", "because", "not refused")),
-            "## Set by eLLM",
-            "",
-            *_grouped(of[Kind.ADAPTED], ("argument", "to")),
-            "## Work",
-            "",
-            *_grouped(of[Kind.WORKS], ("arguments", "shown by")),
-            "## Without bearing",
-            "",
-            *_grouped(of[Kind.NO_BEARING], ("arguments", "are about")),
-        ]
-    )
+    lines = [_HEAD.format(count=len(rows))]
+    for title, kind, head in _SECTIONS:
+        lines += [f"## {title}", ""]
+        if kind is Kind.REFUSED:
+            lines += ["One sentence says so when the server starts, and what to do.", ""]
+        lines += _grouped((row for row in rows if row.kind is kind), head)
+    return "\n".join(lines)
 
 
 def _grouped(rows: Iterable[Argument], head: tuple[str, ...]) -> list[str]:
@@ -66,9 +62,8 @@ def _text(row: Argument) -> str:
 
 
 def _partly(row: Argument) -> str:
-    return (
-        f"otherwise: {row.remedy}" if row.when is not None and row.remedy != "leave it out" else ""
-    )
+    otherwise = row.when is not None and row.remedy != Argument.remedy
+    return f"otherwise: {row.remedy}" if otherwise else ""
 
 
 if __name__ == "__main__":

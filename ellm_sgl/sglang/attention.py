@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
-    from ellm_sgl.memory import KVPool
     from ellm_sgl.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -34,31 +33,6 @@ def register_backend() -> None:
     register_attention_backend(cuda.ATTENTION_BACKEND)(EllmAttention)
 
 
-class _Layer(NamedTuple):
-    """What one layer's attention is given in every step."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    group: int
-    begins_group: bool
-    ends_group: bool
-
-    @staticmethod
-    def of(pool: KVPool) -> list[_Layer]:
-        """All layers, in order."""
-        shape = pool.shape
-        return [
-            _Layer(
-                keys=pool.keys(layer),
-                values=pool.values(layer),
-                group=shape.group_of(layer),
-                begins_group=layer % shape.layer_group == 0,
-                ends_group=shape.ends_group(layer),
-            )
-            for layer in range(shape.num_layers)
-        ]
-
-
 class EllmAttention(AttentionBackend):
     """Attention of the step that the executor runs; all it needs is in the plan."""
 
@@ -69,7 +43,18 @@ class EllmAttention(AttentionBackend):
         ours = context_of(runner)
         self.executor, self._pool = ours.executor, ours.pool
         pool = self._pool.buffer
-        self._layers = _Layer.of(self._pool)
+        shape = self._pool.shape
+        # Looked up once: what each layer's attention is given in every step.
+        self._layers = [
+            (
+                self._pool.keys(layer),
+                self._pool.values(layer),
+                shape.group_of(layer),
+                layer % shape.layer_group == 0,
+                shape.ends_group(layer),
+            )
+            for layer in range(shape.num_layers)
+        ]
         self._kernel, chosen = choose(pool.device, pool.shape[-1], runner.dtype, pool.dtype)
         self._model_config = runner.model_config
         self._graphs: GraphSteps | None = None

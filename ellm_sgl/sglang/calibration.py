@@ -20,14 +20,9 @@ import torch
 
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
 from ellm_sgl.latency.fit import fit_profile
-from ellm_sgl.memory import KVPool, PageTable
+from ellm_sgl.memory import PageTable
 from ellm_sgl.sglang.context import Context
-from ellm_sgl.step import (
-    NewTokens,
-    Restoration,
-    StepPlan,
-    plan_step,
-)
+from ellm_sgl.step import NewTokens, Restoration, StepPlan, plan_step
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -45,6 +40,8 @@ prompts' results are dealt with beside the next step."""
 _FETCH_SHARE = 3.0
 """Where the processor copies: 0.55 µs per token of the demo model, whose KV is 4 KB, beside 0.2 µs
 for the copying itself. Calibration fetches nothing; the online fit corrects this."""
+_SECONDS = 3.0
+"""About how long to measure."""
 _LARGEST_SHARE = 0.1
 """A mix that would take more than this share of the whole time is left out."""
 
@@ -72,12 +69,7 @@ class Mix:
 
 
 MIXES = (
-    Mix(1, 64),
-    Mix(2, 64),
-    Mix(4, 64),
-    Mix(8, 64),
-    Mix(16, 64),
-    Mix(32, 64),
+    *(Mix(requests, 64) for requests in (1, 2, 4, 8, 16, 32)),
     Mix(1, 1024),
     Mix(4, 512),
     Mix(8, 256),
@@ -125,9 +117,7 @@ def shape_of(model_path: str, dtype: str) -> ModelShape:
     return model_shape(ModelConfig(model_path, dtype=dtype), 1)
 
 
-def calibrate(
-    runner: ModelRunner, ours: Context, shape: ModelShape, seconds: float = 3.0
-) -> HardwareProfile:
+def calibrate(runner: ModelRunner, ours: Context, shape: ModelShape) -> HardwareProfile:
     """Measure what this rank's device sustains with the model loaded. Nothing may be running.
 
     The page table is not touched; of the pool, only contents that nobody reads.
@@ -136,7 +126,6 @@ def calibrate(
         runner: has its model, pool and attention backend.
         ours: executor and pool, as used for serving.
         shape: of the model.
-        seconds: about how long to measure.
     """
     from sglang.srt.distributed import get_tp_group
 
@@ -144,9 +133,9 @@ def calibrate(
     decided = get_tp_group().broadcast_object
     guess: HardwareProfile = decided(measure_device(runner.device))
     steps = SyntheticSteps(runner, ours)
-    mixes = _affordable(shape, guess, steps, seconds)
+    mixes = _affordable(shape, guess, steps)
     steps.run(mixes[0])  # on a GPU the very first step compiles kernels, for seconds
-    deadline = time.perf_counter() + seconds
+    deadline = time.perf_counter() + _SECONDS
     samples: dict[Mix, list[float]] = {mix: [] for mix in mixes}
     for mix in itertools.cycle(mixes):
         if not samples[mix]:
@@ -156,10 +145,8 @@ def calibrate(
             break
     measured = [(mix.work, median(times)) for mix, times in samples.items() if times]
     profile: HardwareProfile = decided(fit_profile(shape, guess, measured))
-    return profile if profile.name == "cuda" else _with_scheduler(profile)
-
-
-def _with_scheduler(profile: HardwareProfile) -> HardwareProfile:
+    if profile.name == "cuda":
+        return profile
     return dataclasses.replace(
         profile,
         step_overhead_s=profile.step_overhead_s + _SCHEDULER_STEP_S,
@@ -203,7 +190,7 @@ class SyntheticSteps:
     def __init__(self, runner: ModelRunner, ours: Context) -> None:
         self._runner = runner
         self._executor = ours.executor
-        self._pool: KVPool = ours.pool
+        self._pool = ours.pool
         self._context: int = runner.model_config.context_len
         self._cleared = 0
 
@@ -285,20 +272,18 @@ class SyntheticSteps:
         return mix.requests * shape.blocks_for(mix.tokens) * shape.num_groups
 
 
-def _affordable(
-    shape: ModelShape, guess: HardwareProfile, steps: SyntheticSteps, seconds: float
-) -> Sequence[Mix]:
+def _affordable(shape: ModelShape, guess: HardwareProfile, steps: SyntheticSteps) -> Sequence[Mix]:
     """The mixes that fit and would not take too much of the time; at least the first."""
     model = RooflineLatencyModel(shape, guess)
     fitting = [m for m in MIXES if steps.fits(m)]
-    cheap = [m for m in fitting if model.step_seconds(m.work) <= _LARGEST_SHARE * seconds]
+    cheap = [m for m in fitting if model.step_seconds(m.work) <= _LARGEST_SHARE * _SECONDS]
     return cheap or fitting[:1]
 
 
-def _best(action: Callable[[], Any], device: torch.device, repeats: int = 4) -> float:
-    """Shortest time of `action`, in seconds, after one run that does not count."""
+def _best(action: Callable[[], Any], device: torch.device) -> float:
+    """Shortest time of `action` in four runs, in seconds, after one that does not count."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(5):
         _synchronize(device)
         start = time.perf_counter()
         action()

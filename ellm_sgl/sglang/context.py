@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import nn
 
 from ellm_sgl.config import EllmConfig
@@ -26,9 +27,6 @@ class Context:
     """One per scheduler process. A request's `seq_id` is its row in SGLang's `req_to_token`.
 
     Args:
-        settings: of the server.
-        table: units of the device and the host.
-        pool: the device's KV.
         max_restored: rows that a step may restore.
         slots: layer groups whose fetched units a step holds at once.
         streamer: fetches units from the host tier; None without one.
@@ -66,18 +64,17 @@ class Context:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def map_request(self, req: Req, row: npt.NDArray[np.int32], length: int) -> None:
-        """Take note of a request's blocks. `row`: its slots in token order, at least `length`."""
-        seq_id = row_of(req)
-        block_tokens = self.table.shape.block_tokens
-        self.table.map(seq_id, row[:length:block_tokens] // block_tokens, length)
+    def map_request(self, req: Req, req_to_token: torch.Tensor, length: int) -> None:
+        """Take note of a request's blocks. `req_to_token`: SGLang's, slots in token order."""
+        seq_id, block_tokens = req.req_pool_idx, self.table.shape.block_tokens
+        slots = req_to_token[seq_id, :length:block_tokens].cpu().numpy()
+        self.table.map(seq_id, slots // block_tokens, length)
         self._requests[seq_id] = req
 
     def forget_request(self, req: Req) -> None:
         """A request leaves its row (finished, aborted or retracted)."""
-        seq_id = row_of(req)
-        self._requests.pop(seq_id, None)
-        self.elastic.forget(seq_id)
+        self._requests.pop(req.req_pool_idx, None)
+        self.elastic.forget(req.req_pool_idx)
 
     def token_ids(self, seq_id: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """Token ids of positions [start, end) of a request; all of them are known."""
@@ -123,15 +120,6 @@ def context_of(owner: Any) -> Context:
     return context
 
 
-def row_of(req: Req) -> int:
-    """A request's row in `req_to_token`: what identifies it as a sequence."""
-    holder = req if hasattr(req, "req_pool_idx") else req.kv  # in `kv` from SGLang 0.5.20 on
-    return int(holder.req_pool_idx)
-
-
 def rows_of(reqs: Sequence[Req]) -> list[int]:
-    """`row_of` of each, for what is done in every step."""
-    try:
-        return [req.req_pool_idx for req in reqs]
-    except AttributeError:
-        return [row_of(req) for req in reqs]
+    """Their rows in `req_to_token`: what identifies them as sequences."""
+    return [req.req_pool_idx for req in reqs]

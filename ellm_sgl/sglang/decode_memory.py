@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ellm_sgl.sglang.context import context_of, row_of, rows_of
+from ellm_sgl.sglang.context import context_of, rows_of
 from ellm_sgl.sglang.scheduler import scheduler_of
 
 if TYPE_CHECKING:
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 def map_extended(result: Any, batch: ScheduleBatch) -> Any:
     """After `alloc_for_extend`: note the blocks of every request in a prefill batch."""
     ours = context_of(batch)
-    rows = batch.req_to_token_pool.req_to_token
     scheduler_of(batch).prefilling = rows_of(batch.reqs)
     with ours.elastic.totals.bookkeeping():
         for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
-            ours.map_request(req, rows[row_of(req), :length].cpu().numpy(), length)
+            ours.map_request(req, batch.req_to_token_pool.req_to_token, length)
     return result
 
 

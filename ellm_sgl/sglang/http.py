@@ -13,13 +13,10 @@ CONTROL = "ellm/"
 """Prefix of the methods that `state.control` answers in the scheduler."""
 
 
-_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
-
-
 def serve_routes(*_: Any, **__: Any) -> None:
     """Hook after `TokenizerManager.__init__`: where this process serves HTTP, it serves eLLM's
     routes too. Whoever serves HTTP has imported SGLang's module for it by then."""
-    http_server = sys.modules.get(_HTTP_SERVER)
+    http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is None or EllmConfig.from_env() is None:
         return
     if not getattr(http_server.app.state, "ellm", False):
@@ -41,12 +38,9 @@ def add_routes(http_server: Any) -> None:
     app = http_server.app
     app.add_middleware(SloFields)
 
-    def manager() -> Any:
-        return http_server._global_state.tokenizer_manager
-
     async def control(method: str, body: dict[str, Any]) -> Any:
         request = DumperControlReqInput(method=CONTROL + method, body=body)
-        return (await manager().dumper_control(request))[0]
+        return (await http_server._global_state.tokenizer_manager.dumper_control(request))[0]
 
     @app.get("/ellm/state")
     async def ellm_state(integrity: bool = False) -> Any:

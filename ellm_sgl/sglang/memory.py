@@ -12,27 +12,20 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import RECOMPUTE, EllmConfig
-from ellm_sgl.memory import KVPool, OutOfBlocksError, PageTable, PoolShape
+from ellm_sgl.memory import KVPool, OutOfBlocksError, PageTable
 from ellm_sgl.sglang.context import Context
-from ellm_sgl.sglang.host_offload import (
+from ellm_sgl.sglang.host_tier import (
     SLOTS,
     device_units,
     hidden_groups,
     make_hidden_pool,
     make_streamer,
+    pool_shape,
 )
-from ellm_sgl.sglang.token_slots import (
-    Integers,
-    begins_page,
-    decode_slots,
-    extend_slots,
-    pages_to_add,
-)
+from ellm_sgl.sglang.token_slots import Integers, PagedSlots
 from ellm_sgl.step import AnyStreamer, HiddenStates
 
 logger = logging.getLogger(__name__)
-
-_NO_PAGES = np.empty(0, np.int64)
 
 _DEVICE_TOKENS = "_ellm_device_tokens"
 """Attribute of SGLang's model config (its configurator takes none): tokens that the device pool
@@ -71,7 +64,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
     settings = _settings()
     model = configurator.model_config
     layers = configurator.layer_info.num_effective_layers
-    shape = PoolShape(layers, min(settings.layer_group, layers), settings.block_tokens)
+    shape = pool_shape(settings, layers)
     logical_tokens = sizes.max_total_num_tokens
     heads, head_dim = model.get_num_kv_heads(get_parallel().attn_tp_size), model.head_dim
     dtype = configurator.kv_cache_dtype
@@ -165,7 +158,7 @@ class EllmKVCache(KVCache):
         raise RuntimeError("KV is written by eLLM's attention backend, never by slot")
 
 
-class EllmAllocator(BaseTokenToKVPoolAllocator):
+class EllmAllocator(PagedSlots, BaseTokenToKVPoolAllocator):
     """Logical slots from the page table. A page of SGLang's is a token block of ours."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -173,8 +166,6 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
         self.ellm: Context = self._kvcache.ellm
         """Where hooks find it (`context.context_of`)."""
         self._table = self.ellm.table
-        self._group: list[torch.Tensor] | None = None
-        """Pages freed within a free group, until it ends; None outside of one."""
         self.release_pages = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -198,71 +189,28 @@ class EllmAllocator(BaseTokenToKVPoolAllocator):
         need = torch.tensor([need_size])
         return self.alloc_extend(zero, zero, need, need, zero - 1, need_size)
 
-    def alloc_extend(
-        self,
-        prefix_lens: torch.Tensor,
-        prefix_lens_cpu: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
-        last_loc: torch.Tensor,
-        extend_num_tokens: int,
-        num_new_pages: int | None = None,
-    ) -> torch.Tensor | None:
-        """Slots for prompts; None if the logical space is exhausted.
-
-        Blocks for which no unit is left exist only while a step computes them.
-        """
-        before, after = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
-        pages = self._new_pages(int(pages_to_add(before, after, self.page_size).sum()))
-        if pages is None:
-            return None
-        slots = extend_slots(before, after, last_loc.cpu().numpy(), pages, self.page_size)
-        return torch.from_numpy(slots).to(self.device)
-
-    def alloc_decode(
-        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
-    ) -> torch.Tensor | None:
-        """One slot per request, likewise. `check_decode_mem` makes room before, but a step that
-        mixes prefill with decoding does not ask it."""
-        after = seq_lens_cpu.numpy()
-        pages = self._new_pages(int(np.count_nonzero(begins_page(after, self.page_size))))
-        if pages is None:
-            return None
-        slots = decode_slots(after, last_loc.cpu().numpy(), pages, self.page_size)
-        return torch.from_numpy(slots).to(self.device)
-
-    def _new_pages(self, count: int) -> Integers | None:
-        """So many blocks, with units as far as there are any."""
+    def take_pages(self, count: int) -> Integers | None:
+        """So many blocks, with units as far as there are any: `check_decode_mem` makes room before,
+        but a step that mixes prefill with decoding does not ask it. Blocks for which no unit is
+        left exist only while a step computes them."""
         if count == 0:
-            return _NO_PAGES
+            return np.empty(0, np.int64)
         elastic = self.ellm.elastic
         with elastic.totals.bookkeeping():
             try:
-                blocks = elastic.allocate(count)
+                return elastic.allocate(count).astype(np.int64)
             except OutOfBlocksError:
                 return None
-        return blocks.astype(np.int64)
 
     def free(self, free_index: torch.Tensor) -> None:
-        self._free_pages(free_index // self.page_size)
+        if not self.is_not_in_free_group:
+            self.free_group.append(free_index)
+            return
+        with self.ellm.elastic.totals.bookkeeping():
+            self._table.release(torch.unique(free_index // self.page_size).cpu().numpy())
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         # Tokens of a page are neighbours in a request's row: one of each page is enough.
         tail = free_index[-start_pos % self.page_size :: self.page_size]
         head = free_index[:1] if start_pos % self.page_size else free_index[:0]
-        self._free_pages(torch.cat([head, tail]) // self.page_size)
-
-    def free_group_begin(self) -> None:
-        self._group = []
-
-    def free_group_end(self) -> None:
-        pages, self._group = self._group, None
-        if pages:
-            self._free_pages(torch.cat(pages))
-
-    def _free_pages(self, pages: torch.Tensor) -> None:
-        if self._group is None:
-            with self.ellm.elastic.totals.bookkeeping():
-                self._table.release(torch.unique(pages).cpu().numpy())
-        else:
-            self._group.append(pages)
+        self.free(torch.cat([head, tail]))

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.registry import (
     registered_radix_cache_backends,
 )
 
-from ellm_sgl.sglang.context import context_of, row_of
+from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.server_args import PREFIX_CACHE
 
 if TYPE_CHECKING:
@@ -89,9 +89,8 @@ class EllmRadixCache(RadixCache):
             super().cache_unfinished_req(req, chunked)
         finally:
             self._match_all = False
-        length = self._table.length_of(row_of(req))
-        row = self.req_to_token_pool.req_to_token[row_of(req), :length]
-        context_of(self).map_request(req, row.cpu().numpy(), length)
+        length = self._table.length_of(req.req_pool_idx)
+        context_of(self).map_request(req, self.req_to_token_pool.req_to_token, length)
 
     def cache_finished_req(
         self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int

@@ -21,15 +21,12 @@ _EMBEDDINGS = ("input_embeds", "embed_overrides", "positional_embed_overrides")
 
 
 def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> None:
-    """Whether eLLM can serve a request.
+    """Raise ValueError for what eLLM cannot serve: embeddings, and token ids outside of the
+    vocabulary, which would end the scheduler on a CPU.
 
     Args:
         request: with SGLang's fields of a request, tokenized or not.
-        input_ids: of the prompt.
-        vocabulary: number of token ids. One outside of it would end the scheduler on a CPU.
-
-    Raises:
-        ValueError: it brings embeddings, or a token id outside of the vocabulary.
+        vocabulary: number of token ids.
     """
     for name in _EMBEDDINGS:
         if getattr(request, name, None) is not None:
@@ -42,11 +39,8 @@ def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> Non
 
 
 def check_request(manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
-    """Hook before `TokenizerManager._validate_one_request`; a ValueError becomes a 400.
-
-    Raises:
-        ValueError: what `check` says, or an SLO that makes no sense.
-    """
+    """Hook before `TokenizerManager._validate_one_request`; a ValueError, of `check` or about an
+    SLO that makes no sense, becomes a 400."""
     if EllmConfig.from_env() is None:
         return
     check_slos(getattr(request, "sampling_params", None))
@@ -58,10 +52,9 @@ def take_request(
 ) -> None:
     """Around `Scheduler.handle_generate_request`: what cannot be served is answered with an
     error, the way SGLang's scheduler answers requests that it cannot serve."""
-    vocabulary = scheduler.model_config.vocab_size
     try:
         check_slos({"custom_params": request.sampling_params.custom_params})
-        check(request, request.input_ids, vocabulary)
+        check(request, request.input_ids, scheduler.model_config.vocab_size)
     except ValueError as error:
         _refuse(scheduler, request, str(error))
     else:
@@ -89,11 +82,7 @@ def _refuse(scheduler: Scheduler, request: TokenizedGenerateReqInput, message: s
 def refuse_release(*_: Any, **__: Any) -> None:
     """Hook before `release_memory_occupation` and `resume_memory_occupation`, where clients ask
     for them: without SGLang's memory saver nothing would be released, and at the wrong time the
-    scheduler ends.
-
-    Raises:
-        ValueError: always, where eLLM is enabled; SGLang answers with a 400.
-    """
+    scheduler ends. SGLang answers the ValueError with a 400."""
     if EllmConfig.from_env() is not None:
         raise ValueError(
             "memory cannot be released: that needs --enable-memory-saver, which eLLM does not "

@@ -90,17 +90,13 @@ class EllmScheduler:
         for req, entry in zip(reqs, self.entries(reqs), strict=True):
             self.iteration.retracted(int(entry), len(req.origin_input_ids) + len(req.output_ids))
 
-    def paused_seq_ids(self) -> list[int]:
-        """`seq_id` of the requests paused for the step in flight."""
-        return [] if self.paused.batch is None else rows_of(self.paused.batch.reqs)
-
     def fetching_ahead(self) -> list[int]:
-        """Those of them whose KV can be fetched beside it. Hidden states are projected by the step
-        that needs them."""
-        executor = context_of(self.scheduler).executor
-        if executor.streamer is None or executor.hidden is not None:
+        """`seq_id` of the requests paused for the step in flight whose KV can be fetched beside it.
+        Hidden states are projected by the step that needs them."""
+        executor, paused = context_of(self.scheduler).executor, self.paused.batch
+        if paused is None or executor.streamer is None or executor.hidden is not None:
             return []
-        return self.paused_seq_ids()
+        return rows_of(paused.reqs)
 
     def stepping(self, batch: ScheduleBatch, indices: Sequence[int]) -> list[int]:
         """Those of these requests of `batch` that take part in its next step: all but the paused,
@@ -149,7 +145,10 @@ class EllmScheduler:
         pause = frozenset(p for p in decision.pause if not running[p].to_finish)
         decision = dataclasses.replace(decision, pause=pause)
         self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
-        self._open_or_close(batch)
+        # SGLang stops looking at its queue once a batch is full.
+        batch.batch_is_full = self.iteration.queue_closed(
+            batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
+        )
 
     def _decision_stands(self, batch: ScheduleBatch) -> bool:
         return (
@@ -170,8 +169,8 @@ class EllmScheduler:
         ranks, iteration = self.scheduler.ps, self.iteration
 
         def decided() -> Decision:
-            reclaimable = self.reclaimable()
-            return iteration.decide(iteration.observe(running, seq_ids, waiting, reclaimable))
+            state = iteration.observe(running, seq_ids, waiting, self.reclaimable())
+            return iteration.decide(state)
 
         if ranks.tp_size == 1:
             return decided()
@@ -181,12 +180,6 @@ class EllmScheduler:
         mine = [decided()] if self.asks else []
         (decision,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
         return decision
-
-    def _open_or_close(self, batch: ScheduleBatch) -> None:
-        """SGLang stops looking at its queue once a batch is full."""
-        batch.batch_is_full = self.iteration.queue_closed(
-            batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
-        )
 
     def reclaimable(self) -> int:
         """Tokens of cached prefixes that nobody uses."""

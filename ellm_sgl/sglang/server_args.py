@@ -73,7 +73,8 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     """Hook around `ServerArgs.__post_init__`: adapt what eLLM needs, refuse what it lacks."""
     config = EllmConfig.from_env()
     if config is None:
-        return original(args)
+        original(args)
+        return
     _refuse_other_sglang()
     _refuse_unsupported(args, resolved=False)
     if args.page_size not in (None, config.block_tokens):
@@ -91,7 +92,7 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
         cuda.adapt(args)
     original(args)
     if args.model_path.lower() in ("none", "dummy"):
-        return None
+        return
     _refuse_unsupported(args, resolved=True)
     backend = _attention_backend(config)
     if args.attention_backend != backend:
@@ -99,36 +100,38 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--attention-backend {args.attention_backend}: eLLM brings its own attention; "
             "leave it out"
         )
-    architectures = args.get_model_config().hf_config.architectures or ["(none named)"]
+    _check_model(config, args)
+
+
+def _check_model(config: EllmConfig, args: ServerArgs) -> None:
+    """Refuse models that eLLM does not support, and a host tier that has no room beside them."""
+    model = args.get_model_config()
+    architectures = model.hf_config.architectures or ["(none named)"]
     if not ARCHITECTURES.issuperset(architectures):
         _refuse(
             f"--model-path {args.model_path}: architecture {', '.join(architectures)} is not "
             f"supported by eLLM ({', '.join(sorted(ARCHITECTURES))} are); use --ellm-policy {OFF}"
         )
-    method = args.get_model_config().quantization
     weights_alone = table()["quantization"].allowed
-    if method not in (None, *weights_alone):
+    if model.quantization not in (None, *weights_alone):
         _refuse(
-            f"--model-path {args.model_path}: the model is quantised with {method}, and only "
-            f"methods that quantise weights alone are supported by eLLM "
+            f"--model-path {args.model_path}: the model is quantised with {model.quantization}, "
+            "and only methods that quantise weights alone are supported by eLLM "
             f"({', '.join(weights_alone)}); use --ellm-policy {OFF}"
         )
-    layers = args.get_model_config().num_hidden_layers
-    if config.host_keeps.isdecimal() and int(config.host_keeps) > layers:
+    if config.host_keeps.isdecimal() and int(config.host_keeps) > model.num_hidden_layers:
         _refuse(
-            f"--ellm-host-keeps {config.host_keeps}: the model has {layers} layers; give as many "
-            "at most"
+            f"--ellm-host-keeps {config.host_keeps}: the model has {model.num_hidden_layers} "
+            "layers; give as many at most"
         )
-    from ellm_sgl.sglang.host_offload import check_room
-    from ellm_sgl.sglang.host_offload_files import check_files
+    from ellm_sgl.sglang.host_tier import check_files, check_room
 
     try:
         if args.kv_cache_dtype == "auto":
-            check_room(config, args.get_model_config(), args.tp_size)
+            check_room(config, model, args.tp_size)
         check_files(config, args)
     except ConfigError as error:
         _refuse(str(error))
-    return None
 
 
 def check_adapted(args: ServerArgs) -> None:

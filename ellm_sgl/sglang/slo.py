@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.config.ranges import MILLISECONDS, check_depth, shown
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SLO_FIELDS = ("tpot_slo_ms", "ttft_slo_ms")
 
 TOO_DEEP = "the body is nested too deeply; give it flatter"
 
 _PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 def slo_seconds(custom_params: Any) -> tuple[float, float]:
@@ -60,10 +58,10 @@ class SloFields:
     What is wrong with a body besides them is left to SGLang.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or (path := _route(scope)) not in _PATHS:
             await self._app(scope, receive, send)
             return
@@ -72,7 +70,7 @@ class SloFields:
             try:
                 body = _moved(body, native=path == "/generate")
             except ValueError as error:
-                await _refuse(send, str(error))
+                await _refusal(str(error))(scope, receive, send)
                 return
             length = str(len(body)).encode()
             headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
@@ -80,7 +78,7 @@ class SloFields:
         await self._app(scope, _replay(body, receive), send)
 
 
-def _route(scope: Message) -> str:
+def _route(scope: Scope) -> str:
     """The path below `--fastapi-root-path`. A proxy strips that path from what it passes on;
     uvicorn puts it before what it gets, other servers do not. Starlette's routes do likewise."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
@@ -88,8 +86,10 @@ def _route(scope: Message) -> str:
     return below if below.startswith("/") else path
 
 
-async def _refuse(send: Send, message: str) -> None:
-    """Answer 400, in the form of SGLang's own answers."""
+def _refusal(message: str) -> ASGIApp:
+    """Answers 400, in the form of SGLang's own answers."""
+    from starlette.responses import JSONResponse
+
     error = {
         "object": "error",
         "message": message,
@@ -97,9 +97,7 @@ async def _refuse(send: Send, message: str) -> None:
         "param": None,
         "code": 400,
     }
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(error).encode()})
+    return JSONResponse(error, status_code=400)
 
 
 async def _read_body(receive: Receive) -> bytes:

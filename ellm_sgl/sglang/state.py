@@ -18,6 +18,7 @@ from ellm_sgl.config.ranges import SHARE, Range, shown
 from ellm_sgl.engine.policy_guard import FIRST_ANSWER_S
 from ellm_sgl.latency import PaperLatencyModel
 from ellm_sgl.memory import IntegrityError, PageTable
+from ellm_sgl.policies import Policy
 from ellm_sgl.policies.registry import create
 from ellm_sgl.sglang.context import Context, context_of
 from ellm_sgl.sglang.http import CONTROL
@@ -198,7 +199,7 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
 
     theirs = {k: v for k, v in request.server_args.items() if k not in (RATIO, DEVICE_TOKENS)}
     try:
-        apply = _prepare(scheduler, request.server_args)
+        policy, unit_limit = _wanted(scheduler, request.server_args)
     except ConfigError as error:
         logger.warning("set_internal_state refused, nothing has changed: %s", error)
         return SetInternalStateReqOutput(updated=False)
@@ -207,16 +208,15 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
         result = original(scheduler, request)
         if not result.updated:
             return result
-    apply()
+    if policy is not None:
+        switch_policy(scheduler, "fixed-ratio", policy)
+    context_of(scheduler).table.limit_units(unit_limit)
     return SetInternalStateReqOutput(updated=True)
 
 
-def _prepare(scheduler: Scheduler, values: dict[str, Any]) -> Callable[[], None]:
-    """Check all values, and return what applies them.
-
-    Raises:
-        ConfigError: one of them makes no sense; none is applied.
-    """
+def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None, int]:
+    """The policy asked for, if any, and the limit on the device's units. ConfigError where a value
+    makes no sense."""
     ours = context_of(scheduler)
     policy, limit = None, ours.table.unit_limit
     if RATIO in values:
@@ -231,13 +231,7 @@ def _prepare(scheduler: Scheduler, values: dict[str, Any]) -> Callable[[], None]
         allowed = Range(shape.block_tokens, (blocks + 1) * shape.block_tokens, high_open=True)
         _check(DEVICE_TOKENS, tokens, allowed, "the tokens of KV that the device may hold")
         limit = int(tokens // shape.block_tokens) * shape.num_groups
-
-    def apply() -> None:
-        if policy is not None:
-            switch_policy(scheduler, "fixed-ratio", policy)
-        ours.table.limit_units(limit)
-
-    return apply
+    return policy, limit
 
 
 def _check(name: str, value: object, allowed: Range, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Token slots of requests that grow by whole pages: arithmetic only, on the host.
+"""Token slots of requests that grow by whole pages.
 
 SGLang addresses KV by slot = page · page_size + offset; page 0 is never used. A request fills its
 last page before it begins a new one.
@@ -8,8 +8,50 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Integers = npt.NDArray[np.int64]
+
+
+class PagedSlots:
+    """The part of an SGLang allocator that hands out slots, without Triton kernels: the arithmetic
+    is NumPy's, on the host. Comes before SGLang's class among the bases."""
+
+    page_size: int
+    device: str
+
+    def take_pages(self, count: int) -> Integers | None:
+        """So many free pages, which are free no more; None if there are fewer."""
+        raise NotImplementedError
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        """Slots for prompts; None if there are too few pages."""
+        before, after = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
+        pages = self.take_pages(int(pages_to_add(before, after, self.page_size).sum()))
+        if pages is None:
+            return None
+        slots = extend_slots(before, after, last_loc.cpu().numpy(), pages, self.page_size)
+        return torch.from_numpy(slots).to(self.device)
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One slot per request, likewise."""
+        after = seq_lens_cpu.numpy()
+        pages = self.take_pages(int(np.count_nonzero(begins_page(after, self.page_size))))
+        if pages is None:
+            return None
+        slots = decode_slots(after, last_loc.cpu().numpy(), pages, self.page_size)
+        return torch.from_numpy(slots).to(self.device)
 
 
 def pages_to_add(before: Integers, after: Integers, page_size: int) -> Integers:
@@ -18,11 +60,7 @@ def pages_to_add(before: Integers, after: Integers, page_size: int) -> Integers:
 
 
 def extend_slots(
-    before: Integers,
-    after: Integers,
-    last_slot: Integers,
-    pages: Integers,
-    page_size: int,
+    before: Integers, after: Integers, last_slot: Integers, pages: Integers, page_size: int
 ) -> Integers:
     """Slots of the tokens `before`..`after` of each request, one request after the other.
 
@@ -51,16 +89,11 @@ def extend_slots(
 
 
 def decode_slots(after: Integers, last_slot: Integers, pages: Integers, page_size: int) -> Integers:
-    """`extend_slots` by one token each, which is what every decode step does.
+    """`extend_slots` by one token each, int64 [n]: what every decode step does.
 
     Args:
         after: int64 [n], tokens of each request, the new one counted.
-        last_slot: int64 [n], slot of the token before.
         pages: int64, a new page for each request of which `begins_page` says so, in order.
-        page_size: tokens per page.
-
-    Returns:
-        int64 [n].
     """
     slots = last_slot + 1
     if len(pages):

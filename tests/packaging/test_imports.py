@@ -24,7 +24,7 @@ LAYERS = (
     ("host file", "host_file"),
     ("latency", "latency"),
     ("policies", "policies"),
-    ("settings", "config.modes config.resolve"),  # with the policy that they name
+    ("settings", "config.resolve"),  # with the policy that they name
     ("memory", "memory"),
     ("kernels", "kernels"),
     ("step", "step"),

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.memory import KVPool
 from ellm_sgl.memory.shape import NONE, IntArray
-from ellm_sgl.sglang import host_offload, memory, prefix_cache
+from ellm_sgl.sglang import host_tier, memory, prefix_cache
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.step import DeviceStreamer, HiddenStates, Streamer
 from ellm_sgl.step.transfer import cuda as cuda_streamer
@@ -128,19 +128,19 @@ class Plane:
         self, settings: EllmConfig, host_units: int, pool: KVPool, hidden: HiddenStates | None
     ) -> Any:
         """The host tier as a server makes it, but transfers are as late as the life says."""
-        made: Any = host_offload.make_streamer(settings, host_units, pool, hidden)
+        made: Any = host_tier.make_streamer(settings, host_units, pool, hidden)
         self.host_pool = KVPool(pool.shape, host_units, 1, 1, DTYPE, "cpu")
         self.host_pool.buffer = made._host.fill_(POISON)
         if (device := self.device) is not None:
             with patch.object(torch, "get_device_module", lambda _: device):
                 self.streamer = DeviceStreamer(
-                    made._host, pool.buffer, host_offload.SLOTS, settings.overlap
+                    made._host, pool.buffer, host_tier.SLOTS, settings.overlap
                 )
             return self.streamer
         self.streamer = Streamer(
             made._host,
             pool.buffer,
-            host_offload.SLOTS,
+            host_tier.SLOTS,
             settings.overlap,
             project=None if hidden is None else hidden.restore,
             worker=self.worker,

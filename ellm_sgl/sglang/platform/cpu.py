@@ -22,16 +22,12 @@ if TYPE_CHECKING:
 
 CPU_BACKEND = "ellm_cpu"
 """`attention.CpuAttention`, for stock SGLang."""
-GRAMMAR_BACKEND = "llguidance"
-MEMORY_FRACTION = 0.5
 
 
 class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """An x86 host without accelerator and without AMX."""
 
     _enum = PlatformEnum.OOT
-    device_name = "cpu"
-    device_type = "cpu"
 
     def get_device(self, local_rank: int = 0) -> Any:
         # SGLang's base class answers a torch.device, but its only caller takes a string apart.
@@ -44,14 +40,14 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.sampling_backend = "pytorch"
         # "Device memory" is the host's, which others use too: half of what is free, not 90 %.
         if server_args.mem_fraction_static is None:
-            server_args.mem_fraction_static = MEMORY_FRACTION
+            server_args.mem_fraction_static = 0.5
         # SGLang's xgrammar glue needs pinned memory and a GPU kernel; llguidance's needs neither.
         if server_args.grammar_backend is None:
-            server_args.grammar_backend = GRAMMAR_BACKEND
+            server_args.grammar_backend = "llguidance"
         elif server_args.grammar_backend == "xgrammar":
             raise ValueError(
                 "--grammar-backend xgrammar: SGLang runs it on GPUs only; leave it out or use "
-                f"{GRAMMAR_BACKEND}"
+                "llguidance"
             )
         # An idle scheduler polls; on a GPU host that costs a spare core, here it costs the model.
         server_args.sleep_on_idle = True
@@ -72,9 +68,3 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
         from ellm_sgl.sglang.platform.allocator import CpuPagedAllocator
 
         return CpuPagedAllocator
-
-    def is_pin_memory_available(self, device: Any = None) -> bool:
-        return False
-
-    def get_dispatch_key_name(self) -> str:
-        return "native"

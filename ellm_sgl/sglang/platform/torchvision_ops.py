@@ -12,10 +12,6 @@ import importlib.util
 import torch
 
 _LIBRARY: torch.library.Library | None = None
-_SCHEMAS = {
-    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-}
 
 
 def declare() -> None:
@@ -30,6 +26,6 @@ def declare() -> None:
     if importlib.util.find_spec("torchvision") is None:
         return
     library = torch.library.Library("torchvision", "DEF")
-    for schema in _SCHEMAS.values():
-        library.define(schema)
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _LIBRARY = library

@@ -9,7 +9,7 @@ import torch
 
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.memory import HiddenPool, KVPool, PoolShape
-from ellm_sgl.sglang.host_offload import check_room, device_units
+from ellm_sgl.sglang.host_tier import check_room, device_units
 
 SHAPE = PoolShape(num_layers=6, layer_group=2, block_tokens=16)
 HEADS, HEAD_DIM = 4, 8

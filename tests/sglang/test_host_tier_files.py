@@ -11,8 +11,7 @@ import torch
 
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.memory import HostTier, KVPool, PoolShape
-from ellm_sgl.sglang.host_offload import make_hidden_pool, make_streamer
-from ellm_sgl.sglang.host_offload_files import check_files, files
+from ellm_sgl.sglang.host_tier import check_files, files, make_hidden_pool, make_streamer
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.step import HiddenStates
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ellm_sgl.config import DEVICE, MIXED, ConfigError, EllmConfig
-from ellm_sgl.host_file import file_of
+from ellm_sgl.host_file import check_space, file_of
 from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.latency import hidden_layers
@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 
 SLOTS = 2
 """Layer groups whose fetched units a step holds at once: one computes, the next arrives."""
+
+
+def pool_shape(settings: EllmConfig, layers: int) -> PoolShape:
+    """Of the device's pool, and of the host's."""
+    return PoolShape(layers, min(settings.layer_group, layers), settings.block_tokens)
 
 
 def hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> int:
@@ -35,7 +40,7 @@ def hidden_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) -> 
             "only so far (replayed CUDA graphs run no hooks); give kv"
         )
     if settings.host_keeps != MIXED:
-        return groups_given(settings, shape)
+        return _groups_given(settings, shape)
     groups = _balanced_groups(settings, shape, configurator)
     logger.info(
         "eLLM hidden states: of %d of %d layer groups, which balances link and processor%s",
@@ -54,7 +59,10 @@ def _balanced_groups(settings: EllmConfig, shape: PoolShape, configurator: Any) 
     return round(layers / shape.layer_group)
 
 
-def groups_given(settings: EllmConfig, shape: PoolShape) -> int:
+def _groups_given(settings: EllmConfig, shape: PoolShape) -> int:
+    """Where they are not left to what balances."""
+    if not settings.keeps_hidden:
+        return 0
     if settings.host_keeps == "hidden":
         return shape.num_groups
     return -(-int(settings.host_keeps) // shape.layer_group)
@@ -128,27 +136,56 @@ def device_units(
 
 
 def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
-    """Before any process starts: as `device_units`, where the sizes are known by then.
+    """Before any process starts: raise what `device_units` will, where the sizes are known by then.
 
     Args:
         model: SGLang's `ModelConfig`.
         tp_size: ranks that share the KV heads.
-
-    Raises:
-        ConfigError: as `device_units`.
     """
     tokens = settings.device_kv_tokens
     if tokens is None or not settings.keeps_hidden or settings.host_keeps == MIXED:
         return
-    layers = model.num_hidden_layers
-    shape = PoolShape(layers, min(settings.layer_group, layers), settings.block_tokens)
-    unit = KVPool.bytes_per_unit(
-        shape, model.get_num_kv_heads(tp_size), model.head_dim, model.dtype
-    )
-    hidden = model.hidden_size * model.dtype.itemsize
-    groups = groups_given(settings, shape)
+    shape, unit_bytes, hidden_bytes = _sizes(settings, model, tp_size)
+    groups = _groups_given(settings, shape)
     whole_blocks = tokens // shape.block_tokens * shape.block_tokens
-    device_units(settings, shape, whole_blocks, groups, hidden, unit)
+    device_units(settings, shape, whole_blocks, groups, hidden_bytes, unit_bytes)
+
+
+def check_files(settings: EllmConfig, args: Any) -> None:
+    """Before any process starts: raise ConfigError for names that are taken, and for more bytes
+    than there is room for. `args`: SGLang's `ServerArgs`, its defaults filled in."""
+    if settings.host_path is not None:
+        check_space(settings.host_path, files(settings, args))
+
+
+def files(settings: EllmConfig, args: Any) -> dict[Path, int]:
+    """The files of the processes on this machine, and the bytes of each; 0 where only the server
+    itself will know: it measures how many layers to keep hidden states of, and SGLang chooses the
+    KV's dtype."""
+    assert settings.host_path is not None
+    path, kv, hidden = settings.host_path, 0, 0
+    if settings.host_keeps != MIXED and args.kv_cache_dtype == "auto":
+        shape, unit_bytes, hidden_bytes = _sizes(settings, args.get_model_config(), args.tp_size)
+        groups = _groups_given(settings, shape)
+        blocks = settings.host_kv_tokens // shape.block_tokens
+        kv = (blocks * (shape.num_groups - groups) + 1) * unit_bytes  # one of scratch
+        hidden_unit = shape.layer_group * shape.block_tokens * hidden_bytes
+        hidden = HiddenPool.units_of(groups, blocks) * hidden_unit
+    on_this = args.tp_size // args.nnodes
+    ranks = range(args.node_rank * on_this, (args.node_rank + 1) * on_this)
+    found = {file_of(path, rank, args.tp_size): kv for rank in ranks}
+    if settings.hidden_in_file:
+        found |= {file_of(path, rank, args.tp_size, hidden=True): hidden for rank in ranks}
+    return found
+
+
+def _sizes(settings: EllmConfig, model: Any, tp_size: int) -> tuple[PoolShape, int, int]:
+    """Of one process's pools in the model's dtype: their shape, the bytes of a unit of KV, and
+    those of a token's hidden state in one layer."""
+    shape = pool_shape(settings, model.num_hidden_layers)
+    heads = model.get_num_kv_heads(tp_size)
+    unit_bytes = KVPool.bytes_per_unit(shape, heads, model.head_dim, model.dtype)
+    return shape, unit_bytes, model.hidden_size * model.dtype.itemsize
 
 
 def make_streamer(
