@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from ellm_sgl.eval.plotting import check_plot_file
 
 
 def command(name: str, kind: type[Scenario[Any, Any]]) -> click.Command:
-    """Its fields as options, and --plot and --json."""
-    made = click.Command(name, callback=partial(_run, name, kind), help=kind.__doc__)
+    """The docstring of its module as help, its fields as options, and --plot and --json."""
+    about = sys.modules[kind.__module__].__doc__
+    made = click.Command(name, callback=partial(_run, name, kind), help=about)
     for field in dataclasses.fields(kind):
         flag, given = field.metadata[OPTION]
         declared = [flag or "--" + field.name.replace("_", "-"), field.name]
@@ -46,11 +48,7 @@ def _run(
         scenario = kind(**options)
         scenario.check()
         _measure(name, scenario, file, as_json)
-    except (
-        ServerError,
-        MeasurementError,
-        ValueError,
-    ) as error:
+    except (ServerError, MeasurementError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         raise click.Abort from None
@@ -73,6 +71,7 @@ def _measure(name: str, scenario: Scenario[Any, Any], file: Path | None, as_json
         return
     parts, console = list(report.render(scenario, result)), Console()
     # Rather lines that a narrow terminal breaks than columns cut off.
-    width = max(console.width, *(report.width_of(part) for part in parts))
+    needed = [Console(width=1000).measure(p).maximum for p in parts if isinstance(p, Table)]
+    wide = Console(width=max(console.width, *needed))
     for part in parts:
-        Console(width=width if isinstance(part, Table) else None).print(part)
+        (wide if isinstance(part, Table) else console).print(part)

@@ -1,4 +1,5 @@
-"""What was measured, round by round, and what it says: medians, paired ratios, intervals."""
+"""What was measured, round by round; what it says: medians, paired ratios, intervals; and the
+columns of the table that says it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class Ratio:
     def median(self) -> float:
         return statistics.median(self.by_round)
 
-    @cached_property
+    @property
     def interval(self) -> Interval | None:
         """Of the geometric mean: ratios spread evenly in their logarithm. None of a single round,
         and where a ratio has none."""
@@ -110,5 +110,72 @@ class Result:
 
     def ratio(self, cell: Any, setting: str, other: str, figure: str) -> Ratio:
         """Paired within rounds; a figure of 0 counts as next to nothing."""
-        pairs = zip(self.of(cell, setting), self.of(cell, other), strict=True)
-        return Ratio(tuple(a.figures[figure] / max(b.figures[figure], 1e-9) for a, b in pairs))
+        own, others = (self.values(cell, name, figure) for name in (setting, other))
+        return Ratio(tuple(a / max(b, 1e-9) for a, b in zip(own, others, strict=True)))
+
+
+@dataclass(frozen=True)
+class Column:
+    """Of a scenario's table: the median over rounds."""
+
+    heading: str
+    figure: str
+    form: str = "{:,.0f}"
+    scale: float = 1.0
+    more: tuple[str, ...] = ()
+    """Other figures, shown in the same place after a stroke."""
+
+    def text(self, value: float) -> str:
+        return self.form.format(value * self.scale)
+
+    def show(self, result: Result, cell: Any, setting: str, other: str | None) -> str:
+        """The entry of a setting; `other` is the one that it is held against."""
+        figures = (self.figure, *self.more)
+        return "/".join(self.text(result.median(cell, setting, name)) for name in figures)
+
+
+@dataclass(frozen=True)
+class Mean(Column):
+    """The mean over rounds, and half of its 95 % confidence interval."""
+
+    def show(self, result: Result, cell: Any, setting: str, other: str | None) -> str:
+        return self.interval(result.values(cell, setting, self.figure))
+
+    def interval(self, values: Sequence[float]) -> str:
+        if len(values) < 2:
+            return self.text(values[0])
+        found = Interval.of(values)
+        return f"{self.text(found.mean)} ± {self.text(found.high - found.mean)}"
+
+
+@dataclass(frozen=True)
+class Paired(Column):
+    """The median of the ratios within rounds to the setting it is held against, and the 95 %
+    confidence interval of their geometric mean."""
+
+    form: str = "{:.2f}"
+    inverse: bool = False
+    """The other's over its own."""
+
+    def ratio(self, result: Result, cell: Any, setting: str, other: str) -> Ratio:
+        pair = (other, setting) if self.inverse else (setting, other)
+        return result.ratio(cell, *pair, self.figure)
+
+    def show(self, result: Result, cell: Any, setting: str, other: str | None) -> str:
+        if other is None:
+            return ""
+        ratio = self.ratio(result, cell, setting, other)
+        median, interval = self.text(ratio.median), ratio.interval
+        if interval is None:
+            return median
+        return f"{median} [{self.text(interval.low)}, {self.text(interval.high)}]"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text, ready for a terminal, a JSON document and the docs. Line breaks in headings are for
+    the terminal."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]

@@ -11,8 +11,15 @@ from typing import Any, ClassVar, Generic, TypeVar
 import click
 
 from ellm_sgl.client.process import DEMO_MODEL
-from ellm_sgl.eval.bench.columns import Column, Paired, Table
-from ellm_sgl.eval.bench.result import SAME_OUTPUT, MeasurementError, Result, Taken
+from ellm_sgl.eval.bench.result import (
+    SAME_OUTPUT,
+    Column,
+    MeasurementError,
+    Paired,
+    Result,
+    Table,
+    Taken,
+)
 
 S = TypeVar("S")
 """A server: `ServerProcess`, but for scenarios that measure without one."""
@@ -21,13 +28,14 @@ L = TypeVar("L")
 Say = Callable[[str], None]
 """Told of progress, in one line."""
 OPTION = "option"
-"""Key of a field's metadata: what `click.option` is given."""
+"""Key of a field's metadata: the option's name (empty: the field's), and what `click.Option` is
+given."""
 
 
 def option(
     default: Any,
     kind: Any = None,
-    about: str = "",
+    about: str | None = None,
     *,
     flag: str = "",
     text: Any = None,
@@ -41,10 +49,10 @@ def option(
         about: help.
         flag: the option's name, where it is not the field's.
         text: the option's default, where a callback makes the field's of it.
-        more: other arguments of `click.option`.
+        more: other arguments of `click.Option`.
     """
     shown = default if text is None else text
-    given = {"type": kind, "default": shown, "show_default": True, "help": about or None, **more}
+    given = {"type": kind, "default": shown, "show_default": True, "help": about, **more}
     return field(default=default, metadata={OPTION: (flag, given)})
 
 
@@ -55,9 +63,8 @@ def rounds_option(default: int, least: int = 1) -> Any:
 
 def model_option() -> Any:
     """The field `model_path`: a model that is sent token ids alone."""
-    return option(
-        str(DEMO_MODEL), None, "A local model.  [default: the demo's]", show_default=False
-    )
+    about = "A local model.  [default: the demo's]"
+    return option(str(DEMO_MODEL), about=about, show_default=False)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Setting:
 @dataclass(frozen=True)
 class Scenario(ABC, Generic[S, L]):
     """Every setting gets every load (`cells`) in every round. Fields are the command's options; the
-    docstring is its help."""
+    docstring of its module is the command's help."""
 
     rounds: int = rounds_option(1)
 
@@ -85,7 +92,6 @@ class Scenario(ABC, Generic[S, L]):
     """The setting whose tokens are the right ones: gives the figure `SAME_OUTPUT`."""
     cell_heading: ClassVar[str] = ""
     """Of the column that tells loads apart; without one there is a single load."""
-    table_per_cell: ClassVar[bool] = False
     anew: ClassVar[bool] = False
     """Every round has servers of its own."""
 
@@ -142,20 +148,14 @@ class Scenario(ABC, Generic[S, L]):
             )  # fmt: skip
 
     def tables(self, result: Result) -> list[Table]:
-        """One for all cells, or one for each."""
-        headings = tuple(c.heading for c in self.columns)
+        """One for all cells."""
         if not result.samples:
             return []
-        if self.table_per_cell:
-            rounds = f"(medians of {self.rounds} rounds)"
-            return [
-                Table(f"{self.title(c)} {rounds}", ("", *headings), tuple(self.rows(result, c)))
-                for c in self.cells()
-            ]
+        headings = ("", *(c.heading for c in self.columns))
         if not self.cell_heading:
-            return [Table("", ("", *headings), tuple(self.rows(result, self.cells()[0])))]
+            return [Table("", headings, tuple(self.rows(result, self.cells()[0])))]
         rows = tuple((self.title(c), *row) for c in self.cells() for row in self.rows(result, c))
-        return [Table("", (self.cell_heading, "", *headings), rows)]
+        return [Table("", (self.cell_heading, *headings), rows)]
 
     def notes(self, result: Result) -> list[str]:
         """Sentences below the tables."""
@@ -163,24 +163,26 @@ class Scenario(ABC, Generic[S, L]):
 
     def document(self, result: Result) -> dict[str, Any]:
         """The scenario's part of the JSON document."""
-        return {"samples": [asdict(s) for s in result.samples], "ratios": self._ratios(result)}
-
-    def _ratios(self, result: Result) -> list[dict[str, Any]]:
-        return [
+        ratios = [
             {"cell": cell, "setting": name, "against": other, "figure": column.figure,
              "inverse": column.inverse, **column.ratio(result, cell, name, other).to_json()}
             for column in self.columns if isinstance(column, Paired)
             for cell in self.cells()
             for name, other in self.against.items() if {name, other} <= result.settings
         ]  # fmt: skip
+        return {"samples": [asdict(s) for s in result.samples], "ratios": ratios}
 
     def plot(self, result: Result, figure: Any) -> None:
         """Draw on a `matplotlib.figure.Figure`. Here: the first column of every round."""
-        panels = figure.subplots(len(self.cells()), 1, squeeze=False)[:, 0]
         column = self.columns[0]
-        for panel, cell in zip(panels, self.cells(), strict=True):
+        for panel, cell in self.panels(figure):
             for name in (s.name for s in self.settings()):
                 values = [column.scale * v for v in result.values(cell, name, column.figure)]
                 panel.plot([name] * len(values), values, "o", alpha=0.6)
             panel.set(title=self.title(cell), ylabel=column.heading.replace("\n", " "))
             panel.set_ylim(bottom=0)
+
+    def panels(self, figure: Any) -> list[tuple[Any, Any]]:
+        """A `matplotlib.axes.Axes` for each cell, one below the other."""
+        cells = self.cells()
+        return list(zip(figure.subplots(len(cells), 1, squeeze=False)[:, 0], cells, strict=True))

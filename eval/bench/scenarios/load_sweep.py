@@ -1,8 +1,8 @@
-"""A load sweep and a goodput search, eLLM (`fcfs` and a host tier) beside stock SGLang with the
-same device memory.
+"""Load and goodput, eLLM (`fcfs` and a host tier) beside stock SGLang with as much device memory.
 
 Every rate is replayed in every round, each with a seed of its own; then the largest rate at which
-90 % of the requests meet both SLOs is searched for with each seed. About 10 minutes.
+90 % of the requests meet both SLOs is searched for with each seed. Figures are means over the seeds
+with 95 % confidence intervals. About 10 minutes.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
-import numpy as np
 
 from ellm_sgl.client.goodput import ATTAINMENT, goodput
 from ellm_sgl.client.process import ServerError, ServerProcess
 from ellm_sgl.client.replay import Request
-from ellm_sgl.client.workloads import drawn, poisson_arrivals, to_requests
+from ellm_sgl.client.workloads import to_requests
 from ellm_sgl.config.click_types import MILLISECONDS, PER_SECOND, SECONDS
 from ellm_sgl.eval.bench import loads
-from ellm_sgl.eval.bench.columns import Mean, Table
-from ellm_sgl.eval.bench.loads import Starters, starter
-from ellm_sgl.eval.bench.oversubscribed import LENGTHS
-from ellm_sgl.eval.bench.result import Interval, Result, Taken
+from ellm_sgl.eval.bench.loads import starter
+from ellm_sgl.eval.bench.result import Interval, Mean, Result, Table, Taken
 from ellm_sgl.eval.bench.scenario import Say, Scenario, Setting, option, rounds_option
 
 DEVICE_TOKENS, HOST_TOKENS = 2816, 16_384
@@ -41,9 +38,6 @@ FURTHER, FURTHEST = 1.5, 5
 
 @dataclass(frozen=True)
 class LoadSweep(Scenario[ServerProcess, list[Request]]):
-    """Load and goodput, eLLM beside stock. A round is a seed; figures are means over the seeds with
-    95 % confidence intervals. About 10 minutes."""
-
     rounds: int = rounds_option(3, least=2)
     rates: tuple[float, ...] = option(
         (4.0, 6.0, 9.0, 13.0), PER_SECOND, "Requests per second; may be given several times.",
@@ -58,7 +52,7 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
                Mean("TTFT s", "ttft_mean", "{:.2f}"), Mean("TPOT ms", "tpot_mean", "{:.1f}", 1e3),
                Mean("tokens/s", "tokens_per_s"))  # fmt: skip
 
-    def starters(self) -> Starters:
+    def starters(self) -> loads.Starters:
         return SERVERS
 
     def cells(self) -> list[float]:
@@ -68,11 +62,9 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
         return f"{cell:g}"
 
     def load(self, cell: float, seed: int) -> list[Request]:
-        rng = np.random.default_rng(seed)
-        trace = drawn(LENGTHS, poisson_arrivals(self.requests, cell, rng), rng)
-        return to_requests(
-            trace, seed, ttft_slo_ms=self.ttft_slo_s * 1e3, tpot_slo_ms=self.tpot_slo_ms
-        )
+        trace = loads.draw_trace(self.requests, cell, seed)
+        slos = {"ttft_slo_ms": self.ttft_slo_s * 1e3, "tpot_slo_ms": self.tpot_slo_ms}
+        return to_requests(trace, seed, **slos)
 
     def warm_up(self, name: str, server: ServerProcess) -> None:
         loads.replayed(server, self.load(max(self.rates), self.rounds))
@@ -105,7 +97,7 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
     def tables(self, result: Result) -> list[Table]:
         (sweep,) = super().tables(result)
         form, rest = Mean("", "", "{:.2f}"), [""] * (len(sweep.headings) - 3)
-        rows = [("goodput", name, form.interval(list(found)), *rest)
+        rows = [("goodput", name, form.interval(found), *rest)
                 for name, found in result.extra.items()]  # fmt: skip
         return [Table(sweep.title, sweep.headings, (*sweep.rows, *rows))]
 

@@ -11,12 +11,14 @@ import pytest
 from scipy import stats
 
 from ellm_sgl.client.process import ServerError
-from ellm_sgl.eval.bench.columns import Column, Mean, Paired
 from ellm_sgl.eval.bench.report import document, plot
 from ellm_sgl.eval.bench.result import (
     SAME_OUTPUT,
+    Column,
     Interval,
+    Mean,
     MeasurementError,
+    Paired,
     Ratio,
     Result,
     Sample,
