@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -77,7 +78,7 @@ def bench(
             "instruction_set": instruction_set_name(64),
             "threads": torch.get_num_threads(),
             "machine": limits,
-            "results": [result.to_json() for result in results],
+            "results": [asdict(result) for result in results],
         }
         click.echo(json.dumps(document))
         return
@@ -99,7 +100,7 @@ def _bench_cuda(rounds: int, as_json: bool) -> None:
         click.echo(f"{case}", err=True)
         results.append(benchmark.measure(case, rounds, limits))
     if as_json:
-        found = [result.to_json() for result in results]
+        found = [asdict(result) for result in results]
         name = torch.cuda.get_device_name()
         click.echo(json.dumps({"device": name, "machine": limits, "results": found}))
         return

@@ -71,7 +71,8 @@ def _kernels() -> contextlib.AbstractContextManager[Calls]:
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     torch.set_num_threads(2)
-    return contextlib.nullcontext(bench.peers(bench.Case(*CASE)))
+    case = bench.Case(*CASE)
+    return contextlib.nullcontext(bench.peers(case, bench.step_of(case)))
 
 
 @contextlib.contextmanager
