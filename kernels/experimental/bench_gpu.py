@@ -29,11 +29,7 @@ from ellm_sgl.kernels.bench_step import (
     interleave,
     median_ratio,
 )
-from ellm_sgl.kernels.experimental.flashinfer import (
-    WORKSPACE_BYTES,
-    FlashInferAttention,
-    divide,
-)
+from ellm_sgl.kernels.experimental.flashinfer import WORKSPACE_BYTES, FlashInferAttention, divide
 
 CALLS = 5
 """Calls of a timed run, so that the host is ahead of the device."""
