@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import count
 
 import click
 import httpx
@@ -155,11 +154,10 @@ async def _load(url: str, until: Until, seed: int) -> tuple[int, int, int]:
     """Keep AT_ONCE requests in flight; returns those sent, cut off and failed."""
     fixed = random.Random(99)
     prefixes = [fixed.choices(PRINTABLE, k=fixed.randint(*PREFIX_TOKENS)) for _ in range(6)]
-    numbers = count()
     sent = cut_off = failed = 0
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
-        nonlocal sent, cut_off, failed
+        nonlocal cut_off, failed
         rng = random.Random(seed * 1_000_000 + number)
         prefix = rng.choice(prefixes) if rng.random() < PREFIX_SHARE else []
         new_tokens, temperature = rng.randint(*OUTPUT_TOKENS), rng.choice([0, 1])
@@ -169,7 +167,6 @@ async def _load(url: str, until: Until, seed: int) -> tuple[int, int, int]:
             "stream": True,
         }
         leave_after = rng.randint(1, 10) if rng.random() < CUT_OFF_SHARE else None
-        sent += 1
         async with client.stream("POST", f"{url}/generate", json=body) as answer:
             failed += answer.status_code != 200
             seen = 0
@@ -180,8 +177,10 @@ async def _load(url: str, until: Until, seed: int) -> tuple[int, int, int]:
                     return  # closes the connection: SGLang aborts the request
 
     async def worker(client: httpx.AsyncClient) -> None:
-        while not until(number := next(numbers)):
-            await one(client, number)
+        nonlocal sent
+        while not until(sent):
+            sent += 1
+            await one(client, sent - 1)
 
     limits = httpx.Limits(max_connections=AT_ONCE)
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
@@ -195,7 +194,7 @@ def _resident_bytes(server: ServerProcess) -> int:
 
 
 def _minutes(total: float) -> Iterator[Until]:
-    """Parts of a minute or less."""
+    """Parts of a minute or less, each from when it is asked for."""
     parts = max(3, round(total))
     for _ in range(parts):
         end = time.monotonic() + 60 * total / parts

@@ -41,12 +41,9 @@ def option(
     text: Any = None,
     **more: Any,
 ) -> Any:
-    """A field of a scenario that is an option of its command.
+    """A field of a scenario that is an option of its command, with click's type and its help.
 
     Args:
-        default: of the field.
-        kind: click's type.
-        about: help.
         flag: the option's name, where it is not the field's.
         text: the option's default, where a callback makes the field's of it.
         more: other arguments of `click.Option`.

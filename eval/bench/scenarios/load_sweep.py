@@ -8,7 +8,7 @@ with 95 % confidence intervals. About 10 minutes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,20 +79,32 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
     def finish(
         self, servers: Mapping[str, ServerProcess], result: Result, say: Say
     ) -> dict[str, Any]:
-        def search(setting: Setting, number: int) -> float:
-            known = {s.cell: s.figures["slo_attainment"] for s in result.samples
-                     if (s.setting, s.round) == (setting.name, number)}  # fmt: skip
-
-            def attainment(rate: float) -> float:
-                taken = self.measure(servers[setting.server], setting, self.load(rate, number))
-                share = taken.figures["slo_attainment"]
-                say(f"searching, seed {number}, {setting.name}: {rate:.2f}/s, {share:.0%}")
-                return share
-
-            return find_goodput(self.cells(), known, attainment)
-
         seeds = range(self.rounds)
-        return {s.name: tuple(search(s, number) for number in seeds) for s in self.settings()}
+        return {s.name: tuple(self._goodput(servers[s.server], s, n, result, say) for n in seeds)
+                for s in self.settings()}  # fmt: skip
+
+    def _goodput(
+        self, server: ServerProcess, setting: Setting, number: int, result: Result, say: Say
+    ) -> float:
+        """Of one server with one seed's requests, between two rates of the sweep or beyond."""
+        known = {s.cell: s.figures["slo_attainment"] for s in result.samples
+                 if (s.setting, s.round) == (setting.name, number)}  # fmt: skip
+
+        def attainment(rate: float) -> float:
+            if rate not in known:
+                taken = self.measure(server, setting, self.load(rate, number))
+                known[rate] = taken.figures["slo_attainment"]
+                say(f"searching, seed {number}, {setting.name}: {rate:.2f}/s, {known[rate]:.0%}")
+            return known[rate]
+
+        rates = self.cells()
+        low = high = rates[0]
+        beyond = (rates[-1] * FURTHER**i for i in range(1, FURTHEST))
+        for high in itertools.chain(rates, beyond):
+            if attainment(high) < ATTAINMENT:
+                break
+            low = high
+        return goodput(attainment, low, high, precision=PRECISION)
 
     def tables(self, result: Result) -> list[Table]:
         (sweep,) = super().tables(result)
@@ -121,29 +133,3 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
             axes.grid(alpha=0.3)
         figure.axes[0].axhline(ATTAINMENT, color="grey", linestyle=":")
         figure.axes[0].legend()
-
-
-def find_goodput(
-    rates: Sequence[float], known: Mapping[float, float], attainment: Callable[[float], float]
-) -> float:
-    """Goodput of one server with one seed's requests, between two rates of the sweep or beyond.
-
-    Args:
-        rates: requests per second of the sweep, ascending.
-        known: attainment by rate.
-        attainment: measures it at another rate.
-    """
-    found = dict(known)
-
-    def at(rate: float) -> float:
-        if rate not in found:
-            found[rate] = attainment(rate)
-        return found[rate]
-
-    low = high = rates[0]
-    beyond = (rates[-1] * FURTHER**i for i in range(1, FURTHEST))
-    for high in itertools.chain(rates, beyond):
-        if at(high) < ATTAINMENT:
-            break
-        low = high
-    return goodput(at, low, high, precision=PRECISION)
