@@ -64,25 +64,19 @@ class Interval:
 class Ratio:
     """One figure of a setting over that of another, in every round that both were measured in."""
 
+    median: float
+    interval: tuple[float, float] | None
+    """Of the geometric mean, 95 %: ratios spread evenly in their logarithm. None of a single round,
+    and where a ratio has none."""
     by_round: tuple[float, ...]
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.by_round)
-
-    @property
-    def interval(self) -> Interval | None:
-        """Of the geometric mean: ratios spread evenly in their logarithm. None of a single round,
-        and where a ratio has none."""
-        if len(self.by_round) < 2 or not all(0 < r < math.inf for r in self.by_round):
-            return None
-        found = Interval.of(np.log(self.by_round).tolist())
-        return Interval(*map(math.exp, (found.mean, found.low, found.high)))
-
-    def to_json(self) -> dict[str, Any]:
-        interval = self.interval
-        bounds = None if interval is None else [interval.low, interval.high]
-        return {"median": self.median, "interval": bounds, "by_round": list(self.by_round)}
+    @staticmethod
+    def of(by_round: Sequence[float]) -> Ratio:
+        interval = None
+        if len(by_round) > 1 and all(0 < r < math.inf for r in by_round):
+            found = Interval.of(np.log(by_round).tolist())
+            interval = math.exp(found.low), math.exp(found.high)
+        return Ratio(statistics.median(by_round), interval, tuple(by_round))
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,7 @@ class Result:
     def ratio(self, cell: Any, setting: str, other: str, figure: str) -> Ratio:
         """Paired within rounds; a figure of 0 counts as next to nothing."""
         own, others = (self.values(cell, name, figure) for name in (setting, other))
-        return Ratio(tuple(a / max(b, 1e-9) for a, b in zip(own, others, strict=True)))
+        return Ratio.of([a / max(b, 1e-9) for a, b in zip(own, others, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -165,10 +159,8 @@ class Paired(Column):
         if other is None:
             return ""
         ratio = self.ratio(result, cell, setting, other)
-        median, interval = self.text(ratio.median), ratio.interval
-        if interval is None:
-            return median
-        return f"{median} [{self.text(interval.low)}, {self.text(interval.high)}]"
+        bounds = "" if ratio.interval is None else f" [{', '.join(map(self.text, ratio.interval))}]"
+        return self.text(ratio.median) + bounds
 
 
 @dataclass(frozen=True)

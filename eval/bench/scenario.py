@@ -89,6 +89,8 @@ class Scenario(ABC, Generic[S, L]):
     """The setting whose tokens are the right ones: gives the figure `SAME_OUTPUT`."""
     cell_heading: ClassVar[str] = ""
     """Of the column that tells loads apart; without one there is a single load."""
+    cell_form: ClassVar[str] = "{}"
+    """How a load is told in that column: a format, of its parts if it is a tuple."""
     anew: ClassVar[bool] = False
     """Every round has servers of its own."""
 
@@ -112,7 +114,7 @@ class Scenario(ABC, Generic[S, L]):
         return ("",)
 
     def title(self, cell: Any) -> str:
-        return str(cell)
+        return self.cell_form.format(*(cell if isinstance(cell, tuple) else (cell,)))
 
     @abstractmethod
     def load(self, cell: Any, seed: int) -> L:
@@ -162,7 +164,7 @@ class Scenario(ABC, Generic[S, L]):
         """The scenario's part of the JSON document."""
         ratios = [
             {"cell": cell, "setting": name, "against": other, "figure": column.figure,
-             "inverse": column.inverse, **column.ratio(result, cell, name, other).to_json()}
+             "inverse": column.inverse, **asdict(column.ratio(result, cell, name, other))}
             for column in self.columns if isinstance(column, Paired)
             for cell in self.cells()
             for name, other in self.against.items() if {name, other} <= result.settings

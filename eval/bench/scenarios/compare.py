@@ -282,7 +282,7 @@ class Compare(Scenario[ServerProcess, list[Request]]):
                 "cell": asdict(cell),
                 "best": best,
                 "of_best": of_best.median,
-                "of_best_interval": of_best.to_json()["interval"],
+                "of_best_interval": of_best.interval,
                 "of_ample": result.ratio(cell, ELLM, AMPLE, "tokens_per_s").median,
                 "tpot_p99_of_best": result.ratio(cell, ELLM, best, "tpot_p99").median,
                 "ttft_mean_of_best": result.ratio(cell, ELLM, best, "ttft_mean").median,

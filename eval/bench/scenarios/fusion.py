@@ -32,7 +32,7 @@ class Fusion(Scenario[ServerProcess, loads.Prompts]):
 
     reference = FUSED
     against: ClassVar = {SEPARATE: FUSED}
-    cell_heading = "load"
+    cell_heading, cell_form = "load", "{} x {} tokens"
     columns = (Column("step ms", "step_ms", "{:.2f}"), Paired("ratio", "step_ms"),
                Column("recomputed\nrows", "recomputed_rows"),
                Column("same\noutput", SAME_OUTPUT, "{:.0%}"))  # fmt: skip
@@ -46,9 +46,6 @@ class Fusion(Scenario[ServerProcess, loads.Prompts]):
 
     def cells(self) -> list[tuple[int, int]]:
         return [(count, tokens) for count, tokens in SHAPES if count * tokens <= self.largest]
-
-    def title(self, cell: tuple[int, int]) -> str:
-        return "{} x {} tokens".format(*cell)
 
     def load(self, cell: tuple[int, int], seed: int) -> loads.Prompts:
         return loads.draw_prompts((cell, seed), *cell)

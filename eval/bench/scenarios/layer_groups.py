@@ -31,7 +31,7 @@ class LayerGroups(Scenario[ServerProcess, Load]):
     rounds: int = rounds_option(3, least=0)
 
     against: ClassVar = dict.fromkeys(GROUPS, "F = 1")
-    cell_heading = "uncached"
+    cell_heading, cell_form = "uncached", "r = {}"
     columns = (Column("tokens/s", "tokens_per_s"), Paired("of F = 1", "tokens_per_s", "{:.3f}"),
                Column("bookkeeping's\nshare of time", "page_table_share", "{:.2%}"))  # fmt: skip
 
@@ -43,9 +43,6 @@ class LayerGroups(Scenario[ServerProcess, Load]):
 
     def cells(self) -> tuple[float, ...]:
         return (0.0, 0.5)
-
-    def title(self, cell: float) -> str:
-        return f"r = {cell}"
 
     def load(self, cell: float, seed: int) -> Load:
         return cell, loads.draw_prompts(seed, PROMPTS, PROMPT_TOKENS)

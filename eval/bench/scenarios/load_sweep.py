@@ -47,7 +47,7 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
     ttft_slo_s: float = option(1.0, SECONDS)
     tpot_slo_ms: float = option(20.0, MILLISECONDS)
 
-    cell_heading = "requests/s"
+    cell_heading, cell_form = "requests/s", "{:g}"
     columns = (Mean("within SLOs\n%", "slo_attainment", "{:.0f}", 100),
                Mean("TTFT s", "ttft_mean", "{:.2f}"), Mean("TPOT ms", "tpot_mean", "{:.1f}", 1e3),
                Mean("tokens/s", "tokens_per_s"))  # fmt: skip
@@ -57,9 +57,6 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
 
     def cells(self) -> list[float]:
         return sorted(set(self.rates))
-
-    def title(self, cell: float) -> str:
-        return f"{cell:g}"
 
     def load(self, cell: float, seed: int) -> list[Request]:
         trace = loads.draw_trace(self.requests, cell, seed)
