@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -43,22 +43,13 @@ FIGURES = ("slo_attainment", "longest_pause_s", "preempted", *COUNTERS, SAME_OUT
 """Of a run in the JSON document, beside its `summary`."""
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One load."""
 
     factor: float
     """KV tokens of all requests at their ends, as a multiple of the device's."""
     outputs: str
     """`KNOWN`: the server may rely on the lengths. `UNKNOWN`: clients stop early."""
-
-
-def _read_names(_: Any, __: Any, text: str | None) -> tuple[str, ...]:
-    return tuple(text.split(",")) if text else ()
-
-
-def _read_outputs(_: Any, __: Any, text: str) -> tuple[str, ...]:
-    return OUTPUTS if text == "both" else (text,)
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,7 @@ class Compare(Scenario[ServerProcess, list[Request]]):
         click.Choice([*OUTPUTS, "both"]),
         "Whether servers may rely on output lengths, or clients stop early.",
         text="both",
-        callback=_read_outputs,
+        callback=lambda _, __, text: OUTPUTS if text == "both" else (text,),
     )
     conservativeness: tuple[float, ...] = option(
         (0.3,),
@@ -96,7 +87,7 @@ class Compare(Scenario[ServerProcess, list[Request]]):
         about="Only these, for instance ellm,recompute,swap.",
         metavar="NAME,...",
         text="",
-        callback=_read_names,
+        callback=lambda _, __, text: tuple(text.split(",")) if text else (),
         show_default=False,
     )
     """Names of those to run; empty: all."""
@@ -115,6 +106,7 @@ class Compare(Scenario[ServerProcess, list[Request]]):
 
     anew = True
     reference = AMPLE
+    cell_form = "{:g} x memory, output lengths {}"
     columns = (
         Column("output\ntokens/s", "tokens_per_s"),
         Column("TTFT s\nmean/p50/p99", "ttft_mean", "{:.1f}", more=("ttft_p50", "ttft_p99")),
@@ -179,17 +171,12 @@ class Compare(Scenario[ServerProcess, list[Request]]):
     def settings(self) -> list[Setting]:
         """Ample memory first; of eLLM's, the value is the device's KV tokens."""
         names = list(self.contenders())
-        ours = {AMPLE: self.ample_tokens, ELLM: self.device_tokens} if ELLM in names else {}
-        return [
-            *(Setting(name, ELLM, tokens) for name, tokens in ours.items()),
-            *(Setting(name, name) for name in names if name != ELLM),
-        ]
+        ours = [Setting(AMPLE, ELLM, self.ample_tokens), Setting(ELLM, ELLM, self.device_tokens)]
+        baselines = [Setting(name, name) for name in names if name != ELLM]
+        return [*ours, *baselines] if ELLM in names else baselines
 
     def cells(self) -> list[Cell]:
         return [Cell(f, outputs) for f in self.factors for outputs in self.outputs]
-
-    def title(self, cell: Cell) -> str:
-        return f"{cell.factor:g} x memory, output lengths {cell.outputs}"
 
     def load(self, cell: Cell, seed: int) -> list[Request]:
         """The requests of one cell; the same for every server.
@@ -279,7 +266,7 @@ class Compare(Scenario[ServerProcess, list[Request]]):
             best = max(baselines, key=lambda name, c=cell: result.median(c, name, "tokens_per_s"))
             of_best = result.ratio(cell, ELLM, best, "tokens_per_s")
             found.append({
-                "cell": asdict(cell),
+                "cell": cell._asdict(),
                 "best": best,
                 "of_best": of_best.median,
                 "of_best_interval": of_best.interval,
@@ -304,7 +291,7 @@ class Compare(Scenario[ServerProcess, list[Request]]):
         """Without the arrival of every token."""
         baselines = self._baselines(result)
         runs = [
-            {"server": s.setting, "baseline": s.setting in baselines, "cell": asdict(s.cell),
+            {"server": s.setting, "baseline": s.setting in baselines, "cell": s.cell._asdict(),
              "round": s.round, "summary": s.detail["summary"],
              **{name: s.figures[name] for name in FIGURES}}
             for s in result.samples
