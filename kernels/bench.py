@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -79,6 +80,9 @@ class Result:
     """KV bytes per second over the read bandwidth of the same round."""
     multiply_share: float
     """Multiply-adds per second over the fp32 matrix-product rate of the same round."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def measure(case: Case, rounds: int) -> Result:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -78,7 +77,7 @@ def bench(
             "instruction_set": instruction_set_name(64),
             "threads": torch.get_num_threads(),
             "machine": limits,
-            "results": [asdict(result) for result in results],
+            "results": [result.to_json() for result in results],
         }
         click.echo(json.dumps(document))
         return
@@ -100,7 +99,7 @@ def _bench_cuda(rounds: int, as_json: bool) -> None:
         click.echo(f"{case}", err=True)
         results.append(benchmark.measure(case, rounds, limits))
     if as_json:
-        found = [asdict(result) for result in results]
+        found = [result.to_json() for result in results]
         name = torch.cuda.get_device_name()
         click.echo(json.dumps({"device": name, "machine": limits, "results": found}))
         return

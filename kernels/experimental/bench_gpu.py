@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -63,6 +63,9 @@ class Result:
     """Its multiply-adds per second over the bf16 matrix-product rate."""
     largest_difference: float
     """Between the peers' outputs of the decoded tokens and the fused kernel's."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def limits() -> dict[str, float]:

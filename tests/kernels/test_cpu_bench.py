@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_every_case_has_its_peers_and_positive_figures() -> None:
         result = bench.measure(case, rounds=1)
         assert result.milliseconds.keys() >= {"cpu", "torch_paged", "read", "multiply"}
         assert min(*result.milliseconds.values(), *result.ratio.values()) > 0
-        assert asdict(result)["case"]["name"] == case.name
+        assert result.to_json()["case"]["name"] == case.name
 
 
 def test_two_passes_compute_what_the_mixed_pass_does() -> None:

@@ -263,7 +263,8 @@ class Compare(Scenario[ServerProcess, list[Request]]):
             return []
         found = []
         for cell in self.cells():
-            best = max(baselines, key=lambda name, c=cell: result.median(c, name, "tokens_per_s"))
+            speeds = {name: result.median(cell, name, "tokens_per_s") for name in baselines}
+            best = max(speeds, key=speeds.__getitem__)
             of_best = result.ratio(cell, ELLM, best, "tokens_per_s")
             found.append({
                 "cell": cell._asdict(),

@@ -60,8 +60,8 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
 
     def load(self, cell: float, seed: int) -> list[Request]:
         trace = loads.draw_trace(self.requests, cell, seed)
-        slos = {"ttft_slo_ms": self.ttft_slo_s * 1e3, "tpot_slo_ms": self.tpot_slo_ms}
-        return to_requests(trace, seed, **slos)
+        ttft_slo_ms = self.ttft_slo_s * 1e3
+        return to_requests(trace, seed, ttft_slo_ms=ttft_slo_ms, tpot_slo_ms=self.tpot_slo_ms)
 
     def warm_up(self, name: str, server: ServerProcess) -> None:
         loads.replayed(server, self.load(max(self.rates), self.rounds))
