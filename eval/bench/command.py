@@ -22,7 +22,7 @@ from ellm_sgl.eval.bench.scenario import OPTION, Scenario
 from ellm_sgl.eval.plotting import check_plot_file
 
 
-def command(name: str, kind: type[Scenario[Any, Any]]) -> click.Command:
+def command(name: str, kind: type[Scenario]) -> click.Command:
     """The docstring of its module as help, its fields as options, and --plot and --json."""
     about = sys.modules[kind.__module__].__doc__
     made = click.Command(name, callback=partial(_run, name, kind), help=about)
@@ -39,9 +39,7 @@ def command(name: str, kind: type[Scenario[Any, Any]]) -> click.Command:
     return made
 
 
-def _run(
-    name: str, kind: type[Scenario[Any, Any]], file: Path | None, as_json: bool, **options: Any
-) -> None:
+def _run(name: str, kind: type[Scenario], file: Path | None, as_json: bool, **options: Any) -> None:
     try:
         if file is not None:
             check_plot_file(file)
@@ -54,7 +52,7 @@ def _run(
         raise click.Abort from None
 
 
-def _measure(name: str, scenario: Scenario[Any, Any], file: Path | None, as_json: bool) -> None:
+def _measure(name: str, scenario: Scenario, file: Path | None, as_json: bool) -> None:
     begun = report.provenance()
     with Progress(console=Console(stderr=True)) as bar:
         total = scenario.rounds * len(scenario.cells()) * len(scenario.settings())

@@ -62,7 +62,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def document(name: str, scenario: Scenario[Any, Any], result: Result) -> dict[str, Any]:
+def document(name: str, scenario: Scenario, result: Result) -> dict[str, Any]:
     """What was found, raw and as tables, without `provenance`."""
     return {
         "bench": name,
@@ -73,7 +73,7 @@ def document(name: str, scenario: Scenario[Any, Any], result: Result) -> dict[st
     }
 
 
-def render(scenario: Scenario[Any, Any], result: Result) -> Iterator[RenderableType]:
+def render(scenario: Scenario, result: Result) -> Iterator[RenderableType]:
     """For a terminal."""
     yield from map(_drawn, scenario.tables(result))
     yield from map(Text, scenario.notes(result))
@@ -90,7 +90,7 @@ def _drawn(table: Table) -> RichTable:
     return drawn
 
 
-def plot(scenario: Scenario[Any, Any], result: Result, file: Path) -> None:
+def plot(scenario: Scenario, result: Result, file: Path) -> None:
     """Write a picture, in the format that the file's name ends with."""
     figure = new_figure(figsize=(9, 3 * max(len(scenario.cells()), 1)))
     scenario.plot(result, figure)

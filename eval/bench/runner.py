@@ -12,10 +12,10 @@ from typing import Any
 
 from ellm_sgl.client.process import stop_on_signals
 from ellm_sgl.eval.bench.result import SAME_OUTPUT, Result, Sample, Taken
-from ellm_sgl.eval.bench.scenario import L, S, Say, Scenario
+from ellm_sgl.eval.bench.scenario import Say, Scenario
 
 
-def run(scenario: Scenario[S, L], say: Say, advance: Callable[[], None]) -> Result:
+def run(scenario: Scenario, say: Say, advance: Callable[[], None]) -> Result:
     """Measure every setting under every load in every round. Never two servers under load at once.
 
     Args:
@@ -42,7 +42,7 @@ def run(scenario: Scenario[S, L], say: Say, advance: Callable[[], None]) -> Resu
 
 
 @contextmanager
-def _started(scenario: Scenario[S, L], say: Say) -> Iterator[dict[str, S]]:
+def _started(scenario: Scenario, say: Say) -> Iterator[dict[str, Any]]:
     """All servers, warmed up; stopped when the context is left."""
     with ExitStack() as stack:
         servers = {}
@@ -54,9 +54,9 @@ def _started(scenario: Scenario[S, L], say: Say) -> Iterator[dict[str, S]]:
 
 
 def _round(
-    scenario: Scenario[S, L],
+    scenario: Scenario,
     number: int,
-    servers: Mapping[str, S],
+    servers: Mapping[str, Any],
     say: Say,
     advance: Callable[[], None],
 ) -> Iterator[Sample]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import click
 
@@ -21,10 +21,6 @@ from ellm_sgl.eval.bench.result import (
     Taken,
 )
 
-S = TypeVar("S")
-"""A server: `ServerProcess`, but for scenarios that measure without one."""
-L = TypeVar("L")
-"""A load."""
 Say = Callable[[str], None]
 """Told of progress, in one line."""
 OPTION = "option"
@@ -76,7 +72,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Scenario(ABC, Generic[S, L]):
+class Scenario(ABC):
     """Every setting gets every load (`cells`) in every round. Fields are the command's options; the
     docstring of its module is the command's help."""
 
@@ -94,7 +90,7 @@ class Scenario(ABC, Generic[S, L]):
     anew: ClassVar[bool] = False
     """Every round has servers of its own."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 (optional)
         """Before anything is started.
 
         Raises:
@@ -102,8 +98,9 @@ class Scenario(ABC, Generic[S, L]):
         """
 
     @abstractmethod
-    def starters(self) -> Mapping[str, Callable[[], AbstractContextManager[S]]]:
-        """How each server is started. All stand side by side, and idle ones sleep."""
+    def starters(self) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
+        """How each server is started: a `ServerProcess`, but for scenarios that measure without
+        one. All stand side by side, and idle ones sleep."""
 
     def settings(self) -> Sequence[Setting]:
         """In the order of even rounds; odd ones reverse it. Here: each server as it is."""
@@ -117,14 +114,14 @@ class Scenario(ABC, Generic[S, L]):
         return self.cell_form.format(*(cell if isinstance(cell, tuple) else (cell,)))
 
     @abstractmethod
-    def load(self, cell: Any, seed: int) -> L:
+    def load(self, cell: Any, seed: int) -> Any:
         """The same for all settings of a round, whose number is the seed."""
 
     @abstractmethod
-    def measure(self, server: S, setting: Setting, load: L) -> Taken:
+    def measure(self, server: Any, setting: Setting, load: Any) -> Taken:
         """One setting under one load."""
 
-    def warm_up(self, name: str, server: S) -> None:
+    def warm_up(self, name: str, server: Any) -> None:
         """Once after a server's start. Here: a round of its own whose figures are dropped."""
         for cell in self.cells():
             for setting in self.settings():
@@ -132,7 +129,7 @@ class Scenario(ABC, Generic[S, L]):
                     with suppress(MeasurementError):  # a cold server may be too slow
                         self.measure(server, setting, self.load(cell, self.rounds))
 
-    def finish(self, servers: Mapping[str, S], result: Result, say: Say) -> Mapping[str, Any]:
+    def finish(self, servers: Mapping[str, Any], result: Result, say: Say) -> Mapping[str, Any]:
         """What else to find out of servers (those of the last round) before they stop."""
         return {}
 

@@ -30,7 +30,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Ablation(Scenario[ServerProcess, loads.Prompts]):
+class Ablation(Scenario):
     rounds: int = rounds_option(5)
     ratio: float = option(0.6, SHARE, "r of every request.")
 

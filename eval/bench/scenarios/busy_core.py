@@ -28,7 +28,7 @@ Calls = Mapping[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
-class BusyCore(Scenario[Calls, str]):
+class BusyCore(Scenario):
     rounds: int = rounds_option(5)
 
     against: ClassVar = {ALONE: BESIDE}

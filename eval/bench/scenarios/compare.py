@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compare(Scenario[ServerProcess, list[Request]]):
+class Compare(Scenario):
     rounds: int = rounds_option(2)
     scenario: str = option(
         "oversubscribed",

@@ -24,7 +24,7 @@ FUSED, SEPARATE = "one pass", "two passes"
 
 
 @dataclass(frozen=True)
-class Fusion(Scenario[ServerProcess, loads.Prompts]):
+class Fusion(Scenario):
     rounds: int = rounds_option(5)
     model_path: str = model_option()
     ratio: float = option(0.4, SHARE, "Share of each request's tokens to leave uncached.")

@@ -27,7 +27,7 @@ Load = tuple[float, loads.Prompts]
 
 
 @dataclass(frozen=True)
-class LayerGroups(Scenario[ServerProcess, Load]):
+class LayerGroups(Scenario):
     rounds: int = rounds_option(3, least=0)
 
     against: ClassVar = dict.fromkeys(GROUPS, "F = 1")

@@ -37,7 +37,7 @@ FURTHER, FURTHEST = 1.5, 5
 
 
 @dataclass(frozen=True)
-class LoadSweep(Scenario[ServerProcess, list[Request]]):
+class LoadSweep(Scenario):
     rounds: int = rounds_option(3, least=2)
     rates: tuple[float, ...] = option(
         (4.0, 6.0, 9.0, 13.0), PER_SECOND, "Requests per second; may be given several times.",

@@ -26,7 +26,7 @@ attention as in `stock`, and with the C++ kernels, as is the default; eLLM on, e
 
 
 @dataclass(frozen=True)
-class Overhead(Scenario[ServerProcess, loads.Prompts]):
+class Overhead(Scenario):
     rounds: int = rounds_option(20)
     requests: int = option(24, REQUESTS)
     prompt_tokens: int = option(128, TOKENS)

@@ -25,7 +25,7 @@ CALM_S, RISE_S = 8.0, 14.0
 
 
 @dataclass(frozen=True)
-class Pressure(Scenario[ServerProcess, list[Request]]):
+class Pressure(Scenario):
     rounds: int = rounds_option(1)
     policy: str = option("fcfs")
     tpot_slo_ms: float = option(50.0, MILLISECONDS)

@@ -28,7 +28,7 @@ URGENT_TOKENS = 96
 
 
 @dataclass(frozen=True)
-class Priorities(Scenario[ServerProcess, list[Request]]):
+class Priorities(Scenario):
     rounds: int = rounds_option(3)
     model_path: str = model_option()
     device_tokens: int = option(8192, TOKENS)

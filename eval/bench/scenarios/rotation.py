@@ -35,7 +35,7 @@ def under_way(outcomes: Sequence[Outcome]) -> tuple[int, float]:
 
 
 @dataclass(frozen=True)
-class Rotation(Scenario[ServerProcess, list[Request]]):
+class Rotation(Scenario):
     rounds: int = rounds_option(3)
     device_tokens: int = option(3072, TOKENS)
     requests: int = option(48, REQUESTS)

@@ -29,7 +29,7 @@ from ellm_sgl.eval.bench.scenario import Scenario, Setting
 
 
 @dataclass(frozen=True)
-class StandIn(Scenario[str, str]):
+class StandIn(Scenario):
     """No server: what is asked of it is written down, and `speeds` are told one by one."""
 
     rounds: int = 2
