@@ -21,14 +21,7 @@ from typing import Any
 
 import torch
 
-from ellm_sgl.kernels.bench_step import (
-    BLOCK_TOKENS,
-    Run,
-    Step,
-    StepShape,
-    interleave,
-    median_ratio,
-)
+from ellm_sgl.kernels.bench_step import BLOCK_TOKENS, Run, Step, StepShape, interleave, median_ratio
 from ellm_sgl.kernels.experimental.flashinfer import WORKSPACE_BYTES, FlashInferAttention, divide
 
 CALLS = 5
@@ -151,11 +144,7 @@ def whole_flashinfer(step: Step, library: Any) -> dict[str, Run]:
     case, device, pool = step.shape, step.keys.device, (step.keys, step.values)
     workspace = torch.zeros(2 * WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     shape = case.heads, case.kv_heads, case.head_dim, BLOCK_TOKENS
-    types = {
-        "q_data_type": torch.bfloat16,
-        "kv_data_type": torch.bfloat16,
-        "sm_scale": step.scale,
-    }
+    types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "sm_scale": step.scale}
     d_pages = _decode_pages(step)
     q_new, q_span = step.q[: case.batch], step.q[case.batch :]
     decode = library.BatchDecodeWithPagedKVCacheWrapper(
