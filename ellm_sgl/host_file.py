@@ -54,13 +54,14 @@ def map_file(path: Path, nbytes: int) -> mmap.mmap:
     Raises:
         ConfigError: something else has that name, the folder cannot be written, or has no room.
     """
-    size = HEADER_BYTES + nbytes
-    _remove_leftover(path)
+    with _leftover(path) as found:
+        if found is not None:  # a new file, not an old one emptied: nobody has the new one open
+            _unlink(path, found)
     fd = _create(path)
     try:
         # Locked before it is marked: whoever looks for leftovers locks nothing without a header.
         _lock(path, fd)
-        return _fill(path, fd, size)
+        return _fill(path, fd, HEADER_BYTES + nbytes)
     finally:
         _unlink(path, fd)
         os.close(fd)
@@ -87,8 +88,7 @@ def check(path: Path) -> int:
         ConfigError: as `map_file`, but for room.
     """
     folder = path.absolute().parent
-    there = os.path.isdir(folder)
-    if not there or not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK, effective_ids=True)):
         raise _error(path, _FOLDER)
     with _leftover(path) as found:
         return 0 if found is None else os.fstat(found).st_blocks * 512
@@ -129,13 +129,6 @@ def _lock(path: Path, fd: int) -> None:
         raise _in_use(path) from None
     except OSError as error:  # some network file systems
         raise _error(path, f"cannot be locked ({error.strerror}); give a file elsewhere") from None
-
-
-def _remove_leftover(path: Path) -> None:
-    """A new file, not an old one emptied: nobody has that one open."""
-    with _leftover(path) as found:
-        if found is not None:
-            _unlink(path, found)
 
 
 @contextlib.contextmanager

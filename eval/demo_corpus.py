@@ -119,9 +119,8 @@ def is_prose(paragraph: str) -> bool:
 def paragraphs(text: str) -> list[str]:
     """The prose paragraphs of a docstring, one line each, without markup."""
     found = []
-    for block in re.split(
-        r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", textwrap.dedent(to_ascii(text).expandtabs())
-    ):
+    plain = textwrap.dedent(to_ascii(text).expandtabs())
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", plain):
         line = re.sub(r"\s+", " ", re.sub(r"^\s*(?:[*-]|\d+\.) ", "", block)).strip()
         line = re.sub(r":\w+:`~?\.?([^`<]*)[^`]*`", r"\1", line)  # :func:`name` -> name
         line = re.sub(r"\*\*?(\w[^*]*)\*\*?|`+([^`]+?)`+'?", lambda m: m[1] or m[2], line)
@@ -149,10 +148,8 @@ def library_files() -> Iterator[tuple[str, str]]:
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if SKIPPED_FOLDERS.isdisjoint(parts[:-1]) and not parts[0].startswith("config-"):
-            yield (
-                ".".join(p for p in parts if p != "__init__"),
-                path.read_text(encoding="utf-8", errors="replace"),
-            )
+            name = ".".join(p for p in parts if p != "__init__")
+            yield name, path.read_text(encoding="utf-8", errors="replace")
 
 
 def docstrings(module: str, source: str) -> Iterator[tuple[str, str, str]]:
@@ -174,17 +171,12 @@ def builtin_docstrings() -> Iterator[tuple[str, str, str]]:
         prefix = "" if module is builtins else module.__name__ + "."
         for name, value in sorted(vars(module).items()):
             if callable(value) and isinstance(value.__doc__, str):
-                yield (
-                    "class" if isinstance(value, type) else "function",
-                    prefix + name,
-                    value.__doc__,
-                )
+                kind = "class" if isinstance(value, type) else "function"
+                yield kind, prefix + name, value.__doc__
             if isinstance(value, type) and not issubclass(value, BaseException):
                 for method, function in sorted(vars(value).items()):
-                    if (
-                        isinstance(text := getattr(function, "__doc__", None), str)
-                        and method != "__doc__"
-                    ):
+                    text = getattr(function, "__doc__", None)
+                    if isinstance(text, str) and method != "__doc__":
                         yield "function", f"{prefix}{name}.{method}", text
 
 
@@ -199,9 +191,8 @@ def chat(kind: str, name: str, answers: Iterable[str], rng: random.Random) -> It
     pieces = list(answers)
     for at in range(0, len(pieces), 2):
         question = rng.choice(QUESTIONS[kind]).format(name)
-        messages = [
-            {"role": "user", "content": question if at == 0 else f"Tell me more about {name}."}
-        ]
+        asked = f"Tell me more about {name}." if at else question
+        messages = [{"role": "user", "content": asked}]
         if rng.random() < 0.15:
             messages.insert(0, {"role": "system", "content": rng.choice(SYSTEMS)})
         for turn, piece in enumerate(pieces[at : at + 2]):
@@ -227,19 +218,15 @@ def gather(seed: int = 0) -> list[Document]:
         name = title.lower() if re.fullmatch(r"[A-Za-z ]{4,50}", title) else label.replace("-", " ")
         documents += chat("topic", name, chunks(fresh(text)), rng)
     sources = list(library_files())
-    for kind, name, text in itertools.chain(
-        builtin_docstrings(), *(docstrings(m, s) for m, s in sources)
-    ):
+    found = itertools.chain(builtin_docstrings(), *itertools.starmap(docstrings, sources))
+    for kind, name, text in found:
         documents += chat(kind, name.removesuffix(".__init__"), chunks(fresh(text)), rng)
     for module, source in sources:
         for prose in chunks(line for block in comments(source) for line in fresh(block)):
             documents.append(Document(module, (), prose))
+    answer = {"role": "assistant", "content": GREETING_ANSWER}
     for greeting in GREETINGS * 12:
-        exchange = (
-            {"role": "user", "content": greeting},
-            {"role": "assistant", "content": GREETING_ANSWER},
-        )
-        documents.append(Document("greeting", exchange))
+        documents.append(Document("greeting", ({"role": "user", "content": greeting}, answer)))
     rng.shuffle(documents)
     return documents
 

@@ -13,7 +13,6 @@ doing. A part that fails is noted, with its last words, and the next one begins.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import random
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,10 @@ import click
 
 from ellm_sgl.client.process import ServerError, ServerProcess
 from ellm_sgl.client.replay import Request, replay
-from ellm_sgl.client.summary import Summary, summarize
+from ellm_sgl.client.summary import summarize
 from ellm_sgl.config.click_types import FiniteRange
+from ellm_sgl.eval.bench.report import versions
+from ellm_sgl.eval.tiny_models import write
 from ellm_sgl.sglang.cuda import EXPERIMENTAL
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,20 +60,7 @@ TOKEN_BYTES = 40 * 2 * 40 * 128 * 2
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS, SECONDS = 32, 512, 256, 8.0
 HOST_SHARE = 4
 """Tokens of the host tier, in multiples of the device's."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """One server under the load."""
-
-    server: str
-    budget_gb: float | None
-    """KV memory; None: all that is left."""
-    exact: bool
-    """Whether the server may rely on the requests' lengths."""
-    summary: Summary
-    state: dict[str, Any]
-    """eLLM's counters; empty for stock."""
+PARTS = ("tests", "verify", "bench", "serve")
 
 
 def device() -> dict[str, Any]:
@@ -87,7 +75,7 @@ def device() -> dict[str, Any]:
         "capability": [found.major, found.minor],
         "driver_cuda": torch.version.cuda,
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": dict.fromkeys(PACKAGES) | versions(PACKAGES),
     }
 
 
@@ -98,18 +86,14 @@ def run_tests() -> dict[str, Any]:
 
 def run_verify() -> dict[str, Any]:
     """`ellm-sgl verify` with this device's kernels."""
-    from ellm_sgl.eval.tiny_models import write
-
     with tempfile.TemporaryDirectory() as folder:
         model = write("llama-gqa", Path(folder) / "llama-gqa")
-        return _command(
-            "-m", "ellm_sgl.serve.cli", "verify", "--model-path", str(model), "--json"
-        )  # fmt: skip
+        return _ellm_sgl("verify", "--model-path", str(model))
 
 
 def run_bench() -> dict[str, Any]:
     """`ellm-sgl kernels bench --device cuda`."""
-    return _command("-m", "ellm_sgl.serve.cli", "kernels", "bench", "--device", "cuda", "--json")
+    return _ellm_sgl("kernels", "bench", "--device", "cuda")
 
 
 def run_serve(budgets_gb: Sequence[float]) -> dict[str, Any]:
@@ -120,7 +104,7 @@ def run_serve(budgets_gb: Sequence[float]) -> dict[str, Any]:
         for budget in budgets_gb:
             for name, arguments in servers(folder, budget or None).items():
                 try:
-                    served += map(asdict, serve(name, arguments, budget or None))
+                    served += serve(name, arguments, budget or None)
                 except ServerError as error:
                     served.append({"server": name, "budget_gb": budget, "failed": str(error)})
     return {"ok": not any("failed" in s for s in served), "served": served}
@@ -140,15 +124,19 @@ def servers(model: str, budget_gb: float | None) -> dict[str, list[str]]:
     return {"stock": stock, "ellm": ellm}
 
 
-def serve(name: str, arguments: Sequence[str], budget_gb: float | None) -> list[Served]:
-    """One server: warmed up, then loaded with lengths that it may, and may not, rely on."""
+def serve(name: str, arguments: Sequence[str], budget_gb: float | None) -> list[dict[str, Any]]:
+    """One server: warmed up, then loaded with lengths that it may, and may not, rely on (`exact`).
+
+    `state` is eLLM's counters. `budget_gb`: KV memory; None: all that is left.
+    """
     served = []
     with ServerProcess(arguments, {EXPERIMENTAL: "1"}) as server:
         replay(server.url, requests(exact=True, seed=0)[:4])
         for exact in (True, False):
-            outcomes = replay(server.url, requests(exact, seed=1))
+            summary = asdict(summarize(replay(server.url, requests(exact, seed=1))))
             state = server.state() if name == "ellm" else {}
-            served.append(Served(name, budget_gb, exact, summarize(outcomes), state))
+            served.append({"server": name, "budget_gb": budget_gb, "exact": exact,
+                           "summary": summary, "state": state})  # fmt: skip
     return served
 
 
@@ -164,6 +152,10 @@ def requests(exact: bool, seed: int) -> list[Request]:
         )
         for at in sorted(rng.uniform(0, SECONDS) for _ in range(REQUESTS))
     ]
+
+
+def _ellm_sgl(*arguments: str) -> dict[str, Any]:
+    return _command("-m", "ellm_sgl.serve.cli", *arguments, "--json")
 
 
 def _command(*arguments: str) -> dict[str, Any]:
@@ -183,43 +175,24 @@ def _command(*arguments: str) -> dict[str, Any]:
     return result
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to run."""
-
-    out: Path
-    parts: tuple[str, ...]
-    budgets_gb: tuple[float, ...]
-
-
-PARTS = ("tests", "verify", "bench", "serve")
-
-
-def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run the parts asked for; what `options.out` holds of others stays."""
-    found: dict[str, Any] = {}
-    if options.out.exists():
-        found = json.loads(options.out.read_text())
+def measure(
+    out: Path, parts: Sequence[str], budgets_gb: Sequence[float], say: Callable[[str], None]
+) -> bool:
+    """Run the parts asked for; what `out` holds of others stays. Returns whether all passed."""
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     found["device"] = device()
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "tests": run_tests,
         "verify": run_verify,
         "bench": run_bench,
-        "serve": lambda: run_serve(options.budgets_gb),
+        "serve": lambda: run_serve(budgets_gb),
     }
-    for part in options.parts:
+    for part in parts:
         say(part)
         found[part] = runs[part]()
-        options.out.write_text(json.dumps(found, indent=1))
+        out.write_text(json.dumps(found, indent=1))
         say(f"{part}: {'ok' if found[part]['ok'] else 'FAILED'}")
-    return found
+    return all(found[part]["ok"] for part in parts)
 
 
 @click.command()
@@ -235,9 +208,8 @@ def main(out: Path, parts: tuple[str, ...], budgets: tuple[float, ...]) -> None:
 
     if not torch.cuda.is_available():
         raise click.ClickException("no CUDA device here; see docs/gpu.md")
-    options = Options(out, parts or PARTS, budgets)
-    found = measure(options, lambda line: click.echo(line, err=True))
-    sys.exit(0 if all(found[part]["ok"] for part in options.parts) else 1)
+    passed = measure(out, parts or PARTS, budgets, lambda line: click.echo(line, err=True))
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import count
 
 import click
 import httpx
@@ -24,6 +23,7 @@ import psutil
 from rich.console import Console
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.workloads import PRINTABLE
 from ellm_sgl.config.click_types import LAYERS, TOKENS_OR_NONE, FiniteRange
 
 AT_ONCE = 20
@@ -39,10 +39,10 @@ POOLS = (800, 1600, 4000)
 RATIOS = (0.0, 0.0, 0.0, 0.4)
 """and one of these ratios."""
 AMPLE_TOKENS = max(POOLS)
+COUNTERS = ("evicted_units", "saved_units", "fetched_units", "recomputed_tokens", "retractions")
 MOST_GROWTH = 0.05
 """Of resident memory, from the second part to the last: the first warms up."""
 
-PRINTABLE = range(32, 127)
 Until = Callable[[int], bool]
 """Whether the load is over, so many requests having been sent."""
 
@@ -116,11 +116,7 @@ def inspect(server: ServerProcess, parts: list[Part]) -> SoakReport:
     return SoakReport(
         parts=tuple(parts),
         growth=growth,
-        evicted_units=before["evicted_units_total"],
-        saved_units=before["saved_units_total"],
-        fetched_units=before["fetched_units_total"],
-        recomputed_tokens=before["recomputed_tokens_total"],
-        retractions=before["retractions_total"],
+        **{name: before[f"{name}_total"] for name in COUNTERS},
         host_units=after["host_units_total"],
         device_units=after["device_units_total"],
         problems=tuple(problem for problem, is_so in found.items() if is_so),
@@ -147,36 +143,30 @@ def _part(server: ServerProcess, until: Until, seed: int) -> Part:
 
 
 def _change_settings(server: ServerProcess, over: threading.Event, seed: int) -> int:
-    rng = random.Random(seed)
-    for changes in count():
-        if over.wait(CHANGE_S):
-            return changes
+    rng, changes = random.Random(seed), 0
+    while not over.wait(CHANGE_S):
         server.adjust(ellm_ratio=rng.choice(RATIOS), ellm_device_kv_tokens=rng.choice(POOLS))
-    raise AssertionError("count() has no end")
+        changes += 1
+    return changes
 
 
 async def _load(url: str, until: Until, seed: int) -> tuple[int, int, int]:
     """Keep AT_ONCE requests in flight; returns those sent, cut off and failed."""
-    prefix_rng = random.Random(99)
-    prefixes = [_tokens(prefix_rng, *PREFIX_TOKENS) for _ in range(6)]
-    numbers = count()
+    fixed = random.Random(99)
+    prefixes = [fixed.choices(PRINTABLE, k=fixed.randint(*PREFIX_TOKENS)) for _ in range(6)]
     sent = cut_off = failed = 0
 
     async def one(client: httpx.AsyncClient, number: int) -> None:
-        nonlocal sent, cut_off, failed
+        nonlocal cut_off, failed
         rng = random.Random(seed * 1_000_000 + number)
         prefix = rng.choice(prefixes) if rng.random() < PREFIX_SHARE else []
-        sampling = {
-            "max_new_tokens": rng.randint(*OUTPUT_TOKENS),
-            "temperature": rng.choice([0, 1]),
-        }
+        new_tokens, temperature = rng.randint(*OUTPUT_TOKENS), rng.choice([0, 1])
         body = {
-            "input_ids": prefix + _tokens(rng, *PROMPT_TOKENS),
-            "sampling_params": sampling,
+            "input_ids": prefix + rng.choices(PRINTABLE, k=rng.randint(*PROMPT_TOKENS)),
+            "sampling_params": {"max_new_tokens": new_tokens, "temperature": temperature},
             "stream": True,
         }
         leave_after = rng.randint(1, 10) if rng.random() < CUT_OFF_SHARE else None
-        sent += 1
         async with client.stream("POST", f"{url}/generate", json=body) as answer:
             failed += answer.status_code != 200
             seen = 0
@@ -187,8 +177,10 @@ async def _load(url: str, until: Until, seed: int) -> tuple[int, int, int]:
                     return  # closes the connection: SGLang aborts the request
 
     async def worker(client: httpx.AsyncClient) -> None:
-        while not until(number := next(numbers)):
-            await one(client, number)
+        nonlocal sent
+        while not until(sent):
+            sent += 1
+            await one(client, sent - 1)
 
     limits = httpx.Limits(max_connections=AT_ONCE)
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
@@ -196,18 +188,13 @@ async def _load(url: str, until: Until, seed: int) -> tuple[int, int, int]:
     return sent, cut_off, failed
 
 
-def _tokens(rng: random.Random, low: int, high: int) -> list[int]:
-    return [rng.choice(PRINTABLE) for _ in range(rng.randint(low, high))]
-
-
 def _resident_bytes(server: ServerProcess) -> int:
     process = psutil.Process(server.pid)
-    family = [process, *process.children(recursive=True)]
-    return sum(p.memory_info().rss for p in family)
+    return sum(p.memory_info().rss for p in (process, *process.children(recursive=True)))
 
 
 def _minutes(total: float) -> Iterator[Until]:
-    """Parts of a minute or less."""
+    """Parts of a minute or less, each from when it is asked for."""
     parts = max(3, round(total))
     for _ in range(parts):
         end = time.monotonic() + 60 * total / parts
@@ -216,13 +203,8 @@ def _minutes(total: float) -> Iterator[Until]:
 
 @click.command()
 @click.option("--minutes", type=FiniteRange(0.1, 10**5), default=10.0, show_default=True)
-@click.option(
-    "--host-tokens",
-    type=TOKENS_OR_NONE,
-    default=3000,
-    show_default=True,
-    help="Of the host tier; 0: none.",
-)
+@click.option("--host-tokens", type=TOKENS_OR_NONE, default=3000, show_default=True,
+              help="Of the host tier; 0: none.")  # fmt: skip
 @click.option("--layer-group", type=LAYERS, default=2, show_default=True, help="F.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def main(minutes: float, host_tokens: int, layer_group: int, as_json: bool) -> None:

@@ -6,8 +6,8 @@ tests run them. A model of a few hundred kilobytes goes through the same code as
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class TinyModel:
     head_dim: int
     layers: int
     tied: bool
-    extra: tuple[tuple[str, Any], ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
     hidden: int = 128
     intermediate: int = 256
 
@@ -39,20 +39,18 @@ TINY_MODELS = {
     "qwen2": TinyModel("Qwen2Config", 2, 1, 64, 4, tied=True),
     "qwen3": TinyModel("Qwen3Config", 4, 2, 128, 6, tied=False),
     "mistral": TinyModel(
-        "MistralConfig", 6, 2, 48, 4, tied=False, extra=(("sliding_window", None),)
+        "MistralConfig", 6, 2, 48, 4, tied=False, extra={"sliding_window": None}
     ),
     "mixtral": TinyModel(
         "MixtralConfig", 4, 2, 32, 3, tied=False,
-        extra=(("num_local_experts", 4), ("num_experts_per_tok", 2)),
+        extra={"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "qwen3-moe": TinyModel(
         "Qwen3MoeConfig", 4, 2, 64, 4, tied=False,
-        extra=(("num_experts", 4), ("num_experts_per_tok", 2), ("moe_intermediate_size", 128),
-               ("norm_topk_prob", True)),
+        extra={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+               "norm_topk_prob": True},
     ),
 }  # fmt: skip
-
-
 MEASURED_MODELS = {
     "llama-24m": TinyModel("LlamaConfig", 8, 4, 64, 8, tied=True, hidden=512, intermediate=1408),
     "llama-21m-mha": TinyModel(
@@ -76,9 +74,7 @@ def write(name: str, directory: Path, seed: int = 0) -> Path:
     import transformers
 
     tiny = {**TINY_MODELS, **MEASURED_MODELS}[name]
-    config_class: Callable[..., Any] = getattr(transformers, tiny.config)
-    model_class = getattr(transformers, tiny.config.replace("Config", "ForCausalLM"))
-    config = config_class(
+    config = getattr(transformers, tiny.config)(
         vocab_size=VOCABULARY,
         hidden_size=tiny.hidden,
         intermediate_size=tiny.intermediate,
@@ -91,10 +87,10 @@ def write(name: str, directory: Path, seed: int = 0) -> Path:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **dict(tiny.extra),
+        **tiny.extra,
     )
     torch.manual_seed(seed)
-    model = model_class(config)
+    model = getattr(transformers, tiny.config.replace("Config", "ForCausalLM"))(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

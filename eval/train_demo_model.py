@@ -140,11 +140,11 @@ class Muon:
 
 
 @torch.no_grad()
-def bits_per_byte(model: Any, documents: list[list[int]], length: int = 1024) -> float:
+def bits_per_byte(model: Any, documents: list[list[int]]) -> float:
     """Loss in bits per byte of text; special tokens count in the loss, not as bytes."""
     flat = torch.tensor(list(chain.from_iterable(documents)))
     nats, count = 0.0, 0
-    pages = flat[: len(flat) // length * length].view(-1, length)
+    pages = flat[: len(flat) // 1024 * 1024].view(-1, 1024)
     for at in range(0, len(pages), 4):
         rows = pages[at : at + 4]
         logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
@@ -154,9 +154,9 @@ def bits_per_byte(model: Any, documents: list[list[int]], length: int = 1024) ->
     return nats / max(1, count) / math.log(2)
 
 
-def answer(model: Any, tokenizer: Any, question: str, max_new_tokens: int, seed: int = 0) -> str:
+def answer(model: Any, tokenizer: Any, question: str, max_new_tokens: int) -> str:
     """The model's reply to one question at temperature 0.7."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     ids = torch.tensor([tokenizer.encode(f"<|user|>\n{question}\n<|assistant|>\n")])
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": max_new_tokens}
     out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
@@ -173,10 +173,11 @@ def save(model: Any, tokenizer: Any, out: Path, runs: list[Report]) -> None:
         tokenizer.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text())
         config |= {"dtype": "float32", "torch_dtype": "float32"}  # the latter for transformers 4
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         settings = {"eos_token_id": END, "pad_token_id": PAD, "do_sample": True, "temperature": 0.7}
-        (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-        (folder / RUNS).write_text(json.dumps([asdict(run) for run in runs], indent=2) + "\n")
+        made = [asdict(run) for run in runs]
+        written = {"config.json": config, "generation_config.json": settings, RUNS: made}
+        for name, content in written.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         (folder / "README.md").write_text(model_card(runs))
         for file in sorted(folder.iterdir()):
             file.chmod(0o644)

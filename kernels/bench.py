@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,10 +22,20 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ellm_sgl.kernels import torch_paged
-from ellm_sgl.kernels.bench_step import BLOCK_TOKENS, LAYERS, Run, Step, StepShape, interleave
+from ellm_sgl.kernels.bench_step import (
+    BLOCK_TOKENS,
+    LAYERS,
+    Run,
+    Step,
+    StepShape,
+    interleave,
+    median_ratio,
+)
 from ellm_sgl.kernels.cpu import attention as cpu
 
 LIMIT_BYTES = 1 << 28
+MATRIX = 1024
+MATRIX_FLOPS = 2 * MATRIX**3
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -78,36 +87,35 @@ class Result:
 
 def measure(case: Case, rounds: int) -> Result:
     """Run one case `rounds` times against its peers and the machine."""
-    setting = _Setting(case)
-    step, runs = setting.step, setting.runs()
-    machine = {"read": setting.read, "multiply": setting.multiply}
+    step = step_of(case)
+    runs = peers(case, step)
+    stream, matrix = torch.ones(LIMIT_BYTES // 4), torch.ones(MATRIX, MATRIX)
+    machine: dict[str, Run] = {"read": stream.sum, "multiply": lambda: matrix @ matrix}
     times = interleave({**runs, **machine}, rounds, _seconds)
     own = times["cpu"]
     return Result(
         case=case,
         milliseconds={name: 1e3 * statistics.median(t) for name, t in times.items()},
-        ratio={name: _median_ratio(times[name], own) for name in runs if name != "cpu"},
-        read_share=_median_ratio(times["read"], own) * step.kv_bytes / LIMIT_BYTES,
-        multiply_share=_median_ratio(times["multiply"], own) * step.flops / setting.matrix_flops,
+        ratio={name: median_ratio(times[name], own) for name in runs if name != "cpu"},
+        read_share=median_ratio(times["read"], own) * step.kv_bytes / LIMIT_BYTES,
+        multiply_share=median_ratio(times["multiply"], own) * step.flops / MATRIX_FLOPS,
     )
-
-
-def peers(case: Case) -> dict[str, Run]:
-    """What is compared in a case, by name; each call computes the same attention."""
-    return _Setting(case).runs()
 
 
 def machine_limits(rounds: int) -> dict[str, float]:
     """GB/s of reading and of copying (bytes read, not read + written), GFLOP/s of products."""
     source = torch.ones(LIMIT_BYTES // 4)
     target = torch.empty_like(source)
-    matrices = {name: torch.ones(1024, 1024, dtype=dtype) for name, dtype in TYPES.items()}
-    runs: dict[str, Run] = {"read": source.sum, "copy": lambda: target.copy_(source)}
-    runs["multiply float32"] = lambda: matrices["float32"] @ matrices["float32"]
-    runs["multiply bfloat16"] = lambda: matrices["bfloat16"] @ matrices["bfloat16"]
+    single, half = (torch.ones(MATRIX, MATRIX, dtype=d) for d in (torch.float32, torch.bfloat16))
+    runs: dict[str, Run] = {
+        "read": source.sum,
+        "copy": lambda: target.copy_(source),
+        "multiply float32": lambda: single @ single,
+        "multiply bfloat16": lambda: half @ half,
+    }
     times = {n: statistics.median(t) for n, t in interleave(runs, rounds, _seconds).items()}
     work = {"read": LIMIT_BYTES, "copy": LIMIT_BYTES}
-    return {name: work.get(name, 2 * 1024**3) / t / 1e9 for name, t in times.items()}
+    return {name: work.get(name, MATRIX_FLOPS) / t / 1e9 for name, t in times.items()}
 
 
 def _seconds(run: Run) -> float:
@@ -116,58 +124,42 @@ def _seconds(run: Run) -> float:
     return time.perf_counter() - begin
 
 
-class _Setting:
-    """A case's step, its peers, and the machine's own work."""
+def step_of(case: Case) -> Step:
+    """The step that a case is measured on."""
+    shape = StepShape(
+        case.batch, case.context, case.missing, case.heads, case.kv_heads, case.head_dim
+    )
+    layers = 1 if case.name == "long decode" else LAYERS  # one layer is large enough
+    return Step(shape, case.new, TYPES[case.dtype], torch.device("cpu"), layers)
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        shape = StepShape(
-            case.batch, case.context, case.missing, case.heads, case.kv_heads, case.head_dim
-        )
-        layers = 1 if case.name == "long decode" else LAYERS  # one layer is large enough
-        self.step = Step(shape, case.new, TYPES[case.dtype], torch.device("cpu"), layers)
-        self.stream = torch.ones(LIMIT_BYTES // 4)
-        self.matrix = torch.ones(1024, 1024)
-        self.matrix_flops = 2 * 1024**3
 
-    def read(self) -> None:
-        self.stream.sum()
-
-    def multiply(self) -> None:
-        _ = self.matrix @ self.matrix
-
-    def runs(self) -> dict[str, Run]:
-        case, step, all_rows = self.case, self.step, slice(0, None)
-        runs: dict[str, Run] = {
-            "cpu": lambda: step.run(cpu.mixed_attention, step.mixed, all_rows),
-            "torch_paged": lambda: step.run(torch_paged.mixed_attention, step.mixed, all_rows),
-        }
-        if case.missing:
-            runs["cpu, two passes"] = lambda: step.run_apart(cpu.mixed_attention)
-            return runs
-        slots = step.units[:, :, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
-        slots = slots.flatten(1)[:, : case.context]
-        # As SGLang's own pool has them: tokens one after the other, [slots, kv_heads, head_dim].
-        flat_k, flat_v = step.keys.flatten(0, 1), step.values.flatten(0, 1)
-        runs["torch_native"] = lambda: self._native(flat_k, flat_v, slots)
-        if case.new > 1:
-            one_k, one_v = flat_k[slots[0]], flat_v[slots[0]]
-            runs["sdpa"] = lambda: self._sdpa(step.q[: case.new], one_k, one_v)
+def peers(case: Case, step: Step) -> dict[str, Run]:
+    """What is compared in a case, by name; each call computes the same attention."""
+    all_rows = slice(0, None)
+    runs: dict[str, Run] = {
+        "cpu": lambda: step.run(cpu.mixed_attention, step.mixed, all_rows),
+        "torch_paged": lambda: step.run(torch_paged.mixed_attention, step.mixed, all_rows),
+    }
+    if case.missing:
+        runs["cpu, two passes"] = lambda: step.run_apart(cpu.mixed_attention)
         return runs
+    slots = step.units[:, :, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
+    slots = slots.flatten(1)[:, : case.context]
+    # As SGLang's own pool has them: tokens one after the other, [slots, kv_heads, head_dim].
+    flat_k, flat_v = step.keys.flatten(0, 1), step.values.flatten(0, 1)
 
-    def _native(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        new = self.case.new
-        for i, own in enumerate(slots):
-            self._sdpa(self.step.q[i * new : (i + 1) * new], keys[own], values[own])
-
-    def _sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        gqa = self.case.heads != self.case.kv_heads
-        causal = self.case.new > 1
-        scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=self.step.scale, enable_gqa=gqa
-        )
+        gqa = case.heads != case.kv_heads
+        causal = case.new > 1
+        scaled_dot_product_attention(q, k, v, is_causal=causal, scale=step.scale, enable_gqa=gqa)
 
+    def native() -> None:
+        for q, own in zip(step.q[: step.new].split(case.new), slots, strict=True):
+            sdpa(q, flat_k[own], flat_v[own])
 
-def _median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+    runs["torch_native"] = native
+    if case.new > 1:
+        one_k, one_v = flat_k[slots[0]], flat_v[slots[0]]
+        runs["sdpa"] = lambda: sdpa(step.q[: case.new], one_k, one_v)
+    return runs

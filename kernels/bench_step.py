@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ class Step:
         device: torch.device,
         layers: int = LAYERS,
     ) -> None:
+        self.shape = shape
         self.new = shape.batch * new
         heads, kv_heads, head_dim = shape.heads, shape.kv_heads, shape.head_dim
         blocks = -(-shape.context // BLOCK_TOKENS)
@@ -96,6 +98,11 @@ def interleave(
             if number:
                 times[name].append(taken)
     return times
+
+
+def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """Of times of the same rounds."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def _layouts(

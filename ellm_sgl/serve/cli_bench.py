@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
+from ellm_sgl.client.process import ServerError
 from ellm_sgl.config import ConfigError
-from ellm_sgl.eval.bench.command import command
+from ellm_sgl.eval.bench import report
+from ellm_sgl.eval.bench.result import MeasurementError
+from ellm_sgl.eval.bench.runner import run
+from ellm_sgl.eval.bench.scenario import OPTION, Scenario
 from ellm_sgl.eval.bench.scenarios import SCENARIOS
 from ellm_sgl.eval.bench.tables import rewrite
+from ellm_sgl.eval.plotting import check_plot_file
+from ellm_sgl.serve.cli_shared import FILE, json_flag, told_in_a_line
 
 
 class _Scenarios(click.Group):
@@ -44,17 +58,59 @@ def tables(docs: Path, check: bool) -> None:
     A table stands between `<!-- results: NAME -->` and `<!-- end -->`; NAME.json is what `--json`
     printed.
     """
-    try:
+    with told_in_a_line(ConfigError):
         changed = rewrite(docs, write=not check)
-    except ConfigError as error:
-        raise click.ClickException(str(error)) from None
     for file in changed:
         click.echo(f"{'differs' if check else 'rewritten'}: {file}")
     if check and changed:
         raise click.ClickException("run `ellm-sgl bench tables`")
 
 
+def _command(name: str, kind: type[Scenario]) -> click.Command:
+    """The docstring of its module as help, its fields as options, and --plot and --json."""
+    about = sys.modules[kind.__module__].__doc__
+    made = click.Command(name, callback=partial(_run, name, kind), help=about)
+    for field in dataclasses.fields(kind):
+        flag, given = field.metadata[OPTION]
+        declared = [flag or "--" + field.name.replace("_", "-"), field.name]
+        made.params.append(click.Option(declared, **given))
+    plot = click.option("--plot", "file", type=FILE, help="Write a plot to this PNG, SVG or PDF.")
+    return json_flag(plot(made))
+
+
+def _run(name: str, kind: type[Scenario], file: Path | None, as_json: bool, **options: Any) -> None:
+    with told_in_a_line(ServerError, MeasurementError, ValueError):
+        if file is not None:
+            check_plot_file(file)
+        scenario = kind(**options)
+        scenario.check()
+        _measure(name, scenario, file, as_json)
+
+
+def _measure(name: str, scenario: Scenario, file: Path | None, as_json: bool) -> None:
+    begun = report.provenance()
+    with Progress(console=Console(stderr=True)) as bar:
+        total = scenario.rounds * len(scenario.cells()) * len(scenario.settings())
+        task = bar.add_task(name, total=total)
+        result = run(
+            scenario,
+            lambda line: bar.console.print(line, style="dim", highlight=False, markup=False),
+            lambda: bar.advance(task),
+        )
+    if file is not None:
+        report.plot(scenario, result, file)
+    if as_json:
+        click.echo(json.dumps(begun | report.document(name, scenario, result)))
+        return
+    parts, console = list(report.render(scenario, result)), Console()
+    # Rather lines that a narrow terminal breaks than columns cut off.
+    needed = [Console(width=1000).measure(p).maximum for p in parts if isinstance(p, Table)]
+    wide = Console(width=max(console.width, *needed))
+    for part in parts:
+        (wide if isinstance(part, Table) else console).print(part)
+
+
 for _name, _scenario in SCENARIOS.items():
-    bench.add_command(command(_name, _scenario))
+    bench.add_command(_command(_name, _scenario))
 compare = bench.commands["compare"]
 """For users a command of its own, too."""

@@ -10,17 +10,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ellm_sgl.client.generate import generate as complete
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess
 from ellm_sgl.client.replay import Outcome, Request, replay_to_end
 from ellm_sgl.client.summary import summarize
-from ellm_sgl.client.workloads import PRINTABLE
+from ellm_sgl.client.traces import Trace
+from ellm_sgl.client.workloads import PRINTABLE, Lengths, LogNormal, drawn, poisson_arrivals
 from ellm_sgl.eval.bench.result import MeasurementError, Taken
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """As for the demo: clients and tokenizers share the cores with the model."""
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 32
-Prompts = list[list[int]]
+LENGTHS = Lengths(LogNormal(96, 0.5, 256), LogNormal(256, 0.5, 640))
+"""Tokens of prompts and outputs, of loads for the demo model."""
+Prompts = list[tuple[int, ...]]
 Starters = Mapping[str, Callable[[], ServerProcess]]
 _RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
 
@@ -40,20 +45,26 @@ def bare_model(path: str) -> tuple[str, ...]:
     return ("--model-path", path, "--dtype", "float32", "--skip-tokenizer-init")
 
 
+def draw_tokens(count: int, rng: random.Random) -> tuple[int, ...]:
+    return tuple(rng.choices(PRINTABLE, k=count))
+
+
 def draw_prompts(seed: object, count: int, tokens: int) -> Prompts:
     """Token ids of so many prompts of one length."""
     rng = random.Random(str(seed))
-    return [rng.choices(PRINTABLE, k=tokens) for _ in range(count)]
+    return [draw_tokens(tokens, rng) for _ in range(count)]
+
+
+def draw_trace(count: int, per_second: float, seed: int) -> Trace:
+    """Poisson arrivals of requests of `LENGTHS`."""
+    rng = np.random.default_rng(seed)
+    return drawn(LENGTHS, poisson_arrivals(count, per_second, rng), rng)
 
 
 def poisson(count: int, seconds: float, rng: random.Random) -> list[float]:
     """Times of arrivals, all in about so many seconds."""
     gaps = (rng.expovariate(count / seconds) for _ in range(count))
     return list(itertools.accumulate(gaps))
-
-
-def draw_tokens(count: int, rng: random.Random) -> tuple[int, ...]:
-    return tuple(rng.choices(PRINTABLE, k=count))
 
 
 def generate(where: ServerProcess, prompts: Prompts, tokens: int) -> Taken:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
@@ -15,12 +17,11 @@ from typing import Any
 
 import psutil
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ellm_sgl.eval.bench.columns import Table
-from ellm_sgl.eval.bench.result import Result
+from ellm_sgl.eval.bench.result import Result, Table
 from ellm_sgl.eval.bench.scenario import Scenario
 from ellm_sgl.eval.plotting import new_figure
 
@@ -39,29 +40,29 @@ def provenance() -> dict[str, Any]:
             "system": platform.platform(),
             "load_average": os.getloadavg()[0],
         },
-        "versions": {"python": platform.python_version(), **dict(_versions())},
+        "versions": {"python": platform.python_version(), **versions(PACKAGES)},
     }
 
 
 def _processor() -> str:
     """Its name; Linux tells it in one place only."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    with suppress(OSError):
+        told = Path("/proc/cpuinfo").read_text()
+        if found := re.search(r"^model name\s*:[ \t]*(.*\S)", told, re.MULTILINE):
+            return found[1]
+    return platform.machine()
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
-        try:
-            yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
-def document(name: str, scenario: Scenario[Any, Any], result: Result) -> dict[str, Any]:
+def document(name: str, scenario: Scenario, result: Result) -> dict[str, Any]:
     """What was found, raw and as tables, without `provenance`."""
     return {
         "bench": name,
@@ -72,10 +73,9 @@ def document(name: str, scenario: Scenario[Any, Any], result: Result) -> dict[st
     }
 
 
-def render(scenario: Scenario[Any, Any], result: Result) -> Iterator[RenderableType]:
+def render(scenario: Scenario, result: Result) -> Iterator[RenderableType]:
     """For a terminal."""
-    for table in scenario.tables(result):
-        yield _drawn(table)
+    yield from map(_drawn, scenario.tables(result))
     yield from map(Text, scenario.notes(result))
 
 
@@ -90,12 +90,7 @@ def _drawn(table: Table) -> RichTable:
     return drawn
 
 
-def width_of(part: RenderableType) -> int:
-    """Columns that a table needs on a terminal; other text takes what there is."""
-    return Console(width=1000).measure(part).maximum if isinstance(part, RichTable) else 0
-
-
-def plot(scenario: Scenario[Any, Any], result: Result, file: Path) -> None:
+def plot(scenario: Scenario, result: Result, file: Path) -> None:
     """Write a picture, in the format that the file's name ends with."""
     figure = new_figure(figsize=(9, 3 * max(len(scenario.cells()), 1)))
     scenario.plot(result, figure)

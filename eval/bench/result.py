@@ -1,4 +1,5 @@
-"""What was measured, round by round, and what it says: medians, paired ratios, intervals."""
+"""What was measured, round by round; what it says: medians, paired ratios, intervals; and the
+columns of the table that says it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,25 +64,19 @@ class Interval:
 class Ratio:
     """One figure of a setting over that of another, in every round that both were measured in."""
 
+    median: float
+    interval: tuple[float, float] | None
+    """Of the geometric mean, 95 %: ratios spread evenly in their logarithm. None of a single round,
+    and where a ratio has none."""
     by_round: tuple[float, ...]
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.by_round)
-
-    @cached_property
-    def interval(self) -> Interval | None:
-        """Of the geometric mean: ratios spread evenly in their logarithm. None of a single round,
-        and where a ratio has none."""
-        if len(self.by_round) < 2 or not all(0 < r < math.inf for r in self.by_round):
-            return None
-        found = Interval.of(np.log(self.by_round).tolist())
-        return Interval(*map(math.exp, (found.mean, found.low, found.high)))
-
-    def to_json(self) -> dict[str, Any]:
-        interval = self.interval
-        bounds = None if interval is None else [interval.low, interval.high]
-        return {"median": self.median, "interval": bounds, "by_round": list(self.by_round)}
+    @staticmethod
+    def of(by_round: Sequence[float]) -> Ratio:
+        interval = None
+        if len(by_round) > 1 and all(0 < r < math.inf for r in by_round):
+            found = Interval.of(np.log(by_round).tolist())
+            interval = math.exp(found.low), math.exp(found.high)
+        return Ratio(statistics.median(by_round), interval, tuple(by_round))
 
 
 @dataclass(frozen=True)
@@ -110,5 +104,70 @@ class Result:
 
     def ratio(self, cell: Any, setting: str, other: str, figure: str) -> Ratio:
         """Paired within rounds; a figure of 0 counts as next to nothing."""
-        pairs = zip(self.of(cell, setting), self.of(cell, other), strict=True)
-        return Ratio(tuple(a.figures[figure] / max(b.figures[figure], 1e-9) for a, b in pairs))
+        own, others = (self.values(cell, name, figure) for name in (setting, other))
+        return Ratio.of([a / max(b, 1e-9) for a, b in zip(own, others, strict=True)])
+
+
+@dataclass(frozen=True)
+class Column:
+    """Of a scenario's table: the median over rounds."""
+
+    heading: str
+    figure: str
+    form: str = "{:,.0f}"
+    scale: float = 1.0
+    more: tuple[str, ...] = ()
+    """Other figures, shown in the same place after a stroke."""
+
+    def text(self, value: float) -> str:
+        return self.form.format(value * self.scale)
+
+    def show(self, result: Result, cell: Any, setting: str, other: str | None) -> str:
+        """The entry of a setting; `other` is the one that it is held against."""
+        figures = (self.figure, *self.more)
+        return "/".join(self.text(result.median(cell, setting, name)) for name in figures)
+
+
+@dataclass(frozen=True)
+class Mean(Column):
+    """The mean over rounds, and half of its 95 % confidence interval."""
+
+    def show(self, result: Result, cell: Any, setting: str, other: str | None) -> str:
+        return self.interval(result.values(cell, setting, self.figure))
+
+    def interval(self, values: Sequence[float]) -> str:
+        if len(values) < 2:
+            return self.text(values[0])
+        found = Interval.of(values)
+        return f"{self.text(found.mean)} ± {self.text(found.high - found.mean)}"
+
+
+@dataclass(frozen=True)
+class Paired(Column):
+    """The median of the ratios within rounds to the setting it is held against, and the 95 %
+    confidence interval of their geometric mean."""
+
+    form: str = "{:.2f}"
+    inverse: bool = False
+    """The other's over its own."""
+
+    def ratio(self, result: Result, cell: Any, setting: str, other: str) -> Ratio:
+        pair = (other, setting) if self.inverse else (setting, other)
+        return result.ratio(cell, *pair, self.figure)
+
+    def show(self, result: Result, cell: Any, setting: str, other: str | None) -> str:
+        if other is None:
+            return ""
+        ratio = self.ratio(result, cell, setting, other)
+        bounds = "" if ratio.interval is None else f" [{', '.join(map(self.text, ratio.interval))}]"
+        return self.text(ratio.median) + bounds
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text, ready for a terminal, a JSON document and the docs. Line breaks in headings are for
+    the terminal."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]

@@ -6,15 +6,16 @@ are measured in every round, every other round in reverse, and ratios are those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from ellm_sgl.client.process import stop_on_signals
 from ellm_sgl.eval.bench.result import SAME_OUTPUT, Result, Sample, Taken
-from ellm_sgl.eval.bench.scenario import L, S, Say, Scenario, Setting
+from ellm_sgl.eval.bench.scenario import Say, Scenario
 
 
-def run(scenario: Scenario[S, L], say: Say, advance: Callable[[], None]) -> Result:
+def run(scenario: Scenario, say: Say, advance: Callable[[], None]) -> Result:
     """Measure every setting under every load in every round. Never two servers under load at once.
 
     Args:
@@ -41,7 +42,7 @@ def run(scenario: Scenario[S, L], say: Say, advance: Callable[[], None]) -> Resu
 
 
 @contextmanager
-def _started(scenario: Scenario[S, L], say: Say) -> Iterator[dict[str, S]]:
+def _started(scenario: Scenario, say: Say) -> Iterator[dict[str, Any]]:
     """All servers, warmed up; stopped when the context is left."""
     with ExitStack() as stack:
         servers = {}
@@ -53,38 +54,35 @@ def _started(scenario: Scenario[S, L], say: Say) -> Iterator[dict[str, S]]:
 
 
 def _round(
-    scenario: Scenario[S, L],
+    scenario: Scenario,
     number: int,
-    servers: Mapping[str, S],
+    servers: Mapping[str, Any],
     say: Say,
     advance: Callable[[], None],
 ) -> Iterator[Sample]:
+    first = scenario.columns[0]
     for cell in scenario.cells():
         say(f"round {number + 1}/{scenario.rounds} {scenario.title(cell)}".rstrip())
         load = scenario.load(cell, number)
-        taken: list[tuple[Setting, Taken]] = []
+        taken = {}
         for setting in scenario.settings()[:: -1 if number % 2 else 1]:
-            taken.append((setting, scenario.measure(servers[setting.server], setting, load)))
-            first = scenario.columns[0]
-            value = first.text(taken[-1][1].figures[first.figure])
+            found = scenario.measure(servers[setting.server], setting, load)
+            taken[setting.name] = found
+            value = first.text(found.figures[first.figure])
             say(f"  {setting.name}: {value} {first.heading}".replace("\n", " "))
             advance()
-        for setting, one in _compared(taken, scenario.reference):
-            yield Sample(cell, setting.name, number, one.figures, one.detail)
+        yield from samples(taken, scenario.reference, cell, number)
 
 
-def _compared(
-    taken: Sequence[tuple[Setting, Taken]], reference: str | None
-) -> Sequence[tuple[Setting, Taken]]:
-    """With the figure `SAME_OUTPUT`; 1 throughout where the reference was left out."""
-    if reference is None:
-        return taken
-    right = {setting.name: one.outputs for setting, one in taken}.get(reference)
-    return [(setting, _beside(one, one.outputs if right is None else right))
-            for setting, one in taken]  # fmt: skip
-
-
-def _beside(one: Taken, right: Sequence[Sequence[int]]) -> Taken:
-    alike = [list(a) == list(b) for a, b in zip(one.outputs, right, strict=True)]
-    share = sum(alike) / max(len(alike), 1)
-    return Taken({**one.figures, SAME_OUTPUT: share}, (), one.detail)
+def samples(
+    taken: Mapping[str, Taken], reference: str | None, cell: Any, number: int
+) -> Iterator[Sample]:
+    """Of one load in one round, by setting. Where there is a reference, with the figure
+    `SAME_OUTPUT`; that is 1 throughout where the reference was left out."""
+    for name, one in taken.items():
+        figures = dict(one.figures)
+        if reference is not None:
+            right = taken.get(reference, one).outputs
+            alike = [list(a) == list(b) for a, b in zip(one.outputs, right, strict=True)]
+            figures[SAME_OUTPUT] = sum(alike) / max(len(alike), 1)
+        yield Sample(cell, name, number, figures, one.detail)

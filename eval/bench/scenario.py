@@ -6,45 +6,46 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import click
 
 from ellm_sgl.client.process import DEMO_MODEL
-from ellm_sgl.eval.bench.columns import Column, Paired, Table
-from ellm_sgl.eval.bench.result import SAME_OUTPUT, MeasurementError, Result, Taken
+from ellm_sgl.eval.bench.result import (
+    SAME_OUTPUT,
+    Column,
+    MeasurementError,
+    Paired,
+    Result,
+    Table,
+    Taken,
+)
 
-S = TypeVar("S")
-"""A server: `ServerProcess`, but for scenarios that measure without one."""
-L = TypeVar("L")
-"""A load."""
 Say = Callable[[str], None]
 """Told of progress, in one line."""
 OPTION = "option"
-"""Key of a field's metadata: what `click.option` is given."""
+"""Key of a field's metadata: the option's name (empty: the field's), and what `click.Option` is
+given."""
 
 
 def option(
     default: Any,
     kind: Any = None,
-    about: str = "",
+    about: str | None = None,
     *,
     flag: str = "",
     text: Any = None,
     **more: Any,
 ) -> Any:
-    """A field of a scenario that is an option of its command.
+    """A field of a scenario that is an option of its command, with click's type and its help.
 
     Args:
-        default: of the field.
-        kind: click's type.
-        about: help.
         flag: the option's name, where it is not the field's.
         text: the option's default, where a callback makes the field's of it.
-        more: other arguments of `click.option`.
+        more: other arguments of `click.Option`.
     """
     shown = default if text is None else text
-    given = {"type": kind, "default": shown, "show_default": True, "help": about or None, **more}
+    given = {"type": kind, "default": shown, "show_default": True, "help": about, **more}
     return field(default=default, metadata={OPTION: (flag, given)})
 
 
@@ -55,9 +56,8 @@ def rounds_option(default: int, least: int = 1) -> Any:
 
 def model_option() -> Any:
     """The field `model_path`: a model that is sent token ids alone."""
-    return option(
-        str(DEMO_MODEL), None, "A local model.  [default: the demo's]", show_default=False
-    )
+    about = "A local model.  [default: the demo's]"
+    return option(str(DEMO_MODEL), about=about, show_default=False)
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Scenario(ABC, Generic[S, L]):
+class Scenario(ABC):
     """Every setting gets every load (`cells`) in every round. Fields are the command's options; the
-    docstring is its help."""
+    docstring of its module is the command's help."""
 
     rounds: int = rounds_option(1)
 
@@ -85,11 +85,12 @@ class Scenario(ABC, Generic[S, L]):
     """The setting whose tokens are the right ones: gives the figure `SAME_OUTPUT`."""
     cell_heading: ClassVar[str] = ""
     """Of the column that tells loads apart; without one there is a single load."""
-    table_per_cell: ClassVar[bool] = False
+    cell_form: ClassVar[str] = "{}"
+    """How a load is told in that column: a format, of its parts if it is a tuple."""
     anew: ClassVar[bool] = False
     """Every round has servers of its own."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 (optional)
         """Before anything is started.
 
         Raises:
@@ -97,8 +98,9 @@ class Scenario(ABC, Generic[S, L]):
         """
 
     @abstractmethod
-    def starters(self) -> Mapping[str, Callable[[], AbstractContextManager[S]]]:
-        """How each server is started. All stand side by side, and idle ones sleep."""
+    def starters(self) -> Mapping[str, Callable[[], AbstractContextManager[Any]]]:
+        """How each server is started: a `ServerProcess`, but for scenarios that measure without
+        one. All stand side by side, and idle ones sleep."""
 
     def settings(self) -> Sequence[Setting]:
         """In the order of even rounds; odd ones reverse it. Here: each server as it is."""
@@ -109,17 +111,17 @@ class Scenario(ABC, Generic[S, L]):
         return ("",)
 
     def title(self, cell: Any) -> str:
-        return str(cell)
+        return self.cell_form.format(*(cell if isinstance(cell, tuple) else (cell,)))
 
     @abstractmethod
-    def load(self, cell: Any, seed: int) -> L:
+    def load(self, cell: Any, seed: int) -> Any:
         """The same for all settings of a round, whose number is the seed."""
 
     @abstractmethod
-    def measure(self, server: S, setting: Setting, load: L) -> Taken:
+    def measure(self, server: Any, setting: Setting, load: Any) -> Taken:
         """One setting under one load."""
 
-    def warm_up(self, name: str, server: S) -> None:
+    def warm_up(self, name: str, server: Any) -> None:
         """Once after a server's start. Here: a round of its own whose figures are dropped."""
         for cell in self.cells():
             for setting in self.settings():
@@ -127,7 +129,7 @@ class Scenario(ABC, Generic[S, L]):
                     with suppress(MeasurementError):  # a cold server may be too slow
                         self.measure(server, setting, self.load(cell, self.rounds))
 
-    def finish(self, servers: Mapping[str, S], result: Result, say: Say) -> Mapping[str, Any]:
+    def finish(self, servers: Mapping[str, Any], result: Result, say: Say) -> Mapping[str, Any]:
         """What else to find out of servers (those of the last round) before they stop."""
         return {}
 
@@ -142,20 +144,14 @@ class Scenario(ABC, Generic[S, L]):
             )  # fmt: skip
 
     def tables(self, result: Result) -> list[Table]:
-        """One for all cells, or one for each."""
-        headings = tuple(c.heading for c in self.columns)
+        """One for all cells."""
         if not result.samples:
             return []
-        if self.table_per_cell:
-            rounds = f"(medians of {self.rounds} rounds)"
-            return [
-                Table(f"{self.title(c)} {rounds}", ("", *headings), tuple(self.rows(result, c)))
-                for c in self.cells()
-            ]
+        headings = ("", *(c.heading for c in self.columns))
         if not self.cell_heading:
-            return [Table("", ("", *headings), tuple(self.rows(result, self.cells()[0])))]
+            return [Table("", headings, tuple(self.rows(result, self.cells()[0])))]
         rows = tuple((self.title(c), *row) for c in self.cells() for row in self.rows(result, c))
-        return [Table("", (self.cell_heading, "", *headings), rows)]
+        return [Table("", (self.cell_heading, *headings), rows)]
 
     def notes(self, result: Result) -> list[str]:
         """Sentences below the tables."""
@@ -163,24 +159,26 @@ class Scenario(ABC, Generic[S, L]):
 
     def document(self, result: Result) -> dict[str, Any]:
         """The scenario's part of the JSON document."""
-        return {"samples": [asdict(s) for s in result.samples], "ratios": self._ratios(result)}
-
-    def _ratios(self, result: Result) -> list[dict[str, Any]]:
-        return [
+        ratios = [
             {"cell": cell, "setting": name, "against": other, "figure": column.figure,
-             "inverse": column.inverse, **column.ratio(result, cell, name, other).to_json()}
+             "inverse": column.inverse, **asdict(column.ratio(result, cell, name, other))}
             for column in self.columns if isinstance(column, Paired)
             for cell in self.cells()
             for name, other in self.against.items() if {name, other} <= result.settings
         ]  # fmt: skip
+        return {"samples": [asdict(s) for s in result.samples], "ratios": ratios}
 
     def plot(self, result: Result, figure: Any) -> None:
         """Draw on a `matplotlib.figure.Figure`. Here: the first column of every round."""
-        panels = figure.subplots(len(self.cells()), 1, squeeze=False)[:, 0]
         column = self.columns[0]
-        for panel, cell in zip(panels, self.cells(), strict=True):
+        for panel, cell in self.panels(figure):
             for name in (s.name for s in self.settings()):
                 values = [column.scale * v for v in result.values(cell, name, column.figure)]
                 panel.plot([name] * len(values), values, "o", alpha=0.6)
             panel.set(title=self.title(cell), ylabel=column.heading.replace("\n", " "))
             panel.set_ylim(bottom=0)
+
+    def panels(self, figure: Any) -> list[tuple[Any, Any]]:
+        """A `matplotlib.axes.Axes` for each cell, one below the other."""
+        cells = self.cells()
+        return list(zip(figure.subplots(len(cells), 1, squeeze=False)[:, 0], cells, strict=True))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ellm_sgl.config import ConfigError
-from ellm_sgl.eval.bench.columns import Table
 
 BEGIN, END = "<!-- results: {} -->", "<!-- end -->"
 _PLACE = re.compile(r"<!-- results: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
@@ -55,21 +54,21 @@ def rewritten(text: str, results: Path, name: str) -> str:
 
 def markdown(document: Mapping[str, Any]) -> str:
     """A document's tables and notes, and its origin."""
-    return "\n\n".join([*_parts(document), _origin(document)])
+    return "\n\n".join([*_tables(document), *document["notes"], _origin(document)])
 
 
-def _parts(document: Mapping[str, Any]) -> Iterator[str]:
-    for table in map(Table.of_json, document["tables"]):
-        if table.title:
-            yield f"**{table.title}**"
-        names = table.headings.index("") + 1 if "" in table.headings else 1
-        rules = ["---" if place < names else "---:" for place in range(len(table.headings))]
-        yield "\n".join(map(_row, (table.headings, rules, *table.rows)))
-    yield from document["notes"]
+def _tables(document: Mapping[str, Any]) -> Iterator[str]:
+    for table in document["tables"]:
+        if table["title"]:
+            yield f"**{table['title']}**"
+        headings = table["headings"]
+        names = headings.index("") + 1 if "" in headings else 1
+        rules = ["---" if place < names else "---:" for place in range(len(headings))]
+        yield "\n".join(map(_row, (headings, rules, *table["rows"])))
 
 
 def _row(cells: Any) -> str:
-    plain = (cell.replace("-\n", "").replace("\n", " ").replace("|", "\\|") for cell in cells)
+    plain = (str(cell).replace("-\n", "").replace("\n", " ").replace("|", "\\|") for cell in cells)
     return f"| {' | '.join(plain)} |"
 
 

@@ -21,14 +21,8 @@ from typing import Any
 
 import torch
 
-from ellm_sgl.kernels.bench_step import BLOCK_TOKENS, Run, Step, StepShape, interleave
-from ellm_sgl.kernels.experimental.flashinfer import (
-    WORKSPACE_BYTES,
-    FlashInferAttention,
-    Pages,
-    divide,
-)
-from ellm_sgl.kernels.layout import GroupLayout
+from ellm_sgl.kernels.bench_step import BLOCK_TOKENS, Run, Step, StepShape, interleave, median_ratio
+from ellm_sgl.kernels.experimental.flashinfer import WORKSPACE_BYTES, FlashInferAttention, divide
 
 CALLS = 5
 """Calls of a timed run, so that the host is ahead of the device."""
@@ -37,13 +31,10 @@ COPY_BYTES = 1 << 30
 MATRIX = 8192
 
 
-Case = StepShape
-
-
-def cases() -> tuple[Case, ...]:
+def cases() -> tuple[StepShape, ...]:
     """Llama-2-13B's heads and Llama-3-8B's, over batch, context and r."""
     return tuple(
-        Case(batch, context, missing, heads, kv_heads)
+        StepShape(batch, context, missing, heads, kv_heads)
         for heads, kv_heads in ((40, 40), (32, 8))
         for batch, context in ((8, 1024), (32, 1024), (8, 8192), (2, 32768))
         for missing in (0.0, 0.1, 0.4)
@@ -54,7 +45,7 @@ def cases() -> tuple[Case, ...]:
 class Result:
     """One case. Times in ms, medians; ratios of the same round, medians."""
 
-    case: Case
+    case: StepShape
     milliseconds: dict[str, float]
     ratio: dict[str, float]
     """Each peer's time over that of the fused kernel at its best δ."""
@@ -82,32 +73,27 @@ def limits() -> dict[str, float]:
     return {"copy GB/s": 2 * COPY_BYTES / copy / 1e9, "TFLOP/s": 2 * MATRIX**3 / multiply / 1e12}
 
 
-def measure(case: Case, rounds: int, device_limits: dict[str, float]) -> Result:
+def measure(case: StepShape, rounds: int, device_limits: dict[str, float]) -> Result:
     """Run one case `rounds` times against its peers."""
-    setting = Setting(case, torch.device("cuda"))
-    runs = peers(setting)
+    step = step_of(case, torch.device("cuda"))
+    runs = peers(step)
     times = interleave(runs, rounds, _seconds)
     median = {name: statistics.median(t) for name, t in times.items()}
     best = min(DELTAS, key=lambda delta: median[f"fused {delta}"])
-    own = times[f"fused {best}"]
-    new = case.batch
-    expected = runs[f"fused {best}"]()[:new].float()
+    fused, seconds = f"fused {best}", median[f"fused {best}"]
+    expected = runs[fused]()[: step.new].float()
     differences = [
-        float((run()[:new].float() - expected).abs().max())
+        float((run()[: step.new].float() - expected).abs().max())
         for name, run in runs.items()
         if not name.startswith("fused ")
     ]
-    seconds = median[f"fused {best}"]
     return Result(
         case=case,
         milliseconds={name: 1e3 * t for name, t in median.items()},
-        ratio={
-            name: statistics.median(a / b for a, b in zip(times[name], own, strict=True))
-            for name in runs
-        },
+        ratio={name: median_ratio(times[name], times[fused]) for name in runs},
         best_delta=best,
-        read_share=setting.kv_bytes / seconds / 1e9 / device_limits["copy GB/s"],
-        multiply_share=setting.flops / seconds / 1e12 / device_limits["TFLOP/s"],
+        read_share=step.kv_bytes / seconds / 1e9 / device_limits["copy GB/s"],
+        multiply_share=step.flops / seconds / 1e12 / device_limits["TFLOP/s"],
         largest_difference=max(differences, default=0.0),
     )
 
@@ -123,59 +109,51 @@ def _seconds(run: Run) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / CALLS
 
 
-class Setting(Step):
+def step_of(case: StepShape, device: torch.device) -> Step:
     """The step of a case: every request decodes one token."""
-
-    def __init__(self, case: Case, device: torch.device) -> None:
-        super().__init__(case, 1, torch.bfloat16, device)
-        self.case = case
+    return Step(case, 1, torch.bfloat16, device)
 
 
-def peers(setting: Setting) -> dict[str, Run]:
+def peers(step: Step) -> dict[str, Run]:
     """Everything compared; FlashInfer's only where it is installed."""
     from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
 
-    everything = slice(0, None)
-    kernel = FusedAttention(setting.keys.device)
+    everything, device = slice(0, None), step.keys.device
+    kernel = FusedAttention(device)
 
     def fused(delta: int) -> Run:
-        return lambda: setting.run(kernel, setting.mixed, everything, delta=delta / 1024)
+        return lambda: step.run(kernel, step.mixed, everything, delta=delta / 1024)
 
     runs = {f"fused {delta}": fused(delta) for delta in DELTAS}
     # Layouts are prepared once per layer group: one object for each keeps its own.
-    first, second = FusedAttention(setting.keys.device), FusedAttention(setting.keys.device)
+    first, second = FusedAttention(device), FusedAttention(device)
 
     def apart(*args: Any) -> torch.Tensor:
-        return (first if args[5] is setting.recompute else second)(*args)
+        return (first if args[5] is step.recompute else second)(*args)
 
-    runs["fused, apart"] = lambda: setting.run_apart(apart)
+    runs["fused, apart"] = lambda: step.run_apart(apart)
     if importlib.util.find_spec("flashinfer") is None:
         return runs
-    parts = FlashInferAttention(setting.keys.device)
-    runs["flashinfer in parts"] = lambda: setting.run(parts, setting.mixed, everything)
-    return runs | whole_flashinfer(setting, importlib.import_module("flashinfer"))
+    parts = FlashInferAttention(device)
+    runs["flashinfer in parts"] = lambda: step.run(parts, step.mixed, everything)
+    return runs | whole_flashinfer(step, importlib.import_module("flashinfer"))
 
 
-def whole_flashinfer(setting: Setting, library: Any) -> dict[str, Run]:
+def whole_flashinfer(step: Step, library: Any) -> dict[str, Run]:
     """FlashInfer (`library`) with everything in the pool: in two launches, and in one."""
-    case, device, pool = setting.case, setting.keys.device, (setting.keys, setting.values)
+    case, device, pool = step.shape, step.keys.device, (step.keys, step.values)
     workspace = torch.zeros(2 * WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     shape = case.heads, case.kv_heads, case.head_dim, BLOCK_TOKENS
-    types = {
-        "q_data_type": torch.bfloat16,
-        "kv_data_type": torch.bfloat16,
-        "sm_scale": setting.scale,
-    }
-    decoded = divide(setting.decode, BLOCK_TOKENS, case.batch).decode
-    d_pages = _on(device, decoded, setting.decode)
-    q_new, q_span = setting.q[: case.batch], setting.q[case.batch :]
+    types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "sm_scale": step.scale}
+    d_pages = _decode_pages(step)
+    q_new, q_span = step.q[: case.batch], step.q[case.batch :]
     decode = library.BatchDecodeWithPagedKVCacheWrapper(
         workspace, "NHD", use_tensor_cores=case.heads // case.kv_heads >= 4
     )
     decode.plan(*d_pages, *shape, **types)
-    if not setting.recompute.rows:
+    if not step.recompute.rows:
         return {"flashinfer, apart": lambda: decode.run(q_new, pool)}
-    p_starts, p_pages = _prefill_pages(setting, device)
+    p_starts, p_pages = _prefill_pages(step)
     prefill = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
     prefill.plan(p_starts, *p_pages, *shape, causal=True, **types)
 
@@ -194,21 +172,20 @@ def whole_flashinfer(setting: Setting, library: Any) -> dict[str, Run]:
     }
 
 
-def _on(device: torch.device, pages: Pages, layout: GroupLayout) -> tuple[torch.Tensor, ...]:
-    """indptr, units and last page lengths as FlashInfer takes them."""
-    units = layout.units[torch.from_numpy(pages.places).to(device)].to(torch.int32)
+def _decode_pages(step: Step) -> tuple[torch.Tensor, ...]:
+    """indptr, units and last page lengths of the rows that decode, as FlashInfer takes them."""
+    pages = divide(step.decode, BLOCK_TOKENS, step.shape.batch).decode
+    places = torch.from_numpy(pages.places).to(step.keys.device)
     indptr, last = (torch.from_numpy(a).to(torch.int32) for a in (pages.indptr, pages.last_tokens))
-    return indptr, units, last
+    return indptr, step.decode.units[places].to(torch.int32), last
 
 
-def _prefill_pages(
-    setting: Setting, device: torch.device
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def _prefill_pages(step: Step) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Row starts and pages of the recomputed ranges: each attends to its own blocks."""
-    requests = setting.recompute.requests
+    requests = step.recompute.requests
     counts = torch.tensor([0, *(r.new.size for r in requests)], dtype=torch.int32)
     blocks = counts // BLOCK_TOKENS
-    units = [setting.recompute.units[r.blocks][: r.new.size // BLOCK_TOKENS] for r in requests]
+    units = [step.recompute.units[r.blocks][: r.new.size // BLOCK_TOKENS] for r in requests]
     last = torch.full((len(requests),), BLOCK_TOKENS, dtype=torch.int32)
     indptr = blocks.cumsum(0).to(torch.int32)
     return counts.cumsum(0).to(torch.int32), (indptr, torch.cat(units).to(torch.int32), last)

@@ -42,8 +42,8 @@ def test_a_part_that_fails_leaves_the_others(
     monkeypatch.setattr(gpu, "run_tests", lambda: {"ok": True})
     monkeypatch.setattr(gpu, "run_bench", lambda: gpu._command("-c", "print('no JSON'); exit(3)"))
     out, said = tmp_path / "gpu.json", list[str]()
-    gpu.measure(gpu.Options(out, ("tests",), ()), said.append)
-    gpu.measure(gpu.Options(out, ("bench",), ()), said.append)
+    assert gpu.measure(out, ("tests",), (), said.append)
+    assert not gpu.measure(out, ("bench",), (), said.append)
     found = json.loads(out.read_text())
     assert found["tests"] == {"ok": True}
     assert found["bench"] == {"ok": False, "said": ["no JSON"]}

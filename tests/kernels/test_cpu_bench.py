@@ -29,12 +29,12 @@ def test_every_case_has_its_peers_and_positive_figures() -> None:
 
 
 def test_two_passes_compute_what_the_mixed_pass_does() -> None:
-    setting = bench._Setting(replace(DECODE, name="mixed", missing=0.4))
-    step, everything = setting.step, slice(0, None)
+    case = replace(DECODE, name="mixed", missing=0.4)
+    step, everything = bench.step_of(case), slice(0, None)
     mixed = step.run(cpu.mixed_attention, step.mixed, everything)
     expected = step.run(reference.mixed_attention, step.mixed, everything)
     torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-5)
-    setting.runs()["cpu, two passes"]()  # leaves the recomputed KV in the pool
+    bench.peers(case, step)["cpu, two passes"]()  # leaves the recomputed KV in the pool
     decoded = step.run(cpu.mixed_attention, step.decode, slice(0, step.new))
     torch.testing.assert_close(decoded, mixed[: step.new], rtol=0, atol=1e-5)
 

@@ -2,15 +2,14 @@
 
 import importlib
 import pkgutil
-from typing import Any
 
 from ellm_sgl.eval.bench.scenario import Scenario
 
 
-def _scenario(module: str) -> type[Scenario[Any, Any]]:
+def _scenario(module: str) -> type[Scenario]:
     """The class that a module is named after."""
     name = module.title().replace("_", "")
-    found: type[Scenario[Any, Any]] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    found: type[Scenario] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return found
 
 

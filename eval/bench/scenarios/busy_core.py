@@ -1,4 +1,4 @@
-"""What decode attention loses when another process takes one of the cores.
+"""What a busy process on one of two cores costs decode attention.
 
 The C++ kernels and what SGLang's `torch_native` does, on two threads and two cores: alone, then
 with a busy loop pinned to one of the cores. OpenMP's threads are as PyTorch starts them: they spin
@@ -12,27 +12,23 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ellm_sgl.config import ConfigError
-from ellm_sgl.eval.bench.columns import Column, Paired
-from ellm_sgl.eval.bench.result import Taken
+from ellm_sgl.eval.bench.result import Column, Paired, Taken
 from ellm_sgl.eval.bench.scenario import Scenario, Setting, rounds_option
 
 CASE = ("decode", 32, 1024, 1, 16, 4, 64, "float32")
-KERNELS = ("cpu", "torch_native")
 SECONDS = 1.0
 """Each kernel is called again and again for so long."""
 ALONE, BESIDE = "alone", "beside a busy loop"
-Calls = dict[str, Callable[[], Any]]
+Calls = Mapping[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
-class BusyCore(Scenario[Calls, str]):
-    """What a busy process on one of two cores costs decode attention."""
-
+class BusyCore(Scenario):
     rounds: int = rounds_option(5)
 
     against: ClassVar = {ALONE: BESIDE}
@@ -51,7 +47,7 @@ class BusyCore(Scenario[Calls, str]):
                 Setting(BESIDE, "kernels", _busy_loop)]  # fmt: skip
 
     def cells(self) -> tuple[str, ...]:
-        return KERNELS
+        return ("cpu", "torch_native")
 
     def load(self, cell: str, seed: int) -> str:
         return cell
@@ -75,12 +71,13 @@ def _kernels() -> contextlib.AbstractContextManager[Calls]:
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     torch.set_num_threads(2)
-    return contextlib.nullcontext(bench.peers(bench.Case(*CASE)))
+    case = bench.Case(*CASE)
+    return contextlib.nullcontext(bench.peers(case, bench.step_of(case)))
 
 
 @contextlib.contextmanager
 def _busy_loop() -> Iterator[None]:
-    core = sorted(os.sched_getaffinity(0))[1]
+    core = max(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         time.sleep(0.2)

@@ -1,7 +1,8 @@
-"""What the number of layers per group, F, costs and saves, as in the eLLM paper's Table 2.
+"""What the number of layers per group, F, costs and saves: throughput, bookkeeping, fragmentation.
 
-One server for each F: with all KV cached, and with half of it fetched from the host in every step.
-And the page table alone (`page_table`), which is all that `--rounds 0` measures.
+As in the eLLM paper's Table 2, for F of 1, 2, 4 and 8: one server for each, with all KV cached, and
+with half of it fetched from the host in every step. And the page table alone: with `--rounds 0` no
+server is started, and nothing else is measured.
 """
 
 from __future__ import annotations
@@ -12,43 +13,36 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.eval.bench import loads
-from ellm_sgl.eval.bench.columns import Column, Paired, Table
-from ellm_sgl.eval.bench.loads import Prompts, Starters, starter
-from ellm_sgl.eval.bench.result import Result, Taken
+from ellm_sgl.eval.bench.result import Column, Paired, Result, Table, Taken
 from ellm_sgl.eval.bench.scenario import Scenario, Setting, rounds_option
+from ellm_sgl.eval.paper.claims import TABLE_2
 
 if TYPE_CHECKING:
     from ellm_sgl.eval.bench.page_table import TableAlone
 
-GROUPS = (1, 2, 4, 8)
+GROUPS = {f"F = {f}": f for f in (1, 2, 4, 8)}
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS, POOL_TOKENS = 16, 222, 96, 16_384
-Load = tuple[float, Prompts]
+Load = tuple[float, loads.Prompts]
 """The uncached ratio, and prompts."""
 
 
 @dataclass(frozen=True)
-class LayerGroups(Scenario[ServerProcess, Load]):
-    """Throughput, bookkeeping and fragmentation for F of 1, 2, 4 and 8. With `--rounds 0` no server
-    is started, and the page table alone is measured."""
-
+class LayerGroups(Scenario):
     rounds: int = rounds_option(3, least=0)
 
-    against: ClassVar = {f"F = {f}": f"F = {GROUPS[0]}" for f in GROUPS}
-    cell_heading = "uncached"
+    against: ClassVar = dict.fromkeys(GROUPS, "F = 1")
+    cell_heading, cell_form = "uncached", "r = {}"
     columns = (Column("tokens/s", "tokens_per_s"), Paired("of F = 1", "tokens_per_s", "{:.3f}"),
                Column("bookkeeping's\nshare of time", "page_table_share", "{:.2%}"))  # fmt: skip
 
-    def starters(self) -> Starters:
+    def starters(self) -> loads.Starters:
         flags = ("--ellm-policy", "fixed-ratio", "--disable-radix-cache",
                  "--ellm-device-kv-tokens", POOL_TOKENS, "--ellm-host-kv-tokens", POOL_TOKENS,
                  "--ellm-layer-group")  # fmt: skip
-        return {f"F = {group}": starter(*flags, group) for group in GROUPS}
+        return {name: loads.starter(*flags, group) for name, group in GROUPS.items()}
 
     def cells(self) -> tuple[float, ...]:
         return (0.0, 0.5)
-
-    def title(self, cell: float) -> str:
-        return f"r = {cell}"
 
     def load(self, cell: float, seed: int) -> Load:
         return cell, loads.draw_prompts(seed, PROMPTS, PROMPT_TOKENS)
@@ -65,11 +59,9 @@ class LayerGroups(Scenario[ServerProcess, Load]):
     def alone(self) -> tuple[TableAlone, ...]:
         from ellm_sgl.eval.bench.page_table import measure_table
 
-        return tuple(map(measure_table, GROUPS))
+        return tuple(map(measure_table, GROUPS.values()))
 
     def tables(self, result: Result) -> list[Table]:
-        from ellm_sgl.eval.paper.claims import TABLE_2
-
         rows = []
         for t in self.alone:
             paper = [f"{share:.2%}" for share in TABLE_2.get(t.layer_group, ())] or ["", ""]
@@ -81,9 +73,9 @@ class LayerGroups(Scenario[ServerProcess, Load]):
     def document(self, result: Result) -> dict[str, Any]:
         servers = [
             {"layer_group": group, "ratio": cell,
-             "tokens_per_s": result.median(cell, f"F = {group}", "tokens_per_s"),
-             "page_table_share": result.median(cell, f"F = {group}", "page_table_share")}
-            for cell in self.cells() for group in GROUPS if result.samples
+             "tokens_per_s": result.median(cell, name, "tokens_per_s"),
+             "page_table_share": result.median(cell, name, "page_table_share")}
+            for cell in self.cells() for name, group in GROUPS.items() if result.samples
         ]  # fmt: skip
         table = [asdict(t) for t in self.alone]
         return {**super().document(result), "server": servers, "table": table}

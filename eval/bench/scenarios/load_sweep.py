@@ -1,30 +1,27 @@
-"""A load sweep and a goodput search, eLLM (`fcfs` and a host tier) beside stock SGLang with the
-same device memory.
+"""Load and goodput, eLLM (`fcfs` and a host tier) beside stock SGLang with as much device memory.
 
 Every rate is replayed in every round, each with a seed of its own; then the largest rate at which
-90 % of the requests meet both SLOs is searched for with each seed. About 10 minutes.
+90 % of the requests meet both SLOs is searched for with each seed. Figures are means over the seeds
+with 95 % confidence intervals. About 10 minutes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
-import numpy as np
 
 from ellm_sgl.client.goodput import ATTAINMENT, goodput
 from ellm_sgl.client.process import ServerError, ServerProcess
 from ellm_sgl.client.replay import Request
-from ellm_sgl.client.workloads import drawn, poisson_arrivals, to_requests
+from ellm_sgl.client.workloads import to_requests
 from ellm_sgl.config.click_types import MILLISECONDS, PER_SECOND, SECONDS
 from ellm_sgl.eval.bench import loads
-from ellm_sgl.eval.bench.columns import Mean, Table
-from ellm_sgl.eval.bench.loads import Starters, starter
-from ellm_sgl.eval.bench.oversubscribed import LENGTHS
-from ellm_sgl.eval.bench.result import Interval, Result, Taken
+from ellm_sgl.eval.bench.loads import starter
+from ellm_sgl.eval.bench.result import Interval, Mean, Result, Table, Taken
 from ellm_sgl.eval.bench.scenario import Say, Scenario, Setting, option, rounds_option
 
 DEVICE_TOKENS, HOST_TOKENS = 2816, 16_384
@@ -40,10 +37,7 @@ FURTHER, FURTHEST = 1.5, 5
 
 
 @dataclass(frozen=True)
-class LoadSweep(Scenario[ServerProcess, list[Request]]):
-    """Load and goodput, eLLM beside stock. A round is a seed; figures are means over the seeds with
-    95 % confidence intervals. About 10 minutes."""
-
+class LoadSweep(Scenario):
     rounds: int = rounds_option(3, least=2)
     rates: tuple[float, ...] = option(
         (4.0, 6.0, 9.0, 13.0), PER_SECOND, "Requests per second; may be given several times.",
@@ -53,26 +47,21 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
     ttft_slo_s: float = option(1.0, SECONDS)
     tpot_slo_ms: float = option(20.0, MILLISECONDS)
 
-    cell_heading = "requests/s"
+    cell_heading, cell_form = "requests/s", "{:g}"
     columns = (Mean("within SLOs\n%", "slo_attainment", "{:.0f}", 100),
                Mean("TTFT s", "ttft_mean", "{:.2f}"), Mean("TPOT ms", "tpot_mean", "{:.1f}", 1e3),
                Mean("tokens/s", "tokens_per_s"))  # fmt: skip
 
-    def starters(self) -> Starters:
+    def starters(self) -> loads.Starters:
         return SERVERS
 
     def cells(self) -> list[float]:
         return sorted(set(self.rates))
 
-    def title(self, cell: float) -> str:
-        return f"{cell:g}"
-
     def load(self, cell: float, seed: int) -> list[Request]:
-        rng = np.random.default_rng(seed)
-        trace = drawn(LENGTHS, poisson_arrivals(self.requests, cell, rng), rng)
-        return to_requests(
-            trace, seed, ttft_slo_ms=self.ttft_slo_s * 1e3, tpot_slo_ms=self.tpot_slo_ms
-        )
+        trace = loads.draw_trace(self.requests, cell, seed)
+        ttft_slo_ms = self.ttft_slo_s * 1e3
+        return to_requests(trace, seed, ttft_slo_ms=ttft_slo_ms, tpot_slo_ms=self.tpot_slo_ms)
 
     def warm_up(self, name: str, server: ServerProcess) -> None:
         loads.replayed(server, self.load(max(self.rates), self.rounds))
@@ -87,25 +76,37 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
     def finish(
         self, servers: Mapping[str, ServerProcess], result: Result, say: Say
     ) -> dict[str, Any]:
-        def search(setting: Setting, number: int) -> float:
-            known = {s.cell: s.figures["slo_attainment"] for s in result.samples
-                     if (s.setting, s.round) == (setting.name, number)}  # fmt: skip
-
-            def attainment(rate: float) -> float:
-                taken = self.measure(servers[setting.server], setting, self.load(rate, number))
-                share = taken.figures["slo_attainment"]
-                say(f"searching, seed {number}, {setting.name}: {rate:.2f}/s, {share:.0%}")
-                return share
-
-            return find_goodput(self.cells(), known, attainment)
-
         seeds = range(self.rounds)
-        return {s.name: tuple(search(s, number) for number in seeds) for s in self.settings()}
+        return {s.name: tuple(self._goodput(servers[s.server], s, n, result, say) for n in seeds)
+                for s in self.settings()}  # fmt: skip
+
+    def _goodput(
+        self, server: ServerProcess, setting: Setting, number: int, result: Result, say: Say
+    ) -> float:
+        """Of one server with one seed's requests, between two rates of the sweep or beyond."""
+        known = {s.cell: s.figures["slo_attainment"] for s in result.samples
+                 if (s.setting, s.round) == (setting.name, number)}  # fmt: skip
+
+        def attainment(rate: float) -> float:
+            if rate not in known:
+                taken = self.measure(server, setting, self.load(rate, number))
+                known[rate] = taken.figures["slo_attainment"]
+                say(f"searching, seed {number}, {setting.name}: {rate:.2f}/s, {known[rate]:.0%}")
+            return known[rate]
+
+        rates = self.cells()
+        low = high = rates[0]
+        beyond = (rates[-1] * FURTHER**i for i in range(1, FURTHEST))
+        for high in itertools.chain(rates, beyond):
+            if attainment(high) < ATTAINMENT:
+                break
+            low = high
+        return goodput(attainment, low, high, precision=PRECISION)
 
     def tables(self, result: Result) -> list[Table]:
         (sweep,) = super().tables(result)
         form, rest = Mean("", "", "{:.2f}"), [""] * (len(sweep.headings) - 3)
-        rows = [("goodput", name, form.interval(list(found)), *rest)
+        rows = [("goodput", name, form.interval(found), *rest)
                 for name, found in result.extra.items()]  # fmt: skip
         return [Table(sweep.title, sweep.headings, (*sweep.rows, *rows))]
 
@@ -129,29 +130,3 @@ class LoadSweep(Scenario[ServerProcess, list[Request]]):
             axes.grid(alpha=0.3)
         figure.axes[0].axhline(ATTAINMENT, color="grey", linestyle=":")
         figure.axes[0].legend()
-
-
-def find_goodput(
-    rates: Sequence[float], known: Mapping[float, float], attainment: Callable[[float], float]
-) -> float:
-    """Goodput of one server with one seed's requests, between two rates of the sweep or beyond.
-
-    Args:
-        rates: requests per second of the sweep, ascending.
-        known: attainment by rate.
-        attainment: measures it at another rate.
-    """
-    found = dict(known)
-
-    def at(rate: float) -> float:
-        if rate not in found:
-            found[rate] = attainment(rate)
-        return found[rate]
-
-    low = high = rates[0]
-    beyond = (rates[-1] * FURTHER**i for i in range(1, FURTHEST))
-    for high in itertools.chain(rates, beyond):
-        if at(high) < ATTAINMENT:
-            break
-        low = high
-    return goodput(at, low, high, precision=PRECISION)

@@ -1,4 +1,4 @@
-"""What the closed loop does while a load rises to a multiple of memory and falls again.
+"""r, b and step time while a load rises to a multiple of memory and falls again.
 
 The demo model with a host tier, from which what left the device is fetched. Step by step: the
 uncached share r, the requests that decode b, and the step's time beside the SLO.
@@ -16,9 +16,7 @@ from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.client.replay import Request
 from ellm_sgl.config.click_types import FACTOR, MILLISECONDS, TOKENS, TOKENS_OR_NONE
 from ellm_sgl.eval.bench import loads
-from ellm_sgl.eval.bench.columns import Column
-from ellm_sgl.eval.bench.loads import Starters
-from ellm_sgl.eval.bench.result import Result, Taken
+from ellm_sgl.eval.bench.result import Column, Result, Taken
 from ellm_sgl.eval.bench.scenario import Scenario, Setting, option, rounds_option
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 384
@@ -27,9 +25,7 @@ CALM_S, RISE_S = 8.0, 14.0
 
 
 @dataclass(frozen=True)
-class Pressure(Scenario[ServerProcess, list[Request]]):
-    """r, b and step time while a load rises and falls."""
-
+class Pressure(Scenario):
     rounds: int = rounds_option(1)
     policy: str = option("fcfs")
     tpot_slo_ms: float = option(50.0, MILLISECONDS)
@@ -45,7 +41,7 @@ class Pressure(Scenario[ServerProcess, list[Request]]):
                Column("p99\nTPOT ms", "tpot_p99", "{:.0f}", 1e3),
                Column("failed", "failed"), Column("retractions", "retractions"))  # fmt: skip
 
-    def starters(self) -> Starters:
+    def starters(self) -> loads.Starters:
         return {self.policy: loads.starter(
             "--ellm-policy", self.policy, "--ellm-tpot-slo-ms", self.tpot_slo_ms,
             "--ellm-device-kv-tokens", self.device_tokens, "--ellm-layer-group", 1,
@@ -77,13 +73,9 @@ class Pressure(Scenario[ServerProcess, list[Request]]):
         r = [s["restored_tokens"] / max(s["decode_tokens"], 1) for s in steps]
         b = [int(s["decode_rows"]) for s in steps]
         step_ms = [s["seconds"] * 1e3 for s in steps]
-        trace = {
-            "at_s": np.cumsum([s["seconds"] for s in steps]).tolist(),
-            "r": r,
-            "b": b,
-            "step_ms": step_ms,
-            "predicted_ms": [s["predicted_s"] * 1e3 for s in steps],
-        }
+        at_s = np.cumsum([s["seconds"] for s in steps]).tolist()
+        predicted_ms = [s["predicted_s"] * 1e3 for s in steps]
+        trace = {"at_s": at_s, "r": r, "b": b, "step_ms": step_ms, "predicted_ms": predicted_ms}
         found |= {
             "steps": len(steps),
             "within_slo": float(np.mean(np.array(step_ms) <= self.tpot_slo_ms)),

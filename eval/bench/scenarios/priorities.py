@@ -1,4 +1,4 @@
-"""Two classes of requests under pressure: what the urgent ones gain, and what it costs.
+"""slo-priority beside fcfs on two classes of requests: what the urgent gain, and what it costs.
 
 One server whose policy is switched. Urgent requests are short questions; the others bring long
 prompts. Ratios are of the other policies over `slo-priority`, tokens per second the other way
@@ -15,9 +15,7 @@ from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.client.replay import Request
 from ellm_sgl.config.click_types import REQUESTS, SECONDS, SEED, SHARE, TOKENS
 from ellm_sgl.eval.bench import loads
-from ellm_sgl.eval.bench.columns import Column, Paired
-from ellm_sgl.eval.bench.loads import Starters
-from ellm_sgl.eval.bench.result import Taken
+from ellm_sgl.eval.bench.result import Column, Paired, Taken
 from ellm_sgl.eval.bench.scenario import Scenario, Setting, model_option, option, rounds_option
 
 OURS = "slo-priority"
@@ -30,9 +28,7 @@ URGENT_TOKENS = 96
 
 
 @dataclass(frozen=True)
-class Priorities(Scenario[ServerProcess, list[Request]]):
-    """slo-priority beside fcfs on two classes of requests."""
-
+class Priorities(Scenario):
     rounds: int = rounds_option(3)
     model_path: str = model_option()
     device_tokens: int = option(8192, TOKENS)
@@ -53,7 +49,7 @@ class Priorities(Scenario[ServerProcess, list[Request]]):
                Column("others' p99\nTTFT s", "others_ttft_p99", "{:.2f}"),
                Column("p99\nTPOT ms", "others_tpot_p99", "{:.1f}", 1e3))  # fmt: skip
 
-    def starters(self) -> Starters:
+    def starters(self) -> loads.Starters:
         flags = ("--ellm-policy", "fcfs", "--disable-radix-cache", "--ellm-layer-group", 2,
                  "--ellm-device-kv-tokens", self.device_tokens)  # fmt: skip
         return {"server": loads.starter(*flags, model=loads.bare_model(self.model_path))}

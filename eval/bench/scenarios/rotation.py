@@ -1,6 +1,6 @@
-"""What turns on the device bring: more requests in flight, earlier first tokens, no fewer tokens.
+"""fcfs with and without turns on the device, on one server whose policy is switched.
 
-`fcfs` without and with `rotate`, on one server whose policy is switched.
+What turns bring: more requests in flight, earlier first tokens, no fewer tokens.
 """
 
 from __future__ import annotations
@@ -16,42 +16,26 @@ from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.client.replay import Outcome, Request
 from ellm_sgl.config.click_types import LAYERS, MILLISECONDS, REQUESTS, SECONDS, TOKENS
 from ellm_sgl.eval.bench import loads
-from ellm_sgl.eval.bench.columns import Column, Paired
-from ellm_sgl.eval.bench.loads import Starters
-from ellm_sgl.eval.bench.result import SAME_OUTPUT, Result, Taken
+from ellm_sgl.eval.bench.result import SAME_OUTPUT, Column, Paired, Result, Taken
 from ellm_sgl.eval.bench.scenario import Say, Scenario, Setting, option, rounds_option
 
 PLAIN, ROTATING = "plain", "rotating"
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 192), (32, 384)
 
 
-def draw_load(count: int, seconds: float, seed: int) -> list[Request]:
-    """Poisson arrivals of requests of unequal lengths, which the server knows."""
-    rng = random.Random(seed)
-    return [
-        Request(
-            at, loads.draw_tokens(rng.randint(*PROMPT_TOKENS), rng), rng.randint(*OUTPUT_TOKENS)
-        )
-        for at in loads.poisson(count, seconds, rng)
-    ]
-
-
 def under_way(outcomes: Sequence[Outcome]) -> tuple[int, float]:
     """Requests between their first and last token: at most, and in the mean over that time."""
-    begun = np.array([o.token_s[0] for o in outcomes if o.token_s])
-    ended = np.array([o.token_s[-1] for o in outcomes if o.token_s])
-    times = np.concatenate((begun, ended))
-    change = np.concatenate((np.ones(len(begun)), -np.ones(len(ended))))
-    order = np.lexsort((change, times))
-    level = np.cumsum(change[order])
-    spans = np.diff(times[order])
-    return int(level.max()), float((level[:-1] * spans).sum() / spans.sum())
+    spans = [(o.token_s[0], o.token_s[-1]) for o in outcomes if o.token_s]
+    # In the order of time; what ends goes before what begins then.
+    changes = sorted(change for a, b in spans for change in ((a, 1), (b, -1)))
+    times, steps = np.array(changes).T
+    level = np.cumsum(steps)
+    lasting = np.diff(times)
+    return int(level.max()), float((level[:-1] * lasting).sum() / lasting.sum())
 
 
 @dataclass(frozen=True)
-class Rotation(Scenario[ServerProcess, list[Request]]):
-    """fcfs with and without turns on the device."""
-
+class Rotation(Scenario):
     rounds: int = rounds_option(3)
     device_tokens: int = option(3072, TOKENS)
     requests: int = option(48, REQUESTS)
@@ -70,7 +54,7 @@ class Rotation(Scenario[ServerProcess, list[Request]]):
                Column("within\nSLO", "within_slo", "{:.0%}"),
                Column("same\noutput", SAME_OUTPUT, "{:.0%}"))  # fmt: skip
 
-    def starters(self) -> Starters:
+    def starters(self) -> loads.Starters:
         return {"server": loads.starter(
             "--ellm-policy", "fcfs", "--ellm-tpot-slo-ms", self.slo_ms,
             "--ellm-layer-group", self.layer_group, "--ellm-device-kv-tokens", self.device_tokens,
@@ -81,7 +65,12 @@ class Rotation(Scenario[ServerProcess, list[Request]]):
         return [Setting(PLAIN, "server", {}), Setting(ROTATING, "server", {"rotate": True})]
 
     def load(self, cell: str, seed: int) -> list[Request]:
-        return draw_load(self.requests, self.seconds, seed)
+        """Poisson arrivals of requests of unequal lengths, which the server knows."""
+        rng, requests = random.Random(seed), []
+        for at in loads.poisson(self.requests, self.seconds, rng):
+            prompt = loads.draw_tokens(rng.randint(*PROMPT_TOKENS), rng)
+            requests.append(Request(at, prompt, rng.randint(*OUTPUT_TOKENS)))
+        return requests
 
     def warm_up(self, name: str, server: ServerProcess) -> None:
         loads.short_replay(server, self.load("", self.rounds))

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ellm_sgl.eval.bench import command, report, scenarios
+from ellm_sgl.eval.bench import report, scenarios
 from ellm_sgl.eval.bench.result import Result as Measured
 from ellm_sgl.eval.bench.result import Sample
 from ellm_sgl.eval.bench.scenarios import SCENARIOS, overhead
 from ellm_sgl.eval.paper.measured import read_measured
+from ellm_sgl.serve import cli_bench
 from ellm_sgl.serve.cli import main
 
 
@@ -69,7 +70,7 @@ def test_every_column_can_be_written(name: str) -> None:
 def test_a_wide_table_is_not_cut_off_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "run", lambda *_: made_up("rotation", integrity="ok"))
+    monkeypatch.setattr(cli_bench, "run", lambda *_: made_up("rotation", integrity="ok"))
     done = run("rotation")
     assert done.exit_code == 0 and "…" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) > 80

@@ -12,12 +12,11 @@ from rich.console import Console
 
 from ellm_sgl.client.replay import Outcome, Request
 from ellm_sgl.client.traces import TraceError
-from ellm_sgl.eval.bench.oversubscribed import AMPLE, ELLM, KNOWN, LENGTHS, UNKNOWN, Cell
+from ellm_sgl.eval.bench.loads import LENGTHS
 from ellm_sgl.eval.bench.report import document, plot, render
 from ellm_sgl.eval.bench.result import Result, Sample
-from ellm_sgl.eval.bench.runner import _compared
-from ellm_sgl.eval.bench.scenario import Setting
-from ellm_sgl.eval.bench.scenarios.compare import Compare
+from ellm_sgl.eval.bench.runner import samples
+from ellm_sgl.eval.bench.scenarios.compare import AMPLE, ELLM, KNOWN, UNKNOWN, Cell, Compare
 from ellm_sgl.serve.cli import main
 
 CELL = Cell(3.0, KNOWN)
@@ -50,20 +49,20 @@ def test_unknown_lengths_are_the_known_ones_that_clients_stop_at() -> None:
 
 
 def test_servers_share_every_argument_but_their_own() -> None:
-    contenders = {c.name: c.arguments for c in SCENARIO.contenders()}
+    contenders = SCENARIO.contenders()
     names = [ELLM, "hcache", "recompute", "recompute 0.3", "stock", "stock 0.3", "swap"]
     assert list(contenders) == names
     assert contenders["recompute 0.3"][: len(contenders["recompute"])] == contenders["recompute"]
     size = str(SCENARIO.device_tokens)
     assert all(size in arguments for name, arguments in contenders.items() if name != ELLM)
-    assert [c.name for c in Compare(servers=("swap",)).contenders()] == ["swap"]
+    assert list(Compare(servers=("swap",)).contenders()) == ["swap"]
 
 
 def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> None:
     scenario = Compare(model_path=str(tmp_path))
-    assert all("--skip-tokenizer-init" in c.arguments for c in scenario.contenders())
+    assert all("--skip-tokenizer-init" in words for words in scenario.contenders().values())
     (tmp_path / "tokenizer.json").touch()
-    assert not any("--skip-tokenizer-init" in c.arguments for c in scenario.contenders())
+    assert not any("--skip-tokenizer-init" in words for words in scenario.contenders().values())
 
 
 def outcome(seconds: float, tokens: int = 11) -> Outcome:
@@ -75,8 +74,8 @@ def run(server: str, seconds: float, number: int = 0) -> Sample:
     counted = {"retracted": 1, "pauses": 2, "recomputed_tokens": 0, "fetched_units": 0,
                "swap_stall_ms": 0}  # fmt: skip
     taken = SCENARIO.taken([outcome(seconds), outcome(seconds / 2)], counted)
-    ((setting, one),) = _compared([(Setting(server, server), taken)], AMPLE)
-    return Sample(CELL, setting.name, number, one.figures, one.detail)
+    (sample,) = samples({server: taken}, AMPLE, CELL, number)
+    return sample
 
 
 @pytest.fixture

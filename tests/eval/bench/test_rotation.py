@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ellm_sgl.client.replay import Outcome, Request
-from ellm_sgl.eval.bench.scenarios.rotation import draw_load, under_way
+from ellm_sgl.eval.bench.scenarios.rotation import Rotation, under_way
 
 
 def outcome(*times: float) -> Outcome:
@@ -20,4 +20,5 @@ def test_one_that_begins_as_another_ends_is_not_under_way_with_it():
 
 
 def test_a_load_repeats_by_seed():
-    assert draw_load(5, 2.0, seed=1) == draw_load(5, 2.0, seed=1) != draw_load(5, 2.0, seed=2)
+    made = Rotation(requests=5, seconds=2.0)
+    assert made.load("", seed=1) == made.load("", seed=1) != made.load("", seed=2)
