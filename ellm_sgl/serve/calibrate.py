@@ -87,9 +87,6 @@ class CalibrationReport:
     step_noise: tuple[ModelError, ...]
     """See `step_noise`."""
 
-    def to_json(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
-
 
 def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> CalibrationReport:
     """Start a server on one rank, let it calibrate, load it, and compare. One to three minutes.

@@ -7,13 +7,13 @@ import inspect
 import pydoc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import httpx
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
-from ellm_sgl.serve.stream_record import StreamRecord
+from ellm_sgl.serve.stream import ChatStream
 
 TOPICS = (
     "str.split", "str.replace", "list.sort", "int.to_bytes", "sorted", "filter",
@@ -36,16 +36,10 @@ class ChatLoad:
     """
 
     streams: int = len(TOPICS)
-    prompt_tokens: int = 128
-    """About: the prompt ends with a whole word."""
     output_tokens: int = 256
     """At most."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.streams <= len(TOPICS):
-            raise ValueError(f"streams must be from 1 to {len(TOPICS)}, got {self.streams}")
-        if not 1 <= self.output_tokens <= 4096:
-            raise ValueError(f"output tokens must be from 1 to 4096, got {self.output_tokens}")
+    prompt_tokens: int = 128
+    """About: the prompt ends with a whole word."""
 
     @property
     def most_tokens(self) -> int:
@@ -68,41 +62,9 @@ class ChatLoad:
         ]
 
 
-@dataclass
-class ChatStream:
-    """One chat while it is streamed; the live view reads it as it grows. Times are monotonic."""
-
-    topic: str
-    text: str = ""
-    sent_s: float = 0.0
-    arrivals_s: list[float] = field(default_factory=list)
-    """When each piece of text arrived."""
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    """As the server counts them; known at the end."""
-    finish: str | None = None
-    """The server's finish reason, or the error that ended the chat; None while it goes on."""
-
-    def record(self) -> StreamRecord:
-        """What is to be kept of a chat that has ended."""
-        return StreamRecord(
-            topic=self.topic,
-            text=self.text,
-            sent_s=self.sent_s,
-            arrivals_s=tuple(self.arrivals_s),
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            finish=self.finish or "cut off",
-        )
-
-
 async def stream_all(url: str, load: ChatLoad, streams: Sequence[ChatStream]) -> None:
-    """Send the chats of `load` at once and fill in `streams` until all have ended.
-
-    Args:
-        url: of the server, without /v1.
-        streams: from `load.begin()`.
-    """
+    """Send the chats of `load` to the server at `url` at once, and fill in `streams` (from
+    `load.begin()`) until all have ended."""
     direct = openai.DefaultAsyncHttpxClient(trust_env=False)  # whatever proxy the user has set
     async with (
         openai.AsyncOpenAI(
@@ -139,3 +101,4 @@ async def _stream(
                 stream.finish = choice.finish_reason or stream.finish
     except (openai.APIError, httpx.HTTPError) as error:  # the latter when a stream breaks off
         stream.finish = f"{type(error).__name__}: {error}"
+    stream.finish = stream.finish or "cut off"

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import TYPE_CHECKING
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from ellm_sgl.client.process import ServerError
+from ellm_sgl.latency import HardwareProfile
+from ellm_sgl.serve import calibrate as calibration
 from ellm_sgl.serve.cli_shared import (
+    answer,
     json_flag,
     model_path_option,
     plain_table,
     progress_lines,
     told_in_a_line,
 )
-
-if TYPE_CHECKING:
-    from ellm_sgl.latency import HardwareProfile
-    from ellm_sgl.serve.calibrate import CalibrationReport
 
 
 @click.command()
@@ -32,16 +29,10 @@ def calibrate(model_path: str | None, dtype: str, as_json: bool) -> None:
     """Measure this machine as a server does at start-up, and check the latency models against
     steps of many batch sizes, lengths and uncached ratios.
     """
-    from ellm_sgl.client.process import ServerError
-    from ellm_sgl.serve import calibrate as calibration
-
     with told_in_a_line(ServerError, OSError):
         report = calibration.calibrate(model_path, dtype, progress_lines)
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-    else:
-        Console().print(_profile_table(report.hardware))
-        Console().print(_error_table(report))
+    found = _profile_table(report.hardware), _error_table(report)
+    answer(as_json, dataclasses.asdict(report), *found)
 
 
 def _profile_table(hardware: HardwareProfile) -> Table:
@@ -51,7 +42,7 @@ def _profile_table(hardware: HardwareProfile) -> Table:
     return table
 
 
-def _error_table(report: CalibrationReport) -> Table:
+def _error_table(report: calibration.CalibrationReport) -> Table:
     figures = ("steps", "mean error", "median error")
     table = plain_table("latency model", figures, title=report.model_path)
     for e in (*report.errors, *report.step_noise):
