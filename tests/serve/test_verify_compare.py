@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from ellm_sgl.serve.verify import Comparison, Expected, Output, VerifyReport, compare
+from ellm_sgl.client.generate import Output
+from ellm_sgl.serve.verify import Comparison, Expected, VerifyReport, compare
 
 COUNTS = ("recomputed_tokens", "evicted_units", "fetched_units", "projected_units",
           "retractions", "pauses")  # fmt: skip

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from ellm_sgl.serve.verify import Expected, Output, Spread, VerifyReport, compare
+from ellm_sgl.client.generate import Output
+from ellm_sgl.serve.verify import Expected, Spread, VerifyReport, compare
 from ellm_sgl.serve.verify.rounding import UNIT_ROUNDOFF, bounds, why_not_rounding
 
 NOISE = Spread(288, 0.00118, 0.0215)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from ellm_sgl.client.generate import Output
 from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected
-from ellm_sgl.serve.verify.pairs import Pair, pair_up
 from ellm_sgl.serve.verify.rounding import EXACT, UNIT_ROUNDOFF, why_not_rounding
 
 NOT_DONE = {
@@ -23,6 +24,73 @@ NOT_DONE = {
     "aborted": "no stream was aborted in the middle",
 }
 """What it means that a count of `Comparison` is 0."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One output, and the reference's output to the same prompt."""
+
+    position: int
+    """In the load."""
+    expected: Output
+    got: Output
+    asked: int
+    """Tokens that were asked for."""
+    aborted: bool
+    """The client gave it up in the middle: what came by then is compared."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to be compared."""
+        return len(self.got.token_ids) if self.aborted else self.asked
+
+    @property
+    def agreeing(self) -> int:
+        """Tokens equal to the expected ones, up to the first that is not."""
+        both = zip(self.expected.token_ids, self.got.token_ids, strict=False)
+        return sum(1 for _ in takewhile(lambda tokens: tokens[0] == tokens[1], both))
+
+    @property
+    def largest_difference(self) -> float:
+        """Largest |Δ log-probability| of the agreeing tokens; NaN if it cannot be told."""
+        both = zip(self.expected.logprobs, self.got.logprobs, strict=False)
+        differences = [abs(a - b) for a, b in list(both)[: self.agreeing]]
+        return _largest(differences)
+
+    def incomplete(self) -> str | None:
+        """What is missing of it, or too much; None if nothing is."""
+        expected, got = len(self.expected.token_ids), len(self.got.token_ids)
+        if self.asked < 1:
+            return f"{self.asked} tokens asked for"
+        if expected != self.asked:
+            return f"reference has {expected} of {self.asked} tokens"
+        if got > self.asked:
+            return f"{got} tokens where {self.asked} were asked for"
+        if got == 0 or (got < self.asked and not self.aborted):
+            return f"{got} of {self.asked} tokens"
+        for name, output in (("reference has ", self.expected), ("", self.got)):
+            if len(output.logprobs) != len(output.token_ids):
+                counts = f"{len(output.logprobs)} log-probabilities of {len(output.token_ids)}"
+                return f"{name}{counts} tokens"
+        return None
+
+    def not_finite(self) -> str | None:
+        """The first log-probability that is no finite number; None if all are."""
+        for name, output in (("reference's ", self.expected), ("", self.got)):
+            for i, value in enumerate(output.logprobs):
+                if not math.isfinite(value):
+                    return f"{name}log-probability of token {i} is {value}"
+        return None
+
+    def different(self) -> str | None:
+        """Where it differs first; None if it does not."""
+        i = self.agreeing
+        if i >= self.tokens:
+            return None
+        tokens = (
+            o.token_ids[i] if i < len(o.token_ids) else None for o in (self.got, self.expected)
+        )
+        return "token {} is {}, the reference's is {}".format(i, *tokens)
 
 
 def compare(
@@ -47,7 +115,8 @@ def compare(
     expected = expected or Expected()
     asked = expected.asked or [len(o.token_ids) for o in reference]
     aborted = expected.aborted or [False] * len(outputs)
-    pairs = list(pair_up(reference, outputs, asked, aborted))
+    both = zip(reference, outputs, asked, aborted, strict=False)
+    pairs = [Pair(i, *each) for i, each in enumerate(both)]
 
     def gained(name: str) -> int:
         return int(after[name]) - int(before[name])

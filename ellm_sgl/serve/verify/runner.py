@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.config import ELLM
-from ellm_sgl.serve.verify.crowded import left_out
+from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.serve.verify.figures import Comparison, VerifyReport
 from ellm_sgl.serve.verify.loads import Aborts, AtOnce, Chats, Load, make_prompts
-from ellm_sgl.serve.verify.model import ModelShape
 from ellm_sgl.serve.verify.one_dtype import OneDtype, Say
 from ellm_sgl.serve.verify.rounding import EXACT, LEAST_TOKENS, UNIT_ROUNDOFF
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Sizes
-from ellm_sgl.serve.verify.stages import LEAST_RATIO, stages
+from ellm_sgl.serve.verify.stages import LEAST_RATIO, left_out, stages
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
 """Prompt lengths in tokens: around block boundaries, and up to many blocks."""
@@ -59,10 +59,10 @@ def verify(
     path = model_path or str(DEMO_MODEL)
     if mode != ELLM:
         output_tokens = max(output_tokens, BASELINE_OUTPUT_TOKENS)
-    shape, rng = ModelShape.of(path), random.Random(seed)
-    prompts = make_prompts(path, lengths, seed)
+    shape, rng = read_model(Path(path) / "config.json"), random.Random(seed)
+    prompts = make_prompts(path, shape.vocabulary, lengths, seed)
     longest = max(map(len, prompts))
-    loads: dict[str, Load] = {PROMPTS: AtOnce([tuple(p) for p in prompts], output_tokens)}
+    loads: dict[str, Load] = {PROMPTS: AtOnce(prompts, output_tokens)}
     if mode == ELLM:
         limit = longest + output_tokens
         loads[CHATS] = Chats.up_to(limit, shape.vocabulary, rng)
