@@ -30,8 +30,6 @@ NOT_DONE = {
 class Pair:
     """One output, and the reference's output to the same prompt."""
 
-    position: int
-    """In the load."""
     expected: Output
     got: Output
     asked: int
@@ -54,8 +52,7 @@ class Pair:
     def largest_difference(self) -> float:
         """Largest |Δ log-probability| of the agreeing tokens; NaN if it cannot be told."""
         both = zip(self.expected.logprobs, self.got.logprobs, strict=False)
-        differences = [abs(a - b) for a, b in list(both)[: self.agreeing]]
-        return _largest(differences)
+        return _largest([abs(a - b) for a, b in list(both)[: self.agreeing]])
 
     def incomplete(self) -> str | None:
         """What is missing of it, or too much; None if nothing is."""
@@ -116,11 +113,12 @@ def compare(
     asked = expected.asked or [len(o.token_ids) for o in reference]
     aborted = expected.aborted or [False] * len(outputs)
     both = zip(reference, outputs, asked, aborted, strict=False)
-    pairs = [Pair(i, *each) for i, each in enumerate(both)]
-
-    def gained(name: str) -> int:
-        return int(after[name]) - int(before[name])
-
+    pairs = [Pair(*each) for each in both]
+    counts = {
+        name: int(after[f"{name}_total"]) - int(before[f"{name}_total"])
+        for name in NOT_DONE
+        if name != "aborted"  # the client's count, not the server's
+    }
     comparison = Comparison(
         dtype=dtype,
         setting=setting,
@@ -132,12 +130,7 @@ def compare(
         max_logprob_difference=_largest([p.largest_difference for p in pairs if p.agreeing]),
         forced=expected.forced,
         noise=expected.noise,
-        recomputed_tokens=gained("recomputed_tokens_total"),
-        evicted_units=gained("evicted_units_total"),
-        fetched_units=gained("fetched_units_total"),
-        projected_units=gained("projected_units_total"),
-        retractions=gained("retractions_total"),
-        pauses=gained("pauses_total"),
+        **counts,
         aborted=sum(aborted),
         integrity=str(after["integrity"]),
     )
@@ -183,7 +176,7 @@ def _first_of(
     pairs: Sequence[Pair], problem: Callable[[Pair], str | None], what: str
 ) -> Iterator[str]:
     """How many pairs have the problem, and what it is of the first one."""
-    found = [(p.position, words) for p in pairs if (words := problem(p)) is not None]
+    found = [(i, words) for i, p in enumerate(pairs) if (words := problem(p)) is not None]
     if found:
         position, words = found[0]
         yield f"{len(found)} of {len(pairs)} {what}, first output {position}: {words}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,18 +94,15 @@ class VerifyReport:
     @property
     def failures(self) -> tuple[str, ...]:
         """What failed, a line each; a dtype without a comparison has failed."""
-        return tuple(self._failures())
-
-    def _failures(self) -> Iterator[str]:
         compared = {c.dtype for c in self.comparisons}
-        if not compared:
-            yield "nothing was compared"
-        for dtype in self.dtypes:
-            if dtype not in compared:
-                yield f"{dtype}: nothing was compared"
-        for c in self.comparisons:
-            if c.failure is not None:
-                yield f"{c.dtype}, {c.setting}: {c.failure}"
+        missing = [
+            f"{dtype}: nothing was compared" for dtype in self.dtypes if dtype not in compared
+        ]
+        failed = [
+            (c.dtype, c.setting, c.failure) for c in self.comparisons if c.failure is not None
+        ]
+        found = [] if compared else ["nothing was compared"]
+        return (*found, *missing, *(f"{dtype}, {name}: {why}" for dtype, name, why in failed))
 
     @property
     def passed(self) -> bool:
