@@ -88,14 +88,13 @@ class CalibrationReport:
     """See `step_noise`."""
 
 
-def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> CalibrationReport:
+def calibrate(model_path: str | None, dtype: str, say: Say) -> CalibrationReport:
     """Start a server on one rank, let it calibrate, load it, and compare. One to three minutes.
 
     Args:
         model_path: a local model; None for the demo model.
         dtype: of weights and KV.
         say: is told of progress, one line at a time.
-        seed: of the order of loads and of prompts.
 
     Raises:
         ServerError: the server did not start.
@@ -112,22 +111,18 @@ def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> Ca
     with ServerProcess(arguments) as server:
         hardware = HardwareProfile(**server.state()["hardware"])
         start_up = len(server.steps())
-        rng = random.Random(seed)
+        rng = random.Random(0)
         loads = _affordable(shape, hardware)
         rng.shuffle(loads)
         for number, load in enumerate(loads, 1):
-            say(f"load {number} of {len(loads)}: b = {load.requests}, s = {load.tokens}, "
-                f"r = {load.ratio}")  # fmt: skip
+            shape_of_load = f"b = {load.requests}, s = {load.tokens}, r = {load.ratio}"
+            say(f"load {number} of {len(loads)}: {shape_of_load}")
             server.adjust(ellm_ratio=load.ratio)
             asyncio.run(_send(server.url, _prompts(load, shape.vocabulary, rng)))
         steps = server.steps()
-    return CalibrationReport(
-        path,
-        shape,
-        hardware,
-        compare(shape, hardware, steps, start_up),
-        step_noise(steps, start_up + LEARNING_STEPS),
-    )
+    errors = compare(shape, hardware, steps, start_up)
+    noise = step_noise(steps, start_up + LEARNING_STEPS)
+    return CalibrationReport(path, shape, hardware, errors, noise)
 
 
 def compare(
@@ -158,8 +153,8 @@ def compare(
 
 def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     """What the machine leaves open: decode steps, each compared with the median of the equal ones
-    next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. A
-    an online model knows none of those after it.
+    next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. An
+    online model knows none of those after it.
 
     Args:
         steps: records of all steps.
