@@ -11,14 +11,25 @@ import asyncio
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import click
 import httpx
 import numpy as np
+from rich import box
+from rich.table import Table
 
-from ellm_sgl.client.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.client.process import DEMO_MODEL, ServerError, ServerProcess
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
+from ellm_sgl.serve.cli_shared import (
+    answer,
+    json_flag,
+    model_path_option,
+    plain_table,
+    progress_lines,
+    told_in_a_line,
+)
 
 OUTPUT_TOKENS = 12
 LEARNING_STEPS = 200
@@ -30,7 +41,6 @@ _LONGEST_STEP_S = 0.5
 """Loads whose steps would take longer by the profile are left out."""
 _WORK_FIELDS = tuple(field.name for field in dataclasses.fields(StepWork))
 
-Say = Callable[[str], None]
 Step = dict[str, float]
 """One record of `GET /ellm/steps`."""
 
@@ -88,13 +98,12 @@ class CalibrationReport:
     """See `step_noise`."""
 
 
-def calibrate(model_path: str | None, dtype: str, say: Say) -> CalibrationReport:
+def measure(model_path: str | None, dtype: str) -> CalibrationReport:
     """Start a server on one rank, let it calibrate, load it, and compare. One to three minutes.
 
     Args:
         model_path: a local model; None for the demo model.
         dtype: of weights and KV.
-        say: is told of progress, one line at a time.
 
     Raises:
         ServerError: the server did not start.
@@ -107,7 +116,7 @@ def calibrate(model_path: str | None, dtype: str, say: Say) -> CalibrationReport
     shape = shape_of(path, dtype)
     arguments = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
     arguments += ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", str(_POOL_TOKENS)]
-    say("starting a server, which calibrates itself")
+    progress_lines("starting a server, which calibrates itself")
     with ServerProcess(arguments) as server:
         hardware = HardwareProfile(**server.state()["hardware"])
         start_up = len(server.steps())
@@ -116,7 +125,7 @@ def calibrate(model_path: str | None, dtype: str, say: Say) -> CalibrationReport
         rng.shuffle(loads)
         for number, load in enumerate(loads, 1):
             shape_of_load = f"b = {load.requests}, s = {load.tokens}, r = {load.ratio}"
-            say(f"load {number} of {len(loads)}: {shape_of_load}")
+            progress_lines(f"load {number} of {len(loads)}: {shape_of_load}")
             server.adjust(ellm_ratio=load.ratio)
             asyncio.run(_send(server.url, _prompts(load, shape.vocabulary, rng)))
         steps = server.steps()
@@ -214,3 +223,32 @@ async def _send(url: str, prompts: Sequence[Sequence[int]]) -> None:
         answers = (client.post(f"{url}/generate", json=body) for body in bodies)
         for answer in await asyncio.gather(*answers):
             answer.raise_for_status()
+
+
+@click.command()
+@model_path_option
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
+@json_flag
+def calibrate(model_path: str | None, dtype: str, as_json: bool) -> None:
+    """Measure this machine as a server does at start-up, and check the latency models against
+    steps of many batch sizes, lengths and uncached ratios.
+    """
+    with told_in_a_line(ServerError, OSError):
+        report = measure(model_path, dtype)
+    found = _profile_table(report.hardware), _error_table(report)
+    answer(as_json, dataclasses.asdict(report), *found)
+
+
+def _profile_table(hardware: HardwareProfile) -> Table:
+    table = Table("hardware profile", "", box=box.SIMPLE, pad_edge=False)
+    for name, value in dataclasses.asdict(hardware).items():
+        table.add_row(name, value if isinstance(value, str) else f"{value:.3g}")
+    return table
+
+
+def _error_table(report: CalibrationReport) -> Table:
+    figures = ("steps", "mean error", "median error")
+    table = plain_table("latency model", figures, title=report.model_path)
+    for e in (*report.errors, *report.step_noise):
+        table.add_row(e.model, str(e.steps), f"{e.mape:.1%}", f"{e.median_ape:.1%}")
+    return table

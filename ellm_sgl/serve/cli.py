@@ -16,8 +16,8 @@ from ellm_sgl.config import ELLM, ConfigError
 from ellm_sgl.config.flags import FLAGS
 from ellm_sgl.config.ranges import MOST_TOKENS, shown
 from ellm_sgl.config.resolve import resolve
+from ellm_sgl.serve.calibrate import calibrate
 from ellm_sgl.serve.cli_bench import bench, compare
-from ellm_sgl.serve.cli_calibrate import calibrate
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies

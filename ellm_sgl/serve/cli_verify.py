@@ -17,7 +17,8 @@ from ellm_sgl.config.click_types import LAYERS, TOKENS
 from ellm_sgl.serve.cli_shared import json_flag, model_path_option, progress_lines, told_in_a_line
 
 if TYPE_CHECKING:
-    from ellm_sgl.serve.verify import Spread, VerifyReport
+    from ellm_sgl.serve.verify.figures import VerifyReport
+    from ellm_sgl.serve.verify.rounding import Spread
 
 DTYPES = ("float32", "bfloat16", "float16")
 FIGURES = {
@@ -73,14 +74,14 @@ def verify(
     differ by no more than rounding, which is measured on stock SGLang.
     """
     from ellm_sgl.client.process import ServerError
-    from ellm_sgl.serve import verify as verification
+    from ellm_sgl.serve.verify import runner  # imports PyTorch, which takes seconds
 
     with told_in_a_line(ServerError, OSError, ValueError):
-        report = verification.verify(
+        report = runner.verify(
             model_path,
             progress_lines,
-            dtypes=tuple(dict.fromkeys(dtypes)) or verification.DTYPES,
-            lengths=[n for n in verification.LENGTHS if n <= max_prompt_tokens],
+            dtypes=tuple(dict.fromkeys(dtypes)) or runner.DTYPES,
+            lengths=[n for n in runner.LENGTHS if n <= max_prompt_tokens],
             output_tokens=output_tokens,
             layer_group=layer_group,
             block_tokens=block_tokens,

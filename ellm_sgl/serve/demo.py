@@ -18,11 +18,10 @@ import httpx
 from rich.console import Console
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
-from ellm_sgl.serve.chat_load import ChatLoad, stream_all
+from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
 from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun
 from ellm_sgl.serve.live_view import Progress, Show, view
 from ellm_sgl.serve.processor_use import ProcessorUse
-from ellm_sgl.serve.stream import ChatStream
 
 BLOCK_TOKENS = 16
 """A pool holds whole blocks (`--ellm-block-tokens`)."""

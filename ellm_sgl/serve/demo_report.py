@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ellm_sgl.serve.stream import ChatStream, LoadStatistics
+from ellm_sgl.serve.chat_load import ChatStream, LoadStatistics
 
 _NOISE = 0.03
 """Speeds closer than this count as equal: one run each says no more."""

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ellm_sgl.serve.stream import ChatStream
+from ellm_sgl.serve.chat_load import ChatStream
 
 RATE_WINDOW_S = 2.0
 """Tokens per second are those of so many seconds."""

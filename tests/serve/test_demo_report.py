@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from ellm_sgl.serve.chat_load import ChatStream, LoadStatistics
 from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun, render, summary
-from ellm_sgl.serve.stream import ChatStream, LoadStatistics
 
 
 def stream(

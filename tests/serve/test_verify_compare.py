@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from ellm_sgl.client.generate import Output
-from ellm_sgl.serve.verify import Comparison, Expected, VerifyReport, compare
+from ellm_sgl.serve.verify.comparing import compare
+from ellm_sgl.serve.verify.figures import Comparison, Expected, VerifyReport
 
 COUNTS = ("recomputed_tokens", "evicted_units", "fetched_units", "projected_units",
           "retractions", "pauses")  # fmt: skip

@@ -9,8 +9,8 @@ import pytest
 
 from ellm_sgl.config import ELLM, HCACHE, MODES, RECOMPUTE
 from ellm_sgl.latency import ModelShape
-from ellm_sgl.serve.verify import Comparison
 from ellm_sgl.serve.verify.comparing import NOT_DONE
+from ellm_sgl.serve.verify.figures import Comparison
 from ellm_sgl.serve.verify.loads import CHATS as CHATS_AT_ONCE
 from ellm_sgl.serve.verify.loads import Aborts, Chats
 from ellm_sgl.serve.verify.runner import ALL_DTYPES

@@ -9,23 +9,3 @@ them: in mixed chunks, with streams aborted in the middle, and on two ranks.
 
 A comparison that compared nothing, or whose setting exercised nothing, fails (`comparing`).
 """
-
-from __future__ import annotations
-
-from ellm_sgl.serve.verify.comparing import compare
-from ellm_sgl.serve.verify.figures import Comparison, Expected, VerifyReport
-from ellm_sgl.serve.verify.rounding import Spread
-from ellm_sgl.serve.verify.runner import DTYPES, LENGTHS, verify
-from ellm_sgl.serve.verify.stages import EAGER
-
-__all__ = [
-    "DTYPES",
-    "EAGER",
-    "LENGTHS",
-    "Comparison",
-    "Expected",
-    "Spread",
-    "VerifyReport",
-    "compare",
-    "verify",
-]
