@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import click
 import httpx
@@ -137,26 +138,17 @@ def measure(model_path: str | None, dtype: str) -> CalibrationReport:
 def compare(
     shape: ModelShape, hardware: HardwareProfile, steps: Sequence[Step], start_up: int
 ) -> tuple[ModelError, ...]:
-    """Errors of each model.
-
-    Args:
-        shape: the model served.
-        hardware: the profile that the server started with.
-        steps: records of all its steps.
-        start_up: how many of them had run when the server was ready.
-    """
-    works = [StepWork(**{name: s[name] for name in _WORK_FIELDS}) for s in steps]
-
-    def error(name: str, predicted: Sequence[float], first: int) -> ModelError:
-        return _error(name, predicted[first:], steps[first:])
-
+    """Errors of each model of a server that started with the profile `hardware`, in all its
+    `steps` but those of `start_up`."""
+    served, learnt = steps[start_up:], steps[start_up + LEARNING_STEPS :]
+    works = [StepWork(**{name: s[name] for name in _WORK_FIELDS}) for s in served]
     model = RooflineLatencyModel(shape, hardware)
     by_profile = [float(model.step_seconds(w)) for w in works]
-    on_line = [s["predicted_s"] for s in steps]
+    on_line = [s["predicted_s"] for s in learnt]
     return (
-        error("calibrated profile", by_profile, start_up),
-        error(f"online, after {LEARNING_STEPS} steps", on_line, start_up + LEARNING_STEPS),
-        error("paper, Eq. (4)", [s["paper_s"] for s in steps], start_up),
+        _error("calibrated profile", by_profile, served),
+        _error(f"online, after {LEARNING_STEPS} steps", on_line, learnt),
+        _error("paper, Eq. (4)", [s["paper_s"] for s in served], served),
     )
 
 
@@ -165,13 +157,9 @@ def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. An
     online model knows none of those after it.
 
-    Args:
-        steps: records of all steps.
-        first: the first that counts.
-
     Returns:
-        Errors of the online model and of the steps beside, over the same steps; none if there are
-        no such steps.
+        Errors of the online model and of the steps beside, over the same steps, from `first` on;
+        none if there are no such steps.
     """
     kinds = [
         (s["decode_rows"], s["restored_tokens"], s["prefill_rows"], s["phase_changes"])
@@ -179,7 +167,8 @@ def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     ]
     compared, beside = [], []
     for i in range(first, len(steps)):
-        equal = [*_equal_beside(kinds, i, -1), *_equal_beside(kinds, i, 1)]
+        before, after = range(i - 1, -1, -1), range(i + 1, len(steps))
+        equal = [*_equal(kinds, i, before), *_equal(kinds, i, after)]
         if steps[i]["decode_rows"] and len(equal) >= BESIDE:
             compared.append(steps[i])
             beside.append(float(np.median([steps[j]["seconds"] for j in equal])))
@@ -191,13 +180,9 @@ def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     )
 
 
-def _equal_beside(kinds: Sequence[tuple[float, ...]], at: int, step: int) -> Iterator[int]:
-    """Up to `BESIDE` places next to `at` on one side, while they are of its kind."""
-    for distance in range(1, BESIDE + 1):
-        place = at + step * distance
-        if not 0 <= place < len(kinds) or kinds[place] != kinds[at]:
-            return
-        yield place
+def _equal(kinds: Sequence[tuple[float, ...]], at: int, places: range) -> Iterator[int]:
+    """The first of `places` (at most `BESIDE`) that are of the kind of `at`."""
+    return takewhile(lambda place: kinds[place] == kinds[at], places[:BESIDE])
 
 
 def _error(name: str, predicted: Sequence[float], steps: Sequence[Step]) -> ModelError:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from typing import TYPE_CHECKING
 
 import click
 from rich import box
@@ -15,12 +13,10 @@ from rich.table import Table
 from ellm_sgl.config import ELLM, MODES
 from ellm_sgl.config.click_types import LAYERS, TOKENS
 from ellm_sgl.serve.cli_shared import json_flag, model_path_option, progress_lines, told_in_a_line
+from ellm_sgl.serve.verify.figures import VerifyReport
+from ellm_sgl.serve.verify.rounding import EXACT, UNIT_ROUNDOFF, Spread
 
-if TYPE_CHECKING:
-    from ellm_sgl.serve.verify.figures import VerifyReport
-    from ellm_sgl.serve.verify.rounding import Spread
-
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (EXACT, *UNIT_ROUNDOFF)
 FIGURES = {
     "recomputed_tokens": "recom-\nputed",
     "evicted_units": "evic-\nted",
@@ -94,7 +90,6 @@ def verify(
         _show(report, Console())
     if not report.passed:
         raise click.ClickException(_what_failed(report))
-    sys.exit(0)
 
 
 def _what_failed(report: VerifyReport) -> str:
@@ -133,10 +128,9 @@ def _table(report: VerifyReport, dtype: str) -> Table:
             noise = c.noise
             table.add_row(BATCH_SIZES, "", _spread(noise))
         agree = f"{c.agreement:.1%}" if scored else f"{c.agreeing}/{c.tokens}"
-        largest = f"{c.max_logprob_difference:.1e}"
+        difference = _spread(c.forced) if scored else f"{c.max_logprob_difference:.1e}"
         figures = (_short(getattr(c, name)) for name in shown)
         mark = "ok" if c.failure is None else "[red]FAIL[/red]"
-        difference = _spread(c.forced) if scored else largest
         table.add_row(c.setting, agree, difference, *figures, mark)
     return table
 

@@ -127,12 +127,9 @@ class DemoReport:
         }
 
     def _run_json(self, run: ServerRun) -> dict[str, object]:
+        names = ("name", "pool_tokens", "start_s", "other_cores", "attention")
         return {
-            "name": run.name,
-            "pool_tokens": run.pool_tokens,
-            "start_s": run.start_s,
-            "other_cores": run.other_cores,
-            "attention": run.attention,
+            **{name: getattr(run, name) for name in names},
             **dataclasses.asdict(run.statistics),
             "retractions": run.retractions,
             "completed": run.completed,

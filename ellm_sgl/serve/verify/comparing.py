@@ -84,10 +84,8 @@ class Pair:
         i = self.agreeing
         if i >= self.tokens:
             return None
-        tokens = (
-            o.token_ids[i] if i < len(o.token_ids) else None for o in (self.got, self.expected)
-        )
-        return "token {} is {}, the reference's is {}".format(i, *tokens)
+        got, expected = (dict(enumerate(o.token_ids)).get(i) for o in (self.got, self.expected))
+        return f"token {i} is {got}, the reference's is {expected}"
 
 
 def compare(
@@ -114,11 +112,8 @@ def compare(
     aborted = expected.aborted or [False] * len(outputs)
     both = zip(reference, outputs, asked, aborted, strict=False)
     pairs = [Pair(*each) for each in both]
-    counts = {
-        name: int(after[f"{name}_total"]) - int(before[f"{name}_total"])
-        for name in NOT_DONE
-        if name != "aborted"  # the client's count, not the server's
-    }
+    servers = NOT_DONE.keys() - {"aborted"}  # that one is the client's
+    counts = {n: int(after[f"{n}_total"]) - int(before[f"{n}_total"]) for n in servers}
     comparison = Comparison(
         dtype=dtype,
         setting=setting,
@@ -134,7 +129,7 @@ def compare(
         aborted=sum(aborted),
         integrity=str(after["integrity"]),
     )
-    reasons = why_no_proof(comparison, pairs, len(outputs), expected)
+    reasons = _why_no_proof(comparison, pairs, len(outputs), expected)
     return dataclasses.replace(comparison, failure="; ".join(reasons) or None)
 
 
@@ -143,14 +138,10 @@ def _largest(differences: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, differences)) else max(differences, default=math.nan)
 
 
-def why_no_proof(
+def _why_no_proof(
     comparison: Comparison, pairs: Sequence[Pair], answered: int, expected: Expected
 ) -> Iterator[str]:
-    """The reasons, most telling ones first.
-
-    Args:
-        answered: number of outputs, with and without a partner in the reference.
-    """
+    """The reasons, most telling ones first; `answered` counts outputs without a partner as well."""
     if comparison.tokens == 0:
         yield "nothing was compared: no tokens"
     if answered != comparison.outputs:
@@ -166,7 +157,8 @@ def why_no_proof(
         yield reason
     if comparison.integrity != "ok":
         yield f"page table: {comparison.integrity}"
-    yield from _not_returned(expected)
+    if expected.idle is not None:
+        yield from _not_returned(expected.idle)
     if undone := [NOT_DONE[name] for name in expected.needs if not getattr(comparison, name) > 0]:
         lengths = f"requests of at most {expected.most_tokens} tokens"
         yield f"exercised nothing: {' and '.join(undone)} with {lengths}"
@@ -182,11 +174,8 @@ def _first_of(
         yield f"{len(found)} of {len(pairs)} {what}, first output {position}: {words}"
 
 
-def _not_returned(expected: Expected) -> Iterator[str]:
+def _not_returned(state: Mapping[str, Any]) -> Iterator[str]:
     """Memory that an idle server with an empty prefix cache still uses."""
-    state = expected.idle
-    if state is None:
-        return
     if state["integrity"] != "ok":
         yield f"page table once idle: {state['integrity']}"
     for where in ("device", "host"):

@@ -52,12 +52,6 @@ class Comparison:
         """Share of the tokens; 0 if there are none."""
         return self.agreeing / self.tokens if self.tokens else 0.0
 
-    @property
-    def exact(self) -> bool:
-        """Whether all tokens are there and equal, with log-probabilities as close as in fp32."""
-        within = self.max_logprob_difference <= LOGPROB_TOLERANCE  # NaN is not
-        return 0 < self.agreeing == self.tokens and within
-
 
 @dataclass(frozen=True)
 class Expected:

@@ -12,14 +12,13 @@ from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.serve.verify.figures import Comparison, VerifyReport
 from ellm_sgl.serve.verify.loads import Aborts, AtOnce, Chats, Load, make_prompts
 from ellm_sgl.serve.verify.one_dtype import OneDtype, Say
-from ellm_sgl.serve.verify.rounding import EXACT, LEAST_TOKENS, UNIT_ROUNDOFF
+from ellm_sgl.serve.verify.rounding import EXACT, LEAST_TOKENS
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Sizes
 from ellm_sgl.serve.verify.stages import LEAST_RATIO, left_out, stages
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
 """Prompt lengths in tokens: around block boundaries, and up to many blocks."""
 DTYPES = (EXACT, "bfloat16")
-ALL_DTYPES = (EXACT, *UNIT_ROUNDOFF)
 SEED = 0
 """Of random prompts."""
 BASELINE_OUTPUT_TOKENS = 160
@@ -42,11 +41,9 @@ def verify(
     Args:
         model_path: a local model; None for the demo model.
         say: is told of progress, one line at a time.
-        dtypes: of weights and KV.
         lengths: of the prompts, in tokens.
         output_tokens: generated per prompt, greedily, whatever the model says.
         layer_group: of eLLM's pool, but 1 where all splits are tried.
-        block_tokens: of eLLM's pool.
         quick: three splits with hidden states of half of the layers on the host, forced eviction,
             and in fp32 chats; instead of all.
         mode: eLLM, or the baseline to verify instead.
