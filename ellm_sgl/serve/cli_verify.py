@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ellm_sgl.config import ELLM, MODES
 from ellm_sgl.config.click_types import LAYERS, TOKENS
-from ellm_sgl.serve.cli_shared import json_flag, model_path_option, progress_lines, told_in_a_line
+from ellm_sgl.serve.cli_shared import json_flag, model_path_option, told_in_a_line
 from ellm_sgl.serve.verify.figures import VerifyReport
 from ellm_sgl.serve.verify.rounding import EXACT, UNIT_ROUNDOFF, Spread
 
@@ -75,7 +75,6 @@ def verify(
     with told_in_a_line(ServerError, OSError, ValueError):
         report = runner.verify(
             model_path,
-            progress_lines,
             dtypes=tuple(dict.fromkeys(dtypes)) or runner.DTYPES,
             lengths=[n for n in runner.LENGTHS if n <= max_prompt_tokens],
             output_tokens=output_tokens,

@@ -89,14 +89,12 @@ class VerifyReport:
     def failures(self) -> tuple[str, ...]:
         """What failed, a line each; a dtype without a comparison has failed."""
         compared = {c.dtype for c in self.comparisons}
-        missing = [
-            f"{dtype}: nothing was compared" for dtype in self.dtypes if dtype not in compared
-        ]
-        failed = [
-            (c.dtype, c.setting, c.failure) for c in self.comparisons if c.failure is not None
-        ]
         found = [] if compared else ["nothing was compared"]
-        return (*found, *missing, *(f"{dtype}, {name}: {why}" for dtype, name, why in failed))
+        found += [f"{d}: nothing was compared" for d in self.dtypes if d not in compared]
+        for c in self.comparisons:
+            if c.failure is not None:
+                found.append(f"{c.dtype}, {c.setting}: {c.failure}")
+        return tuple(found)
 
     @property
     def passed(self) -> bool:

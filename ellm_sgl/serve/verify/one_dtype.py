@@ -12,6 +12,7 @@ import httpx
 from ellm_sgl.client.generate import Answer, Client, run_with_client
 from ellm_sgl.client.process import ServerError, ServerProcess
 from ellm_sgl.config import ENV
+from ellm_sgl.serve.cli_shared import progress_lines
 from ellm_sgl.serve.verify.comparing import compare
 from ellm_sgl.serve.verify.figures import Comparison, Expected
 from ellm_sgl.serve.verify.loads import Load
@@ -22,7 +23,6 @@ from ellm_sgl.sglang import cuda
 
 ON_CUDA = ("--attention-backend", "torch_native")
 """The one of stock SGLang's backends there that computes fp32 as fp32."""
-Say = Callable[[str], None]
 
 T = TypeVar("T")
 
@@ -52,7 +52,6 @@ class OneDtype:
     dtype: str
     loads: Mapping[str, Load]
     block_tokens: int
-    say: Say
 
     def compared(self, stages: Iterable[Stage]) -> list[Comparison]:
         """Run every setting of every stage, and compare it with stock SGLang.
@@ -68,7 +67,7 @@ class OneDtype:
             arguments = [*self._model(), *block, *stage.arguments]
             with ServerProcess(arguments, stage.environment) as server:
                 for setting in stage.settings:
-                    self.say(f"{self.dtype}: eLLM, {setting.name}")
+                    progress_lines(f"{self.dtype}: eLLM, {setting.name}")
                     yield self._run(server, setting)
 
     def _judged(self, runs: Sequence[Run]) -> list[Comparison]:
@@ -79,7 +78,7 @@ class OneDtype:
             names = list(dict.fromkeys(run.setting.load for run in runs))
             references = {}
             for name in names:
-                self.say(f"{self.dtype}: stock SGLang, everything cached, {name}")
+                progress_lines(f"{self.dtype}: stock SGLang, everything cached, {name}")
                 answer = partial(self.loads[name].answers, whole=True)
                 references[name] = self._with_client(server, name, answer)
             # What is scored shares no KV with what was answered.
@@ -143,19 +142,18 @@ class OneDtype:
     def _comparison(
         self, run: Run, reference: Sequence[Answer], forced: Spread | None, noise: Spread | None
     ) -> Comparison:
+        setting = run.setting
         expected = Expected(
             asked=[a.asked for a in reference],
             aborted=[a.aborted for a in run.answers],
-            needs=run.setting.needs,
+            needs=setting.needs,
             most_tokens=max(len(a.prompt) + a.asked for a in reference),
             forced=forced,
             noise=noise,
             idle=run.idle,
         )
         outputs, wanted = ([a.output for a in answers] for answers in (run.answers, reference))
-        return compare(
-            self.dtype, run.setting.name, wanted, outputs, run.before, run.after, expected
-        )
+        return compare(self.dtype, setting.name, wanted, outputs, run.before, run.after, expected)
 
 
 def _must_be_stock(server: ServerProcess) -> None:

@@ -11,7 +11,7 @@ from ellm_sgl.config import ELLM
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.serve.verify.figures import Comparison, VerifyReport
 from ellm_sgl.serve.verify.loads import Aborts, AtOnce, Chats, Load, make_prompts
-from ellm_sgl.serve.verify.one_dtype import OneDtype, Say
+from ellm_sgl.serve.verify.one_dtype import OneDtype
 from ellm_sgl.serve.verify.rounding import EXACT, LEAST_TOKENS
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Sizes
 from ellm_sgl.serve.verify.stages import LEAST_RATIO, left_out, stages
@@ -27,7 +27,6 @@ BASELINE_OUTPUT_TOKENS = 160
 
 def verify(
     model_path: str | None,
-    say: Say,
     dtypes: Sequence[str],
     lengths: Sequence[int],
     output_tokens: int,
@@ -40,7 +39,6 @@ def verify(
 
     Args:
         model_path: a local model; None for the demo model.
-        say: is told of progress, one line at a time.
         lengths: of the prompts, in tokens.
         output_tokens: generated per prompt, greedily, whatever the model says.
         layer_group: of eLLM's pool, but 1 where all splits are tried.
@@ -68,7 +66,7 @@ def verify(
     sizes = Sizes(shape, longest, output_tokens, needed, layer_group, block_tokens)
     comparisons: list[Comparison] = []
     for dtype in dtypes:
-        one = OneDtype(path, dtype, loads, block_tokens, say)
+        one = OneDtype(path, dtype, loads, block_tokens)
         comparisons += one.compared(stages(dtype, mode, quick, sizes))
     skipped = tuple(left_out(mode, quick, dtypes, shape))
     return VerifyReport(
