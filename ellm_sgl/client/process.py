@@ -24,6 +24,8 @@ DEMO_ARGUMENTS = ("--model-path", str(DEMO_MODEL), "--dtype", "float32")
 IDLE_CONNECTION_S = 1.0
 """After so long a client gives an idle connection up. Servers do after 5 s (uvicorn), httpx too: a
 request sent then may find it closed."""
+CONNECTIONS = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_S)
+"""No bound on connections: a request that waits for one has not arrived."""
 SERVER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 """Unless the user says otherwise. Threads that spin while they wait take the core that another
 thread needs to finish: with one more busy process on two cores, 5 times the tokens per second.
@@ -63,8 +65,7 @@ class ServerProcess:
         self.log = Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        idle = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_S)
-        self._http = httpx.Client(base_url=self.url, limits=idle, trust_env=False)
+        self._http = httpx.Client(base_url=self.url, limits=CONNECTIONS, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
         self._serves = False
         """Until it does there is nothing to end in good order, and nobody who would listen."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from ellm_sgl.client.process import IDLE_CONNECTION_S
+from ellm_sgl.client.process import CONNECTIONS
 
 INTERRUPTED = "interrupted"
 
@@ -146,9 +146,8 @@ def replay_to_end(url: str, requests: Sequence[Request]) -> list[Outcome]:
 
 
 async def _replay(url: str, outcomes: list[Outcome], openai_model: str | None) -> None:
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_S)
     async with httpx.AsyncClient(
-        base_url=url, limits=limits, timeout=None, trust_env=False
+        base_url=url, limits=CONNECTIONS, timeout=None, trust_env=False
     ) as client:
         start = time.perf_counter()
 

@@ -98,12 +98,11 @@ def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:
             _say(console, starting)
         with console.status(starting) if console.is_interactive else nullcontext():
             process.start()
-        run = _measure(server, process, time.monotonic() - begin, load, console)
+        return _measure(server, process, time.monotonic() - begin, load, console)
     except httpx.HTTPError as error:
         raise ServerError(f"the server went away ({error}):\n{process.last_words()}") from error
     finally:
         process.stop()
-    return run
 
 
 def _measure(
@@ -139,31 +138,29 @@ def _say(console: Console, line: str) -> None:
 async def _load(
     url: str, ellm: bool, load: ChatLoad, streams: Sequence[ChatStream], show: Show
 ) -> list[float]:
-    """Run the load and show it meanwhile; returns the mean cached ratios seen."""
+    """Run the load and show it meanwhile; returns the mean cached ratios, one for every look at
+    the state."""
     cached_ratios: list[float] = []
+
+    async def watch() -> None:
+        begin, poll_at = time.monotonic(), 0.0
+        state: dict[str, Any] = {}
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            while True:
+                elapsed = time.monotonic() - begin
+                if ellm and elapsed >= poll_at:
+                    poll_at = elapsed + POLL_S
+                    with suppress(httpx.HTTPError):  # a server that went away is told of by `_run`
+                        state = (await client.get(f"{url}/ellm/state")).raise_for_status().json()
+                        cached_ratios.append(state["cached_ratio_mean"])
+                show(Progress(streams, elapsed, state, cached_ratios))
+                await asyncio.sleep(FRAME_S)
+
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(_watch(url, ellm, streams, show, cached_ratios))
+        watching = group.create_task(watch())
         await stream_all(url, load, streams)
         watching.cancel()
     return cached_ratios
-
-
-async def _watch(
-    url: str, ellm: bool, streams: Sequence[ChatStream], show: Show, cached_ratios: list[float]
-) -> None:
-    """Show the load until cancelled; note the mean cached ratio at every look at the state."""
-    begin, poll_at = time.monotonic(), 0.0
-    state: dict[str, Any] = {}
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-        while True:
-            elapsed = time.monotonic() - begin
-            if ellm and elapsed >= poll_at:
-                poll_at = elapsed + POLL_S
-                with suppress(httpx.HTTPError):  # a server that went away is told of by `_run`
-                    state = (await client.get(f"{url}/ellm/state")).raise_for_status().json()
-                    cached_ratios.append(state["cached_ratio_mean"])
-            show(Progress(streams, elapsed, state, cached_ratios))
-            await asyncio.sleep(FRAME_S)
 
 
 def _restoration(state: dict[str, Any], cached_ratios: Sequence[float]) -> Restoration:
