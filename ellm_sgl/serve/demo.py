@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 from rich.console import Console
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
 from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
 from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun
 from ellm_sgl.serve.live_view import Progress, Show, view
-from ellm_sgl.serve.processor_use import ProcessorUse
 
 BLOCK_TOKENS = 16
 """A pool holds whole blocks (`--ellm-block-tokens`)."""
@@ -60,6 +60,36 @@ class _Server:
         else:
             pool = ["--max-total-tokens"]
         return ServerProcess([*DEMO_ARGUMENTS, *pool, str(self.pool_tokens)], ENVIRONMENT)
+
+
+class ProcessorUse:
+    """From now on: how busy programs other than this one and a server keep the processor.
+
+    Args:
+        server: process id; its children count as the server.
+    """
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._begin = self._look()
+
+    def others(self) -> float:
+        """Cores that other programs kept busy, on average since the start."""
+        (begin_s, before), (now_s, now) = self._begin, self._look()
+        return max(0.0, (now - before) / (now_s - begin_s))
+
+    def _look(self) -> tuple[float, float]:
+        """Clock, and processor seconds of the whole machine without those of our processes."""
+        machine = psutil.cpu_times()
+        waiting = machine.idle + getattr(machine, "iowait", 0.0)
+        guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)
+        seconds = sum(machine) - waiting - guests
+        server = psutil.Process(self._server)
+        for process in (psutil.Process(), server, *server.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                seconds -= times.user + times.system
+        return time.monotonic(), seconds
 
 
 def run_demo(load: ChatLoad, pool_tokens: int | None, console: Console) -> DemoReport:

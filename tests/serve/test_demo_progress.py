@@ -16,8 +16,8 @@ from rich.console import Console
 
 from ellm_sgl.serve.chat_load import ROLE_TOKENS, TOPICS, ChatLoad, ChatStream
 from ellm_sgl.serve.cli import main
+from ellm_sgl.serve.demo import ProcessorUse
 from ellm_sgl.serve.live_view import Progress, draw, view
-from ellm_sgl.serve.processor_use import ProcessorUse
 
 STATE: dict[str, Any] = {
     "running": 10,
