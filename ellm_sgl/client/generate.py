@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from ellm_sgl.client.process import IDLE_CONNECTION_S, ServerError
+from ellm_sgl.client.process import CONNECTIONS, ServerError
 
 TIMEOUT_S = 900.0
 STALL_S = 0.05
@@ -150,9 +150,9 @@ def run_with_client(url: str, work: Callable[[Client], Awaitable[T]]) -> T:
     """`work` with a client of the server at `url`; returns what it returns."""
 
     async def run() -> T:
-        # No bound on connections: a request that waits for one has not arrived.
-        limits = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_S)
-        async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(
+            timeout=TIMEOUT_S, trust_env=False, limits=CONNECTIONS
+        ) as http:
             return await work(Client(url, http))
 
     return asyncio.run(run())

@@ -24,6 +24,8 @@ DEMO_ARGUMENTS = ("--model-path", str(DEMO_MODEL), "--dtype", "float32")
 IDLE_CONNECTION_S = 1.0
 """After so long a client gives an idle connection up. Servers do after 5 s (uvicorn), httpx too: a
 request sent then may find it closed."""
+CONNECTIONS = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_S)
+"""No bound on connections: a request that waits for one has not arrived."""
 SERVER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 """Unless the user says otherwise. Threads that spin while they wait take the core that another
 thread needs to finish: with one more busy process on two cores, 5 times the tokens per second.
@@ -47,14 +49,10 @@ class ServerProcess:
     Args:
         arguments: SGLang's and eLLM's flags, without host and port.
         environment: variables to set beside the current ones.
-        log: where the server's output goes; a temporary file if None.
     """
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        log: Path | None = None,
+        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
         self._arguments = list(arguments)
         # A proxy is for other hosts; SGLang too asks itself whether it has started.
@@ -64,12 +62,10 @@ class ServerProcess:
             "NO_PROXY": "127.0.0.1",
             **(environment or {}),
         }
-        self._own_log = log is None
-        self.log = log or Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
+        self.log = Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        idle = httpx.Limits(keepalive_expiry=IDLE_CONNECTION_S)
-        self._http = httpx.Client(base_url=self.url, limits=idle, trust_env=False)
+        self._http = httpx.Client(base_url=self.url, limits=CONNECTIONS, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
         self._serves = False
         """Until it does there is nothing to end in good order, and nobody who would listen."""
@@ -90,7 +86,7 @@ class ServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def start(self) -> None:
         """Start, and wait until the server answers requests.
 
         Raises:
@@ -109,13 +105,13 @@ class ServerProcess:
                 env=self._environment,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not self.answers():
             if self._process.poll() is not None:
                 raise ServerError(f"the server exited while starting:\n{self.last_words()}")
             if time.monotonic() > deadline:
                 self.stop()
-                raise ServerError(f"no answer after {timeout_s:.0f} s:\n{self.last_words()}")
+                raise ServerError(f"no answer after {START_TIMEOUT_S:.0f} s:\n{self.last_words()}")
             time.sleep(0.25)
         self._serves = True
         self._freeze_gc()
@@ -145,21 +141,20 @@ class ServerProcess:
             integrity: have the page table checked as well. That stops the server for as long as it
                 takes; leave it out where the state is asked for again and again.
         """
-        asked = {"integrity": integrity}
-        answer = self._http.get("/ellm/state", params=asked, timeout=60)
-        found: dict[str, Any] = answer.raise_for_status().json()
+        found: dict[str, Any] = self._get("/ellm/state", {"integrity": integrity})
         return found
 
     def steps(self) -> list[dict[str, Any]]:
         """`GET /ellm/steps`: the last measured steps, in their order."""
-        answer = self._http.get("/ellm/steps", timeout=60)
-        found: list[dict[str, Any]] = answer.raise_for_status().json()
+        found: list[dict[str, Any]] = self._get("/ellm/steps")
         return found
 
     def attention_backend(self) -> str:
         """SGLang's name of the attention backend that runs."""
-        answer: dict[str, Any] = self._http.get("/get_server_info", timeout=60).json()
-        return str(answer["attention_backend"])
+        return str(self._get("/get_server_info")["attention_backend"])
+
+    def _get(self, path: str, asked: Mapping[str, Any] | None = None) -> Any:
+        return self._http.get(path, params=asked, timeout=60).raise_for_status().json()
 
     def adjust(self, **values: float) -> None:
         """Set `ellm_ratio` or `ellm_device_kv_tokens` of the running server."""
@@ -187,9 +182,9 @@ class ServerProcess:
             time.sleep(0.25)
         raise ServerError("the prefix cache could not be flushed: requests are still running")
 
-    def last_words(self, lines: int = 15) -> str:
+    def last_words(self) -> str:
         """The end of the log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
     def stop(self) -> None:
         """End the server and all its worker processes."""
@@ -205,8 +200,7 @@ class ServerProcess:
         self._process.wait()
         self._process = None
         self._http.close()
-        if self._own_log:
-            self.log.unlink(missing_ok=True)
+        self.log.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

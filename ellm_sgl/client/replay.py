@@ -11,16 +11,13 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from ellm_sgl.client.process import IDLE_CONNECTION_S
-
-Progress = Callable[[int], None]
-"""Called with the number of requests that have ended."""
+from ellm_sgl.client.process import CONNECTIONS
 
 INTERRUPTED = "interrupted"
 
@@ -46,23 +43,19 @@ class Request:
 
     def body(self) -> dict[str, Any]:
         """For `POST /generate`."""
-        sampling = {
-            "temperature": 0,
-            "max_new_tokens": self.output_tokens,
-            "ignore_eos": self.exact,
-        }
-        optional = {
-            "priority": self.priority,
-            "tpot_slo_ms": self.tpot_slo_ms,
-            "ttft_slo_ms": self.ttft_slo_ms,
-        }
-        text = isinstance(self.prompt, str)
-        return {
-            "text" if text else "input_ids": self.prompt if text else list(self.prompt),
-            "sampling_params": sampling,
+        body: dict[str, Any] = {
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": self.output_tokens,
+                "ignore_eos": self.exact,
+            },
             "stream": True,
-            **{name: value for name, value in optional.items() if value is not None},
         }
+        body["text" if isinstance(self.prompt, str) else "input_ids"] = self.prompt
+        for name in ("priority", "tpot_slo_ms", "ttft_slo_ms"):
+            if (value := getattr(self, name)) is not None:
+                body[name] = value
+        return body
 
     def openai_body(self, model: str) -> dict[str, Any]:
         """For `POST /v1/completions`. `ignore_eos` and the running count of tokens are extensions
@@ -70,7 +63,7 @@ class Request:
         exact = {"ignore_eos": True} if self.exact else {}
         return {
             "model": model,
-            "prompt": self.prompt if isinstance(self.prompt, str) else list(self.prompt),
+            "prompt": self.prompt,
             "max_tokens": self.output_tokens,
             "temperature": 0,
             "stream": True,
@@ -122,12 +115,7 @@ class Outcome:
         return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
 
 
-def replay(
-    url: str,
-    requests: Sequence[Request],
-    progress: Progress | None = None,
-    openai_model: str | None = None,
-) -> list[Outcome]:
+def replay(url: str, requests: Sequence[Request], openai_model: str | None = None) -> list[Outcome]:
     """Send all requests at their times; returns when the last has ended, in their order.
 
     After Ctrl-C, or when the server dies, what the requests had got by then is returned; see
@@ -138,7 +126,7 @@ def replay(
     """
     outcomes = [Outcome(request) for request in requests]
     try:
-        asyncio.run(_replay(url, outcomes, progress or (lambda _: None), openai_model))
+        asyncio.run(_replay(url, outcomes, openai_model))
     except KeyboardInterrupt:
         for outcome in outcomes:
             outcome.finish = outcome.finish or INTERRUPTED
@@ -157,26 +145,19 @@ def replay_to_end(url: str, requests: Sequence[Request]) -> list[Outcome]:
     return outcomes
 
 
-async def _replay(
-    url: str, outcomes: list[Outcome], progress: Progress, openai_model: str | None
-) -> None:
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_S)
-    ended = 0
+async def _replay(url: str, outcomes: list[Outcome], openai_model: str | None) -> None:
     async with httpx.AsyncClient(
-        base_url=url, limits=limits, timeout=None, trust_env=False
+        base_url=url, limits=CONNECTIONS, timeout=None, trust_env=False
     ) as client:
         start = time.perf_counter()
 
         async def one(outcome: Outcome) -> None:
-            nonlocal ended
             await asyncio.sleep(max(outcome.request.at_s - (time.perf_counter() - start), 0))
             try:
                 await _stream(client, outcome, start, openai_model)
             except (httpx.HTTPError, ValueError, KeyError) as error:
                 outcome.finish = f"{type(error).__name__}: {error}"
             outcome.cut()
-            ended += 1
-            progress(ended)
 
         await asyncio.gather(*map(one, outcomes))
 

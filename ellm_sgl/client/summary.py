@@ -1,14 +1,17 @@
-"""Figures of a replay: throughput, latencies, SLO attainment."""
+"""Figures of a replay: throughput, latencies, SLO attainment; and goodput."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.client.replay import Outcome
+
+ATTAINMENT = 0.9
+"""Share of the requests that have to meet their SLOs."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,35 @@ def meets_slos(outcome: Outcome) -> bool:
     late = wanted.ttft_slo_ms is not None and outcome.ttft_s * 1e3 > wanted.ttft_slo_ms
     slow = wanted.tpot_slo_ms is not None and outcome.tpot_s * 1e3 > wanted.tpot_slo_ms
     return outcome.complete and not late and not slow
+
+
+def goodput(
+    attainment: Callable[[float], float],
+    low: float,
+    high: float,
+    precision: float = 0.05,
+) -> float:
+    """The largest rate in [low, high] at which `ATTAINMENT` of the requests meet their SLOs (as in
+    DistServe, OSDI'24), by bisection on its logarithm.
+
+    Args:
+        attainment: share of the requests that meet their SLOs at a rate; taken to fall with it.
+        low, high: requests per second.
+        precision: stop when the ends differ by this share.
+
+    Returns:
+        Requests per second; 0 if even `low` is too many.
+    """
+    if not 0 < low <= high:
+        raise ValueError(f"give rates 0 < low <= high, not {low} and {high}")
+    if attainment(low) < ATTAINMENT:
+        return 0.0
+    if attainment(high) >= ATTAINMENT:
+        return high
+    while high / low > 1 + precision:
+        middle = (low * high) ** 0.5
+        if attainment(middle) >= ATTAINMENT:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -151,10 +151,8 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]
 
 
 def _time(path: Path, line: int, text: str) -> datetime:
-    whole, dot, fraction = text.strip().partition(".")
-    # The public traces give 7 digits; datetime knows 6.
     try:
-        return datetime.fromisoformat(whole + (dot + fraction[:6].ljust(6, "0") if dot else ""))
+        return datetime.fromisoformat(text.strip())  # of more than 6 digits it takes the first 6
     except ValueError:
         raise TraceError(
             f"{path}, line {line}: {shown(text)} is no time like 2023-11-16 18:15:46.68"

@@ -11,7 +11,6 @@ Nothing here was adjusted to results.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +24,6 @@ PAPER_GAP_S, PAPER_GAP_SD_S = 0.02215, 0.03749
 PRINTABLE = range(32, 127)
 """Token ids of prompts: the printable characters of a byte-level model, and in any vocabulary."""
 
-WORDS = ("a", "list", "of", "values", "that", "each", "function", "returns", "when", "called")
-
 
 @dataclass(frozen=True)
 class LogNormal:
@@ -34,7 +31,7 @@ class LogNormal:
 
     mean: float
     sigma: float
-    """Standard deviation of the logarithm; 0: all of one length."""
+    """Standard deviation of the logarithm."""
     longest: int
 
     def draw(self, count: int, rng: np.random.Generator) -> IntArray:
@@ -51,8 +48,6 @@ class LogNormal:
 
     def _cut_mean(self, mu: float) -> float:
         """E[min(X, longest)] of a log-normal X."""
-        if self.sigma == 0:
-            return min(math.exp(mu), self.longest)
         z = (math.log(self.longest) - mu) / self.sigma
         below = math.exp(mu + self.sigma**2 / 2) * _normal(z - self.sigma)
         return below + self.longest * (1 - _normal(z))
@@ -126,47 +121,23 @@ def to_requests(
     trace: Trace,
     seed: int,
     *,
-    text: bool = False,
-    max_new_tokens: int | None = None,
-    shared_prefix: int = 0,
-    prefixes: int = 1,
     tpot_slo_ms: float | None = None,
     ttft_slo_ms: float | None = None,
 ) -> list[Request]:
-    """Requests to send: random prompts of the trace's lengths.
-
-    Args:
-        text: prompts of so many English words instead of token ids; a server's tokenizer makes
-            more or fewer tokens of them.
-        max_new_tokens: ask for at most so many tokens and let the model stop; without it exactly
-            the trace's length is generated, and the server may rely on it.
-        shared_prefix: tokens that prompts begin with in common (of those longer than that).
-        prefixes: how many different such beginnings there are.
-    """
+    """Requests to send: random prompts of the trace's lengths, and exactly its lengths out."""
     rng = np.random.default_rng(seed)
-    starts = [_ids(shared_prefix, rng) for _ in range(prefixes)]
-    requests = []
-    for at, prompt, output in zip(
-        trace.at_s.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True
-    ):
-        start = starts[int(rng.integers(prefixes))] if prompt > shared_prefix else ()
-        ids = (*start, *_ids(prompt - len(start), rng))
-        requests.append(
-            Request(
-                at_s=at,
-                prompt=_words(ids) if text else ids,
-                output_tokens=output if max_new_tokens is None else max_new_tokens,
-                exact=max_new_tokens is None,
-                tpot_slo_ms=tpot_slo_ms,
-                ttft_slo_ms=ttft_slo_ms,
-            )
+    return [
+        Request(
+            at_s=at,
+            prompt=tuple(rng.integers(PRINTABLE.start, PRINTABLE.stop, prompt).tolist()),
+            output_tokens=output,
+            tpot_slo_ms=tpot_slo_ms,
+            ttft_slo_ms=ttft_slo_ms,
         )
-    return requests
-
-
-def _ids(count: int, rng: np.random.Generator) -> tuple[int, ...]:
-    return tuple(rng.integers(PRINTABLE.start, PRINTABLE.stop, count).tolist())
-
-
-def _words(ids: Sequence[int]) -> str:
-    return " ".join(WORDS[i % len(WORDS)] for i in ids)
+        for at, prompt, output in zip(
+            trace.at_s.tolist(),
+            trace.prompt_tokens.tolist(),
+            trace.output_tokens.tolist(),
+            strict=True,
+        )
+    ]

@@ -11,14 +11,26 @@ import asyncio
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
+import click
 import httpx
 import numpy as np
+from rich import box
+from rich.table import Table
 
-from ellm_sgl.client.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.client.process import DEMO_MODEL, ServerError, ServerProcess
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
+from ellm_sgl.serve.cli_shared import (
+    answer,
+    json_flag,
+    model_path_option,
+    plain_table,
+    progress_lines,
+    told_in_a_line,
+)
 
 OUTPUT_TOKENS = 12
 LEARNING_STEPS = 200
@@ -30,7 +42,6 @@ _LONGEST_STEP_S = 0.5
 """Loads whose steps would take longer by the profile are left out."""
 _WORK_FIELDS = tuple(field.name for field in dataclasses.fields(StepWork))
 
-Say = Callable[[str], None]
 Step = dict[str, float]
 """One record of `GET /ellm/steps`."""
 
@@ -87,18 +98,13 @@ class CalibrationReport:
     step_noise: tuple[ModelError, ...]
     """See `step_noise`."""
 
-    def to_json(self) -> dict[str, object]:
-        return dataclasses.asdict(self)
 
-
-def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> CalibrationReport:
+def measure(model_path: str | None, dtype: str) -> CalibrationReport:
     """Start a server on one rank, let it calibrate, load it, and compare. One to three minutes.
 
     Args:
         model_path: a local model; None for the demo model.
         dtype: of weights and KV.
-        say: is told of progress, one line at a time.
-        seed: of the order of loads and of prompts.
 
     Raises:
         ServerError: the server did not start.
@@ -111,66 +117,49 @@ def calibrate(model_path: str | None, dtype: str, say: Say, seed: int = 0) -> Ca
     shape = shape_of(path, dtype)
     arguments = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
     arguments += ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", str(_POOL_TOKENS)]
-    say("starting a server, which calibrates itself")
+    progress_lines("starting a server, which calibrates itself")
     with ServerProcess(arguments) as server:
         hardware = HardwareProfile(**server.state()["hardware"])
         start_up = len(server.steps())
-        rng = random.Random(seed)
+        rng = random.Random(0)
         loads = _affordable(shape, hardware)
         rng.shuffle(loads)
         for number, load in enumerate(loads, 1):
-            say(f"load {number} of {len(loads)}: b = {load.requests}, s = {load.tokens}, "
-                f"r = {load.ratio}")  # fmt: skip
+            shape_of_load = f"b = {load.requests}, s = {load.tokens}, r = {load.ratio}"
+            progress_lines(f"load {number} of {len(loads)}: {shape_of_load}")
             server.adjust(ellm_ratio=load.ratio)
             asyncio.run(_send(server.url, _prompts(load, shape.vocabulary, rng)))
         steps = server.steps()
-    return CalibrationReport(
-        path,
-        shape,
-        hardware,
-        compare(shape, hardware, steps, start_up),
-        step_noise(steps, start_up + LEARNING_STEPS),
-    )
+    errors = compare(shape, hardware, steps, start_up)
+    noise = step_noise(steps, start_up + LEARNING_STEPS)
+    return CalibrationReport(path, shape, hardware, errors, noise)
 
 
 def compare(
     shape: ModelShape, hardware: HardwareProfile, steps: Sequence[Step], start_up: int
 ) -> tuple[ModelError, ...]:
-    """Errors of each model.
-
-    Args:
-        shape: the model served.
-        hardware: the profile that the server started with.
-        steps: records of all its steps.
-        start_up: how many of them had run when the server was ready.
-    """
-    works = [StepWork(**{name: s[name] for name in _WORK_FIELDS}) for s in steps]
-
-    def error(name: str, predicted: Sequence[float], first: int) -> ModelError:
-        return _error(name, predicted[first:], steps[first:])
-
+    """Errors of each model of a server that started with the profile `hardware`, in all its
+    `steps` but those of `start_up`."""
+    served, learnt = steps[start_up:], steps[start_up + LEARNING_STEPS :]
+    works = [StepWork(**{name: s[name] for name in _WORK_FIELDS}) for s in served]
     model = RooflineLatencyModel(shape, hardware)
     by_profile = [float(model.step_seconds(w)) for w in works]
-    on_line = [s["predicted_s"] for s in steps]
+    on_line = [s["predicted_s"] for s in learnt]
     return (
-        error("calibrated profile", by_profile, start_up),
-        error(f"online, after {LEARNING_STEPS} steps", on_line, start_up + LEARNING_STEPS),
-        error("paper, Eq. (4)", [s["paper_s"] for s in steps], start_up),
+        _error("calibrated profile", by_profile, served),
+        _error(f"online, after {LEARNING_STEPS} steps", on_line, learnt),
+        _error("paper, Eq. (4)", [s["paper_s"] for s in served], served),
     )
 
 
 def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     """What the machine leaves open: decode steps, each compared with the median of the equal ones
-    next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. A
-    an online model knows none of those after it.
-
-    Args:
-        steps: records of all steps.
-        first: the first that counts.
+    next to it, up to `BESIDE` before it and as many after it, at least `BESIDE` in all. An
+    online model knows none of those after it.
 
     Returns:
-        Errors of the online model and of the steps beside, over the same steps; none if there are
-        no such steps.
+        Errors of the online model and of the steps beside, over the same steps, from `first` on;
+        none if there are no such steps.
     """
     kinds = [
         (s["decode_rows"], s["restored_tokens"], s["prefill_rows"], s["phase_changes"])
@@ -178,7 +167,8 @@ def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     ]
     compared, beside = [], []
     for i in range(first, len(steps)):
-        equal = [*_equal_beside(kinds, i, -1), *_equal_beside(kinds, i, 1)]
+        before, after = range(i - 1, -1, -1), range(i + 1, len(steps))
+        equal = [*_equal(kinds, i, before), *_equal(kinds, i, after)]
         if steps[i]["decode_rows"] and len(equal) >= BESIDE:
             compared.append(steps[i])
             beside.append(float(np.median([steps[j]["seconds"] for j in equal])))
@@ -190,13 +180,9 @@ def step_noise(steps: Sequence[Step], first: int) -> tuple[ModelError, ...]:
     )
 
 
-def _equal_beside(kinds: Sequence[tuple[float, ...]], at: int, step: int) -> Iterator[int]:
-    """Up to `BESIDE` places next to `at` on one side, while they are of its kind."""
-    for distance in range(1, BESIDE + 1):
-        place = at + step * distance
-        if not 0 <= place < len(kinds) or kinds[place] != kinds[at]:
-            return
-        yield place
+def _equal(kinds: Sequence[tuple[float, ...]], at: int, places: range) -> Iterator[int]:
+    """The first of `places` (at most `BESIDE`) that are of the kind of `at`."""
+    return takewhile(lambda place: kinds[place] == kinds[at], places[:BESIDE])
 
 
 def _error(name: str, predicted: Sequence[float], steps: Sequence[Step]) -> ModelError:
@@ -222,3 +208,32 @@ async def _send(url: str, prompts: Sequence[Sequence[int]]) -> None:
         answers = (client.post(f"{url}/generate", json=body) for body in bodies)
         for answer in await asyncio.gather(*answers):
             answer.raise_for_status()
+
+
+@click.command()
+@model_path_option
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
+@json_flag
+def calibrate(model_path: str | None, dtype: str, as_json: bool) -> None:
+    """Measure this machine as a server does at start-up, and check the latency models against
+    steps of many batch sizes, lengths and uncached ratios.
+    """
+    with told_in_a_line(ServerError, OSError):
+        report = measure(model_path, dtype)
+    found = _profile_table(report.hardware), _error_table(report)
+    answer(as_json, dataclasses.asdict(report), *found)
+
+
+def _profile_table(hardware: HardwareProfile) -> Table:
+    table = Table("hardware profile", "", box=box.SIMPLE, pad_edge=False)
+    for name, value in dataclasses.asdict(hardware).items():
+        table.add_row(name, value if isinstance(value, str) else f"{value:.3g}")
+    return table
+
+
+def _error_table(report: CalibrationReport) -> Table:
+    figures = ("steps", "mean error", "median error")
+    table = plain_table("latency model", figures, title=report.model_path)
+    for e in (*report.errors, *report.step_noise):
+        table.add_row(e.model, str(e.steps), f"{e.mape:.1%}", f"{e.median_ape:.1%}")
+    return table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from typing import Any
@@ -12,16 +11,17 @@ import click
 from rich.console import Console
 
 from ellm_sgl import __version__
+from ellm_sgl.client.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT, ServerError
 from ellm_sgl.config import ELLM, ConfigError
 from ellm_sgl.config.flags import FLAGS
 from ellm_sgl.config.ranges import MOST_TOKENS, shown
 from ellm_sgl.config.resolve import resolve
+from ellm_sgl.serve.calibrate import calibrate
 from ellm_sgl.serve.cli_bench import bench, compare
-from ellm_sgl.serve.cli_calibrate import calibrate
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
-from ellm_sgl.serve.cli_shared import json_flag, told_in_a_line
+from ellm_sgl.serve.cli_shared import answer, json_flag, told_in_a_line
 from ellm_sgl.serve.cli_simulate import simulate
 from ellm_sgl.serve.cli_verify import verify
 
@@ -56,8 +56,6 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     Takes every argument of `python -m sglang.launch_server` beside those below. Without
     --model-path it serves the demo model that comes with this package.
     """
-    from ellm_sgl.client.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT
-
     given = {name: text for name, text in ellm.items() if text is not None}
     mode = given.get("ellm_mode", ELLM)
     given.setdefault("ellm_policy", DEFAULT_POLICY if mode == ELLM else mode)
@@ -104,18 +102,15 @@ def demo(streams: int, output_tokens: int, pool_tokens: int | None, as_json: boo
 
     Exit status 0 only if eLLM completed every chat, with the text that ample memory gives.
     """
-    from ellm_sgl.client.process import ServerError
-    from ellm_sgl.serve.demo import DemoOptions, run_demo
-    from ellm_sgl.serve.demo_table import render
+    from ellm_sgl.serve.chat_load import ChatLoad
+    from ellm_sgl.serve.demo import run_demo
+    from ellm_sgl.serve.demo_report import render
 
     live = sys.stdout.isatty() and not as_json
     progress = Console() if live else Console(stderr=True, force_terminal=False)
     with told_in_a_line(ServerError, ValueError):
-        report = run_demo(DemoOptions(streams, output_tokens, pool_tokens), progress)
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-    else:
-        Console().print(render(report))
+        report = run_demo(ChatLoad(streams, output_tokens), pool_tokens, progress)
+    answer(as_json, report.to_json(), render(report))
     sys.exit(0 if report.ok else 1)
 
 
@@ -127,15 +122,14 @@ def doctor(as_json: bool) -> None:
 
     findings = examine()
     healthy = all(f.ok for f in findings)
-    if as_json:
-        found = [dataclasses.asdict(f) for f in findings]
-        click.echo(json.dumps({"ok": healthy, "findings": found}))
-    else:
-        for finding in findings:
-            mark = click.style("ok ", fg="green") if finding.ok else click.style("BAD", fg="red")
-            click.echo(f"{mark} {finding.name}: {finding.found}")
-            if finding.remedy:
-                click.echo(f"    -> {finding.remedy}")
+    lines = []
+    for finding in findings:
+        mark = click.style("ok ", fg="green") if finding.ok else click.style("BAD", fg="red")
+        lines.append(f"{mark} {finding.name}: {finding.found}")
+        if finding.remedy:
+            lines.append(f"    -> {finding.remedy}")
+    found = [dataclasses.asdict(f) for f in findings]
+    answer(as_json, {"ok": healthy, "findings": found}, *lines)
     sys.exit(0 if healthy else 1)
 
 

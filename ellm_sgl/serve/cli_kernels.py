@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from ellm_sgl.client.process import SERVER_ENVIRONMENT
 from ellm_sgl.config.click_types import ROUNDS
-from ellm_sgl.serve.cli_shared import json_flag, told_in_a_line
+from ellm_sgl.serve.cli_shared import answer, json_flag, told_in_a_line
 
 
 @click.group()
@@ -53,8 +52,6 @@ def bench(
     if device == "cuda":
         _bench_cuda(rounds, as_json)
         return
-    from ellm_sgl.client.process import SERVER_ENVIRONMENT
-
     for name, value in SERVER_ENVIRONMENT.items():  # before PyTorch reads it: as servers run
         os.environ.setdefault(name, value)
     import torch
@@ -72,18 +69,23 @@ def bench(
     for case in benchmark.cases(largest_context):
         click.echo(f"{case}", err=True)
         results.append(benchmark.measure(case, rounds))
-    if as_json:
-        document = {
-            "instruction_set": instruction_set_name(64),
-            "threads": torch.get_num_threads(),
-            "machine": limits,
-            "results": [result.to_json() for result in results],
-        }
-        click.echo(json.dumps(document))
-        return
-    Console().print(_table(results))
-    line = ", ".join(f"{name} {value:.0f}" for name, value in limits.items())
-    Console().print(f"machine (GB/s, GFLOP/s): {line}; {torch.get_num_threads()} threads")
+    table = _table(
+        "case", "batch×context", "heads/kv/size", "ms", "read", "mul.", "times faster than"
+    )
+    for result in results:
+        case, ms = result.case, result.milliseconds["cpu"]
+        size = f"{case.heads}/{case.kv_heads}/{case.head_dim} {case.dtype[0]}{case.dtype[-2:]}"
+        table.add_row(
+            case.name, f"{case.batch}×{case.context}", size, f"{ms:.2f}", *_shares(result, 1)
+        )
+    document = {
+        "instruction_set": instruction_set_name(64),
+        "threads": torch.get_num_threads(),
+        "machine": limits,
+        "results": [result.to_json() for result in results],
+    }
+    line = f"machine (GB/s, GFLOP/s): {_line(limits)}; {torch.get_num_threads()} threads"
+    answer(as_json, document, table, line)
 
 
 def _bench_cuda(rounds: int, as_json: bool) -> None:
@@ -98,40 +100,32 @@ def _bench_cuda(rounds: int, as_json: bool) -> None:
     for case in benchmark.cases():
         click.echo(f"{case}", err=True)
         results.append(benchmark.measure(case, rounds, limits))
-    if as_json:
-        found = [result.to_json() for result in results]
-        name = torch.cuda.get_device_name()
-        click.echo(json.dumps({"device": name, "machine": limits, "results": found}))
-        return
-    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
-    for heading in ("batch×context", "r", "heads/kv", "ms", "δ", "read", "mul.", "times faster"):
-        table.add_column(heading, no_wrap=True)
+    table = _table("batch×context", "r", "heads/kv", "ms", "δ", "read", "mul.", "times faster")
     for result in results:
-        case = result.case
-        table.add_row(
-            f"{case.batch}×{case.context}", f"{case.missing:g}", f"{case.heads}/{case.kv_heads}",
-            f"{result.milliseconds[f'fused {result.best_delta}']:.3f}", str(result.best_delta),
-            f"{result.read_share:.0%}", f"{result.multiply_share:.0%}",
-            "\n".join(f"{name} {ratio:.2f}" for name, ratio in result.ratio.items()),
-        )  # fmt: skip
-    Console().print(table)
-    Console().print(", ".join(f"{name} {value:.0f}" for name, value in limits.items()))
+        case, delta = result.case, result.best_delta
+        step = f"{case.batch}×{case.context}", f"{case.missing:g}", f"{case.heads}/{case.kv_heads}"
+        ms = f"{result.milliseconds[f'fused {delta}']:.3f}"
+        table.add_row(*step, ms, str(delta), *_shares(result, 2))
+    document = {
+        "device": torch.cuda.get_device_name(),
+        "machine": limits,
+        "results": [result.to_json() for result in results],
+    }
+    answer(as_json, document, table, _line(limits))
 
 
-def _table(results: list[Any]) -> Table:
+def _table(*headings: str) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
-    for heading in ("case", "batch×context", "heads/kv/size", "ms", "read", "mul."):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("times faster than")
-    for result in results:
-        case = result.case
-        table.add_row(
-            case.name,
-            f"{case.batch}×{case.context}",
-            f"{case.heads}/{case.kv_heads}/{case.head_dim} {case.dtype[0]}{case.dtype[-2:]}",
-            f"{result.milliseconds['cpu']:.2f}",
-            f"{result.read_share:.0%}",
-            f"{result.multiply_share:.0%}",
-            "\n".join(f"{name} {ratio:.1f}" for name, ratio in result.ratio.items()),
-        )
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading != headings[-1])
     return table
+
+
+def _shares(result: Any, digits: int) -> tuple[str, str, str]:
+    """Shares of the machine's limits, and the times faster than each peer."""
+    ratios = (f"{name} {ratio:.{digits}f}" for name, ratio in result.ratio.items())
+    return f"{result.read_share:.0%}", f"{result.multiply_share:.0%}", "\n".join(ratios)
+
+
+def _line(limits: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.0f}" for name, value in limits.items())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -13,10 +11,7 @@ from rich.progress import Progress
 
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.config.click_types import FiniteRange
-from ellm_sgl.serve.cli_shared import FILE, told_in_a_line
-
-if TYPE_CHECKING:
-    from ellm_sgl.eval.paper.jobs import Done
+from ellm_sgl.serve.cli_shared import FILE, answer, told_in_a_line
 
 
 @click.command()
@@ -53,6 +48,8 @@ def paper(
     """Simulate the eLLM paper's figures and tables, and write one HTML report: what the paper
     said, what the simulator says, what was measured here, and why they differ.
     """
+    # The simulator imports PyTorch, which takes seconds.
+    from ellm_sgl.eval.paper.jobs import Done
     from ellm_sgl.eval.paper.measured import read_measured
     from ellm_sgl.eval.paper.report import evaluate, render
     from ellm_sgl.eval.paper.table import rows
@@ -74,8 +71,5 @@ def paper(
         out.write_text(render(results))
     except OSError as error:
         raise click.ClickException(f"{out}: cannot be written: {error}") from None
-    if as_json:
-        table = [dataclasses.asdict(row) for row in rows(results)]
-        click.echo(json.dumps({"report": str(out), "rows": table}))
-    else:
-        click.echo(f"wrote {out}")
+    table = [dataclasses.asdict(row) for row in rows(results)]
+    answer(as_json, {"report": str(out), "rows": table}, f"wrote {out}")

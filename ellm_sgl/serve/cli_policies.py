@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.config.click_types import MILLISECONDS
-from ellm_sgl.serve.cli_shared import json_flag, plain_table, policy_options, told_in_a_line
+from ellm_sgl.eval.paper import claims
+from ellm_sgl.policies.checks import InvalidAnswer
+from ellm_sgl.policies.registry import create, installed, load, provider
+from ellm_sgl.serve.cli_shared import (
+    answer,
+    json_flag,
+    plain_table,
+    policy_options,
+    told_in_a_line,
+)
 
 if TYPE_CHECKING:
     from ellm_sgl.policies.testing import ConformanceReport
@@ -38,22 +46,18 @@ def list_(as_json: bool) -> None:
 
     Exit status 1 if one of them cannot be used.
     """
-    from ellm_sgl.policies.registry import installed
-
     found = [_described(name) for name in installed()]
-    if as_json:
-        click.echo(json.dumps({"policies": found}))
-    else:
-        for policy in found:
-            click.echo(f"{click.style(policy['name'], bold=True)}{policy['options'] or ''}")
-            click.echo(f"    {policy['error'] or policy['summary']}")
-            click.echo(f"    from {policy['package']}, {policy['class']}")
+    lines = (
+        f"{click.style(policy['name'], bold=True)}{policy['options'] or ''}\n"
+        f"    {policy['error'] or policy['summary']}\n"
+        f"    from {policy['package']}, {policy['class']}"
+        for policy in found
+    )
+    answer(as_json, {"policies": found}, *lines)
     sys.exit(1 if any(policy["error"] for policy in found) else 0)
 
 
 def _described(name: str) -> dict[str, str | None]:
-    from ellm_sgl.policies.registry import installed, load, provider
-
     entry = installed()[name]
     described = {"name": name, "package": provider(entry), "class": entry.value}
     try:
@@ -77,18 +81,14 @@ def _described(name: str) -> dict[str, str | None]:
 @json_flag
 def check(name: str, options: dict[str, Any], states: int, budget_ms: float, as_json: bool) -> None:
     """Run the conformance kit on a policy. Exit status 0 only if no check failed."""
-    from ellm_sgl.policies.registry import create
     from ellm_sgl.policies.testing import examine
 
     with told_in_a_line(ConfigError):
         create(name, options)
         report = examine(lambda: create(name, options), states=states, budget_ms=budget_ms)
-    if as_json:
-        click.echo(json.dumps(report.to_json() | {"policy": name, "options": options}))
-    else:
-        Console().print(_check_table(name, report))
-        verdict = "[green]passed[/green]" if report.ok else "[red]failed[/red]"
-        Console().print(f"{name}: {verdict}")
+    verdict = _MARKS["passed"] if report.ok else "[red]failed[/red]"
+    shown = _check_table(name, report), Text.from_markup(f"{name}: {verdict}")
+    answer(as_json, report.to_json() | {"policy": name, "options": options}, *shown)
     sys.exit(0 if report.ok else 1)
 
 
@@ -109,38 +109,29 @@ def _check_table(name: str, report: ConformanceReport) -> Table:
 @json_flag
 def bench(name: str | None, options: dict[str, Any], as_json: bool) -> None:
     """Time decisions with 256 running and 1,024 waiting requests; of all policies without NAME."""
-    from ellm_sgl.eval.paper import claims
-    from ellm_sgl.policies.checks import InvalidAnswer
-    from ellm_sgl.policies.registry import installed
     from ellm_sgl.policies.testing import bench as benchmark
 
     if options and not name:
         raise click.UsageError("--options needs NAME: policies take different ones")
     with told_in_a_line(ConfigError, InvalidAnswer):
         results = [benchmark.bench(each, options) for each in ([name] if name else installed())]
-    if as_json:
-        click.echo(json.dumps({
-            "running": benchmark.RUNNING,
-            "waiting": benchmark.WAITING,
-            "paper": {
-                "decision_mean_us": [ms * 1e3 for ms in claims.DECISION_MS],
-                "split_us": claims.SPLIT_MS * 1e3,
-            },
-            "policies": [asdict(result) for result in results],
-        }))  # fmt: skip
-    else:
-        Console().print(_bench_table(results))
+    document = {
+        "running": benchmark.RUNNING,
+        "waiting": benchmark.WAITING,
+        "paper": {
+            "decision_mean_us": [ms * 1e3 for ms in claims.DECISION_MS],
+            "split_us": claims.SPLIT_MS * 1e3,
+        },
+        "policies": [asdict(result) for result in results],
+    }
+    answer(as_json, document, _bench_table(results))
 
 
 def _bench_table(results: list[PolicyBench]) -> Table:
-    from ellm_sgl.eval.paper import claims
     from ellm_sgl.policies.testing.bench import RUNNING, WAITING
 
-    def ms(timing: Timing) -> tuple[str, str, str]:
-        mean, p50, p99 = (
-            f"{us / 1e3:.3f}" for us in (timing.mean_us, timing.p50_us, timing.p99_us)
-        )
-        return mean, p50, p99
+    def ms(timing: Timing) -> list[str]:
+        return [f"{us / 1e3:.3f}" for us in (timing.mean_us, timing.p50_us, timing.p99_us)]
 
     title = f"Milliseconds to decide, {RUNNING} running and {WAITING:,} waiting requests"
     figures = ("mean", "p50", "p99", "steady", "l1, l2, δ", "first")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from ellm_sgl.config.ranges import read_json, shown
@@ -43,9 +44,21 @@ def policy_options(text: str) -> Callable[[Command], Command]:
         metavar="JSON",
         default="{}",
         show_default=False,
-        callback=_read_object,
         help=text,
+        callback=_read_object,
     )
+
+
+def answer(as_json: bool, document: Mapping[str, Any], *parts: RenderableType) -> None:
+    """What a command found, on stdout: the document, or what people read; strings as they are."""
+    if as_json:
+        click.echo(json.dumps(document))
+        return
+    for part in parts:
+        if isinstance(part, str):
+            click.echo(part)
+        else:
+            Console().print(part)
 
 
 @contextmanager

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ellm_sgl.config import LATENCY_MODELS, ConfigError
+from ellm_sgl.client import workloads
+from ellm_sgl.client.traces import Trace, read_azure, read_lengths
+from ellm_sgl.config import LATENCY_MODELS
 from ellm_sgl.config.click_types import (
     FACTOR,
     MILLISECONDS,
@@ -24,10 +27,16 @@ from ellm_sgl.config.click_types import (
     TOKENS_OR_NONE,
 )
 from ellm_sgl.config.ranges import as_json_value
-from ellm_sgl.serve.cli_shared import FILE, json_flag, plain_table, policy_options, told_in_a_line
+from ellm_sgl.serve.cli_shared import (
+    FILE,
+    answer,
+    json_flag,
+    plain_table,
+    policy_options,
+    told_in_a_line,
+)
 
 if TYPE_CHECKING:
-    from ellm_sgl.client.traces import Trace
     from ellm_sgl.eval.simulator import Machine, SimReport
 
 BASELINES = ("recompute", "swap", "hcache")
@@ -123,11 +132,11 @@ def simulate(
     """Run a load through the server's own policies, page table and control loop, with a latency
     model for the device. Deterministic by --seed.
     """
-    from ellm_sgl.client.traces import TraceError
+    # The simulator imports PyTorch, which takes seconds.
     from ellm_sgl.eval.simulator import Load, Settings
     from ellm_sgl.eval.simulator import simulate as run
 
-    with told_in_a_line(ConfigError, TraceError, ValueError):
+    with told_in_a_line(ValueError):
         machine, trace = _machine(given), _trace(given)
         slo, ttft_slo = _seconds(given["tpot_slo_ms"]), _seconds(given["ttft_slo_ms"])
         load = Load.of(trace, given["max_new_tokens"], slo, ttft_slo)
@@ -143,17 +152,15 @@ def simulate(
         with Progress(console=Console(stderr=True), transient=True) as bar:
             for each in settings:
                 task = bar.add_task(each.mode, total=len(load))
-                tick = _every(lambda n, task=task: bar.update(task, completed=n))
+                # Called at every step: only a number that has changed is shown.
+                tick = lru_cache(maxsize=1)(lambda n, task=task: bar.update(task, completed=n))
                 reports.append(run(machine, each, load, tick))
-    if as_json:
-        document = {
-            "machine": asdict(machine),
-            "requests": len(load),
-            "reports": [as_json_value(asdict(report)) for report in reports],
-        }
-        click.echo(json.dumps(document))
-    else:
-        Console().print(_table(machine, reports))
+    document = {
+        "machine": asdict(machine),
+        "requests": len(load),
+        "reports": [as_json_value(asdict(report)) for report in reports],
+    }
+    answer(as_json, document, _table(machine, reports))
 
 
 def _machine(given: dict[str, Any]) -> Machine:
@@ -170,11 +177,6 @@ def _machine(given: dict[str, Any]) -> Machine:
 
 
 def _trace(given: dict[str, Any]) -> Trace:
-    import numpy as np
-
-    from ellm_sgl.client import workloads
-    from ellm_sgl.client.traces import read_azure, read_lengths
-
     if given["trace"] is not None:
         trace = read_azure(given["trace"]).first(given["requests"])
     elif given["lengths"] in workloads.LENGTHS:
@@ -192,19 +194,6 @@ def _trace(given: dict[str, Any]) -> Trace:
 
 def _seconds(milliseconds: float | None) -> float:
     return math.inf if milliseconds is None else milliseconds / 1e3
-
-
-def _every(update: Any) -> Any:
-    """Call `update` only when the number has changed."""
-    latest = -1
-
-    def tick(count: int) -> None:
-        nonlocal latest
-        if count != latest:
-            latest = count
-            update(count)
-
-    return tick
 
 
 def _table(machine: Machine, reports: list[SimReport]) -> Table:

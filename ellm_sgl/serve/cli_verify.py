@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from typing import TYPE_CHECKING
 
 import click
 from rich import box
@@ -14,12 +12,11 @@ from rich.table import Table
 
 from ellm_sgl.config import ELLM, MODES
 from ellm_sgl.config.click_types import LAYERS, TOKENS
-from ellm_sgl.serve.cli_shared import json_flag, model_path_option, progress_lines, told_in_a_line
+from ellm_sgl.serve.cli_shared import json_flag, model_path_option, told_in_a_line
+from ellm_sgl.serve.verify.figures import VerifyReport
+from ellm_sgl.serve.verify.rounding import EXACT, UNIT_ROUNDOFF, Spread
 
-if TYPE_CHECKING:
-    from ellm_sgl.serve.verify import Spread, VerifyReport
-
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (EXACT, *UNIT_ROUNDOFF)
 FIGURES = {
     "recomputed_tokens": "recom-\nputed",
     "evicted_units": "evic-\nted",
@@ -73,14 +70,13 @@ def verify(
     differ by no more than rounding, which is measured on stock SGLang.
     """
     from ellm_sgl.client.process import ServerError
-    from ellm_sgl.serve import verify as verification
+    from ellm_sgl.serve.verify import runner  # imports PyTorch, which takes seconds
 
     with told_in_a_line(ServerError, OSError, ValueError):
-        report = verification.verify(
+        report = runner.verify(
             model_path,
-            progress_lines,
-            dtypes=tuple(dict.fromkeys(dtypes)) or verification.DTYPES,
-            lengths=[n for n in verification.LENGTHS if n <= max_prompt_tokens],
+            dtypes=tuple(dict.fromkeys(dtypes)) or runner.DTYPES,
+            lengths=[n for n in runner.LENGTHS if n <= max_prompt_tokens],
             output_tokens=output_tokens,
             layer_group=layer_group,
             block_tokens=block_tokens,
@@ -93,7 +89,6 @@ def verify(
         _show(report, Console())
     if not report.passed:
         raise click.ClickException(_what_failed(report))
-    sys.exit(0)
 
 
 def _what_failed(report: VerifyReport) -> str:
@@ -132,10 +127,9 @@ def _table(report: VerifyReport, dtype: str) -> Table:
             noise = c.noise
             table.add_row(BATCH_SIZES, "", _spread(noise))
         agree = f"{c.agreement:.1%}" if scored else f"{c.agreeing}/{c.tokens}"
-        largest = f"{c.max_logprob_difference:.1e}"
+        difference = _spread(c.forced) if scored else f"{c.max_logprob_difference:.1e}"
         figures = (_short(getattr(c, name)) for name in shown)
         mark = "ok" if c.failure is None else "[red]FAIL[/red]"
-        difference = _spread(c.forced) if scored else largest
         table.add_row(c.setting, agree, difference, *figures, mark)
     return table
 

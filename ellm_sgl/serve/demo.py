@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import psutil
 from rich.console import Console
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
 from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
 from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun
-from ellm_sgl.serve.live_view import Progress, ProgressView, view_for
-from ellm_sgl.serve.processor_use import ProcessorUse
+from ellm_sgl.serve.live_view import Progress, Show, view
 
 BLOCK_TOKENS = 16
 """A pool holds whole blocks (`--ellm-block-tokens`)."""
@@ -35,25 +35,6 @@ two threads that meet hundreds of times per step spin until the one that lost it
 Measured on 2 cores with another program beside, this load with ample memory: 590 to 900 tokens/s
 with one thread, 40 to 190 with two."""
 _RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """What to run."""
-
-    streams: int = ChatLoad.streams
-    output_tokens: int = ChatLoad.output_tokens
-    """At most, per chat."""
-    pool_tokens: int | None = None
-    """The small pool; None: a third of what the load turns out to need."""
-
-    def __post_init__(self) -> None:
-        if self.pool_tokens is not None and self.pool_tokens < BLOCK_TOKENS:
-            raise ValueError(f"the pool must hold a block of {BLOCK_TOKENS} tokens at least")
-        self.load()
-
-    def load(self) -> ChatLoad:
-        return ChatLoad(streams=self.streams, output_tokens=self.output_tokens)
 
 
 @dataclass(frozen=True)
@@ -81,18 +62,48 @@ class _Server:
         return ServerProcess([*DEMO_ARGUMENTS, *pool, str(self.pool_tokens)], ENVIRONMENT)
 
 
-def run_demo(options: DemoOptions, console: Console) -> DemoReport:
+class ProcessorUse:
+    """From now on: how busy programs other than this one and a server keep the processor.
+
+    Args:
+        server: process id; its children count as the server.
+    """
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._begin = self._look()
+
+    def others(self) -> float:
+        """Cores that other programs kept busy, on average since the start."""
+        (begin_s, before), (now_s, now) = self._begin, self._look()
+        return max(0.0, (now - before) / (now_s - begin_s))
+
+    def _look(self) -> tuple[float, float]:
+        """Clock, and processor seconds of the whole machine without those of our processes."""
+        machine = psutil.cpu_times()
+        waiting = machine.idle + getattr(machine, "iowait", 0.0)
+        guests = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)
+        seconds = sum(machine) - waiting - guests
+        server = psutil.Process(self._server)
+        for process in (psutil.Process(), server, *server.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                seconds -= times.user + times.system
+        return time.monotonic(), seconds
+
+
+def run_demo(load: ChatLoad, pool_tokens: int | None, console: Console) -> DemoReport:
     """Run the three servers and compare.
 
     Args:
-        options: what to run.
+        pool_tokens: of the small pool; None: a third of what the load turns out to need.
         console: shows progress: a live view if it is a terminal, else plain lines.
 
     Raises:
         ServerError: a server did not start, or went away.
         KeyboardInterrupt: asked to stop (by SIGTERM or SIGHUP too); no server is left.
     """
-    begin, load = time.monotonic(), options.load()
+    begin = time.monotonic()
     _say(
         console,
         f"{load.streams} chats at once, about {load.prompt_tokens} + {load.output_tokens} tokens "
@@ -101,7 +112,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoReport:
     with stop_on_signals():
         ample = _run(_Server(1, "stock, ample", 2 * load.most_tokens), load, console)
         third = max(ample.needed_tokens // 3 // BLOCK_TOKENS, 1) * BLOCK_TOKENS
-        small = options.pool_tokens or third
+        small = pool_tokens or third
         ellm = _run(_Server(2, "eLLM, small", small, True, load.most_tokens), load, console)
         stock = _run(_Server(3, "stock, small", small), load, console)
     return DemoReport(ample, stock, ellm, time.monotonic() - begin)
@@ -112,39 +123,30 @@ def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:
     process = server.process()
     begin = time.monotonic()
     try:
-        with _starting(console, server):
+        starting = f"{server.title}: starting the server"
+        if not console.is_interactive:
+            _say(console, starting)
+        with console.status(starting) if console.is_interactive else nullcontext():
             process.start()
-        run = _measure(server, process, time.monotonic() - begin, load, console)
+        return _measure(server, process, time.monotonic() - begin, load, console)
     except httpx.HTTPError as error:
         raise ServerError(f"the server went away ({error}):\n{process.last_words()}") from error
     finally:
         process.stop()
-    return run
-
-
-@contextmanager
-def _starting(console: Console, server: _Server) -> Iterator[None]:
-    text = f"{server.title}: starting the server"
-    if console.is_interactive:
-        with console.status(text):
-            yield
-    else:
-        _say(console, text)
-        yield
 
 
 def _measure(
     server: _Server, process: ServerProcess, start_s: float, load: ChatLoad, console: Console
 ) -> ServerRun:
     streams, use = load.begin(), ProcessorUse(process.pid)
-    with view_for(console, server.title) as view:
-        cached_ratios = asyncio.run(_load(process.url, server.ellm, load, streams, view))
+    with view(console, server.title) as show:
+        cached_ratios = asyncio.run(_load(process.url, server.ellm, load, streams, show))
     if not process.answers():
         raise ServerError(f"the server went away:\n{process.last_words()}")
     run = ServerRun(
         name=server.name,
         pool_tokens=server.pool_tokens,
-        records=tuple(stream.record() for stream in streams),
+        records=tuple(streams),
         retractions=sum(map(int, _RETRACTED.findall(process.log.read_text(errors="replace")))),
         start_s=start_s,
         other_cores=use.others(),
@@ -164,45 +166,31 @@ def _say(console: Console, line: str) -> None:
 
 
 async def _load(
-    url: str,
-    ellm: bool,
-    load: ChatLoad,
-    streams: Sequence[ChatStream],
-    view: ProgressView,
+    url: str, ellm: bool, load: ChatLoad, streams: Sequence[ChatStream], show: Show
 ) -> list[float]:
-    """Run the load and show it meanwhile.
-
-    Returns:
-        The mean cached ratios seen.
-    """
+    """Run the load and show it meanwhile; returns the mean cached ratios, one for every look at
+    the state."""
     cached_ratios: list[float] = []
+
+    async def watch() -> None:
+        begin, poll_at = time.monotonic(), 0.0
+        state: dict[str, Any] = {}
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            while True:
+                elapsed = time.monotonic() - begin
+                if ellm and elapsed >= poll_at:
+                    poll_at = elapsed + POLL_S
+                    with suppress(httpx.HTTPError):  # a server that went away is told of by `_run`
+                        state = (await client.get(f"{url}/ellm/state")).raise_for_status().json()
+                        cached_ratios.append(state["cached_ratio_mean"])
+                show(Progress(streams, elapsed, state, cached_ratios))
+                await asyncio.sleep(FRAME_S)
+
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(_watch(url, ellm, streams, view, cached_ratios))
+        watching = group.create_task(watch())
         await stream_all(url, load, streams)
         watching.cancel()
     return cached_ratios
-
-
-async def _watch(
-    url: str,
-    ellm: bool,
-    streams: Sequence[ChatStream],
-    view: ProgressView,
-    cached_ratios: list[float],
-) -> None:
-    """Show the load until cancelled; note the mean cached ratio at every look at the state."""
-    begin, poll_at = time.monotonic(), 0.0
-    state: dict[str, Any] = {}
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-        while True:
-            elapsed = time.monotonic() - begin
-            if ellm and elapsed >= poll_at:
-                poll_at = elapsed + POLL_S
-                with suppress(httpx.HTTPError):  # a server that went away is told of by `_run`
-                    state = (await client.get(f"{url}/ellm/state")).raise_for_status().json()
-                    cached_ratios.append(state["cached_ratio_mean"])
-            view.show(Progress(streams, elapsed, state, cached_ratios))
-            await asyncio.sleep(FRAME_S)
 
 
 def _restoration(state: dict[str, Any], cached_ratios: Sequence[float]) -> Restoration:

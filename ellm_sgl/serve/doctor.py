@@ -8,11 +8,11 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
 
+from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_hooks
 
 MINIMUM_FREE_MEMORY_GB = 3.0
@@ -34,7 +34,7 @@ def examine() -> list[Finding]:
     findings: list[Finding] = []
     for check in (_python, _memory, _torch, _sglang, _accelerator, _kernels, _hooks, _demo_model):
         try:
-            findings += check()
+            findings.append(check())
         except Exception as error:  # a broken install may raise anything on import
             name = check.__name__.strip("_")
             remedy = "reinstall from the lock files: make setup"
@@ -44,34 +44,31 @@ def examine() -> list[Finding]:
     return findings
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Finding:
     ok = (3, 11) <= sys.version_info < (3, 13)
-    yield _found("python", ok, platform.python_version(), "use Python 3.11 or 3.12")
+    return _found("python", ok, platform.python_version(), "use Python 3.11 or 3.12")
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Finding:
     free = psutil.virtual_memory().available / 1e9
     remedy = f"free some memory: a small server needs about {MINIMUM_FREE_MEMORY_GB:.0f} GB"
-    yield _found("memory", free >= MINIMUM_FREE_MEMORY_GB, f"{free:.1f} GB free", remedy)
+    return _found("memory", free >= MINIMUM_FREE_MEMORY_GB, f"{free:.1f} GB free", remedy)
 
 
-def _torch() -> Iterator[Finding]:
-    yield _installed("torch", "install PyTorch first (see requirements/README.md)")
+def _torch() -> Finding:
+    return _installed("torch", "install PyTorch first (see requirements/README.md)")
 
 
-def _sglang() -> Iterator[Finding]:
-    found = _installed(
-        "sglang",
-        "pip install 'ellm-sgl[cuda]' on a CUDA host; on a CPU host use "
-        "the lock files (requirements/README.md)",
-    )
+def _sglang() -> Finding:
+    host = "on a CPU host use the lock files (requirements/README.md)"
+    found = _installed("sglang", f"pip install 'ellm-sgl[cuda]' on a CUDA host; {host}")
     if found.ok and found.found not in SGLANG_VERSIONS:
         remedy = f"tested with {', '.join(SGLANG_VERSIONS)}: install one of these"
         found = Finding("sglang", False, found.found, remedy)
-    yield found
+    return found
 
 
-def _accelerator() -> Iterator[Finding]:
+def _accelerator() -> Finding:
     import torch
 
     from ellm_sgl.sglang import cuda
@@ -82,15 +79,14 @@ def _accelerator() -> Iterator[Finding]:
         tried = cuda.available() and os.environ.get(cuda.EXPERIMENTAL) == "1"
         runs = "eLLM runs experimentally" if tried else "SGLang runs as stock"
         remedy = f"eLLM has not been run on a device yet; to try it set {cuda.EXPERIMENTAL}=1"
-        yield _found("platform", tried, f"{device}: {runs} here", remedy)
-    elif activate() is None:
+        return _found("platform", tried, f"{device}: {runs} here", remedy)
+    if activate() is None:
         remedy = "use an x86 host, and leave SGLANG_USE_CPU_ENGINE unset"
-        yield Finding("platform", False, f"{platform.machine()}, no accelerator", remedy)
-    else:
-        yield Finding("platform", True, f"x86 CPU, {psutil.cpu_count(logical=False)} cores")
+        return Finding("platform", False, f"{platform.machine()}, no accelerator", remedy)
+    return Finding("platform", True, f"x86 CPU, {psutil.cpu_count(logical=False)} cores")
 
 
-def _kernels() -> Iterator[Finding]:
+def _kernels() -> Finding:
     """Not having the C++ kernels costs speed only: not a problem, but worth telling."""
     import torch
 
@@ -99,24 +95,22 @@ def _kernels() -> Iterator[Finding]:
 
     _, chosen = choose(torch.device("cpu"), 128, torch.float32, torch.float32)
     hint = "; install g++ or clang, then: ellm-sgl kernels build" if load().problem else ""
-    yield Finding("attention", True, chosen + hint)
+    return Finding("attention", True, chosen + hint)
 
 
-def _hooks() -> Iterator[Finding]:
+def _hooks() -> Finding:
     from ellm_sgl.sglang.platform.torchvision_ops import declare
 
     declare()
     with warnings.catch_warnings(action="ignore"):  # of GPU parts that a CPU host lacks
         missing = moved_hooks()
     found = ", ".join(missing) or "every hook is in place"
-    yield _found("hooks", not missing, found, f"install sglang {SGLANG_VERSIONS[-1]}")
+    return _found("hooks", not missing, found, f"install sglang {SGLANG_VERSIONS[-1]}")
 
 
-def _demo_model() -> Iterator[Finding]:
-    from ellm_sgl.client.process import DEMO_MODEL
-
+def _demo_model() -> Finding:
     ok = (DEMO_MODEL / "model.safetensors").is_file()
-    yield _found("demo model", ok, str(DEMO_MODEL), "reinstall ellm-sgl")
+    return _found("demo model", ok, str(DEMO_MODEL), "reinstall ellm-sgl")
 
 
 def _found(name: str, ok: bool, found: str, remedy: str) -> Finding:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import bisect
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -49,60 +48,38 @@ class Progress:
         return pieces / window if window else 0.0
 
 
-class ProgressView(AbstractContextManager["ProgressView"], ABC):
-    """Shows one load as it goes; a context manager."""
-
-    @abstractmethod
-    def show(self, progress: Progress) -> None:
-        """Called a few times a second."""
-
-    def __exit__(self, *error: object) -> None:
-        """Leaves nothing behind."""
+Show = Callable[[Progress], None]
+"""Called a few times a second."""
 
 
-def view_for(console: Console, title: str) -> ProgressView:
-    """The view that suits the console."""
-    return LiveView(console, title) if console.is_interactive else PlainLines(console, title)
+@contextmanager
+def view(console: Console, title: str) -> Iterator[Show]:
+    """Shows one load as it goes: in a terminal as a picture that is drawn again and again, and
+    leaves nothing behind; elsewhere as a line every few seconds, without control codes."""
+    if not console.is_interactive:
+        yield _lines(console, title)
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield lambda progress: live.update(draw(title, progress), refresh=True)
 
 
-class PlainLines(ProgressView):
-    """A line every few seconds, without control codes."""
+def _lines(console: Console, title: str) -> Show:
+    next_s = PLAIN_EVERY_S
 
-    def __init__(self, console: Console, title: str) -> None:
-        self._console = console
-        self._title = title
-        self._next_s = PLAIN_EVERY_S
-
-    def show(self, progress: Progress) -> None:
-        if progress.elapsed_s < self._next_s:
+    def show(progress: Progress) -> None:
+        nonlocal next_s
+        if progress.elapsed_s < next_s:
             return
-        self._next_s += PLAIN_EVERY_S
+        next_s += PLAIN_EVERY_S
         parts = [
-            f"{self._title}: {progress.elapsed_s:.0f} s",
+            f"{title}: {progress.elapsed_s:.0f} s",
             f"{progress.ended}/{len(progress.streams)} complete",
             f"{progress.tokens_per_s():.0f} tokens/s",
+            *(f"{name} {value}" for name, value in _figures(progress.state)),
         ]
-        if progress.state:
-            parts += [f"{name} {value}" for name, value in _figures(progress.state)]
-        self._console.print(", ".join(parts), soft_wrap=True, highlight=False, markup=False)
+        console.print(", ".join(parts), soft_wrap=True, highlight=False, markup=False)
 
-
-class LiveView(ProgressView):
-    """A picture that is drawn again and again, and leaves nothing behind."""
-
-    def __init__(self, console: Console, title: str) -> None:
-        self._title = title
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._live.stop()
-
-    def show(self, progress: Progress) -> None:
-        self._live.update(draw(self._title, progress), refresh=True)
+    return show
 
 
 def draw(title: str, progress: Progress) -> RenderableType:
@@ -119,6 +96,8 @@ def draw(title: str, progress: Progress) -> RenderableType:
 
 
 def _figures(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not state:
+        return []
     return [
         ("running", f"{state['running']}"),
         ("waiting", f"{state['waiting']}"),

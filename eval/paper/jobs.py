@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-from ellm_sgl.client.goodput import goodput
+from ellm_sgl.client.summary import goodput
 from ellm_sgl.client.workloads import paper_workload
 from ellm_sgl.eval.simulator import Load, Settings, SimReport, preset, simulate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
-from ellm_sgl.serve.verify import EAGER
+from ellm_sgl.serve.verify.stages import EAGER
 from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 

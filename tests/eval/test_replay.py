@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ellm_sgl.client.replay import Request, replay
+from ellm_sgl.client.replay import Outcome, Request, replay
 from ellm_sgl.client.summary import summarize
 
 
@@ -65,10 +65,9 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 @pytest.mark.parametrize("model", [None, "m"])
 def test_tokens_are_counted_and_timed(server, model):
     url, bodies = server
-    ended: list[int] = []
-    outcomes = replay(url, [Request(0.0, (1, 2), 3), Request(0.01, (3,), 3)], ended.append, model)
+    outcomes = replay(url, [Request(0.0, (1, 2), 3), Request(0.01, (3,), 3)], model)
     assert [len(o.token_s) for o in outcomes] == [3, 3]
-    assert all(o.complete for o in outcomes) and ended == [1, 2]
+    assert all(o.complete for o in outcomes)
     assert summarize(outcomes).output_tokens == 6
     asked = [b["prompt"] if model else b["input_ids"] for b in bodies]
     assert sorted(asked) == [[1, 2], [3]]
@@ -95,11 +94,12 @@ def test_a_server_that_is_gone_is_told_per_request():
     assert "ConnectError" in outcomes[0].finish
 
 
-def test_after_ctrl_c_finished_requests_are_kept(server):
-    def interrupt(ended: int) -> None:
+def test_after_ctrl_c_finished_requests_are_kept(server, monkeypatch):
+    def interrupt(ended: Outcome) -> None:
         raise KeyboardInterrupt
 
-    outcomes = replay(server[0], [Request(0.0, (1,), 3), Request(60.0, (1,), 3)], interrupt)
+    monkeypatch.setattr(Outcome, "cut", interrupt)
+    outcomes = replay(server[0], [Request(0.0, (1,), 3), Request(60.0, (1,), 3)])
     assert [o.finish for o in outcomes] == ["length", "interrupted"]
 
 

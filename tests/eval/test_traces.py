@@ -66,6 +66,10 @@ def test_columns_may_stand_in_any_order_among_others(tmp_path):
             HEADER + "2023-11-16 18:15:46,1,1\n2023-11-16 18:15:47+00:00,1,1\n",
             "line 3: .* names a time zone, or another line does",
         ),
+        (
+            HEADER + "2023-11-16 18:15:46.6805900+00:00,1,1\n2023-11-16 18:15:47.5,1,1\n",
+            "line 3: .* names a time zone, or another line does",
+        ),
         (HEADER + "2023-11-16 18:15:46," + "1" * 200_000 + ",1\n", "cannot be read: field larger"),
     ],
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ellm_sgl.client.goodput import goodput
+from ellm_sgl.client.replay import Request
+from ellm_sgl.client.summary import goodput
 from ellm_sgl.client.workloads import (
     LENGTHS,
     PAPER_GAP_S,
     PAPER_GAP_SD_S,
-    LogNormal,
     gamma_arrivals,
     paper_workload,
     poisson_arrivals,
@@ -25,10 +25,6 @@ def test_drawn_lengths_have_the_papers_means(data_set):
         drawn = lengths.draw(200_000, np.random.default_rng(0))
         assert drawn.mean() == pytest.approx(lengths.mean, rel=0.02)
         assert drawn.min() >= 1 and drawn.max() <= lengths.longest
-
-
-def test_no_spread_gives_one_length():
-    assert set(LogNormal(100, 0, 4096).draw(9, np.random.default_rng(0)).tolist()) == {100}
 
 
 def test_gamma_gaps_have_the_papers_mean_and_deviation():
@@ -57,21 +53,19 @@ def test_pairs_of_a_file_stay_together():
     assert (trace.output_tokens == 10 * trace.prompt_tokens).all()
 
 
-def test_requests_have_the_traces_lengths_and_shared_beginnings():
+def test_requests_have_the_traces_lengths():
     trace = paper_workload("sharegpt", 40, 0).scaled(lengths=0.2)
-    requests = to_requests(trace, 1, shared_prefix=16, prefixes=2, tpot_slo_ms=50)
+    requests = to_requests(trace, 1, tpot_slo_ms=50)
     assert [len(r.prompt) for r in requests] == trace.prompt_tokens.tolist()
     assert [r.output_tokens for r in requests] == trace.output_tokens.tolist()
-    starts = {tuple(r.prompt[:16]) for r in requests if len(r.prompt) > 16}
-    assert len(starts) == 2
-    assert requests == to_requests(trace, 1, shared_prefix=16, prefixes=2, tpot_slo_ms=50)
+    assert all(r.exact and r.tpot_slo_ms == 50 for r in requests)
+    assert requests == to_requests(trace, 1, tpot_slo_ms=50)
 
 
-def test_requests_of_unknown_length_ask_for_a_bound():
-    (request,) = to_requests(paper_workload("sharegpt", 1, 0), 1, text=True, max_new_tokens=999)
-    assert not request.exact and request.output_tokens == 999
-    assert isinstance(request.prompt, str)
-    assert request.body()["text"] == request.prompt
+def test_a_request_of_unknown_length_asks_for_a_bound():
+    request = Request(0.0, "a list of values", 999, exact=False)
+    assert request.body()["text"] == "a list of values"
+    assert request.body()["sampling_params"]["max_new_tokens"] == 999
     assert "ignore_eos" not in request.openai_body("m")
 
 

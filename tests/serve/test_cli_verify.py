@@ -11,7 +11,8 @@ from rich.console import Console
 
 from ellm_sgl.serve.cli import main
 from ellm_sgl.serve.cli_verify import _show, _what_failed
-from ellm_sgl.serve.verify import Comparison, Spread, VerifyReport
+from ellm_sgl.serve.verify.figures import Comparison, VerifyReport
+from ellm_sgl.serve.verify.rounding import Spread
 
 PROOF = Comparison(
     dtype="float32", setting="unfused, forced eviction", failure=None, outputs=18, differing=0,

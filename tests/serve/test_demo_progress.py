@@ -11,12 +11,13 @@ import time
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from ellm_sgl.serve.chat_load import ROLE_TOKENS, TOPICS, ChatLoad, ChatStream
-from ellm_sgl.serve.demo import DemoOptions
-from ellm_sgl.serve.live_view import LiveView, PlainLines, Progress, draw, view_for
-from ellm_sgl.serve.processor_use import ProcessorUse
+from ellm_sgl.serve.cli import main
+from ellm_sgl.serve.demo import ProcessorUse
+from ellm_sgl.serve.live_view import Progress, draw, view
 
 STATE: dict[str, Any] = {
     "running": 10,
@@ -64,9 +65,9 @@ def test_picture_fits_and_shows_figures_and_texts(width: int) -> None:
 
 def test_plain_lines_have_no_control_codes_and_do_not_flood() -> None:
     out = io.StringIO()
-    with PlainLines(Console(file=out, force_terminal=False), "2/3 eLLM") as view:
+    with view(Console(file=out, force_terminal=False), "2/3 eLLM") as show:
         for elapsed_s in (0.0, 2.0, 5.1, 5.4, 10.2):
-            view.show(progress(elapsed_s))
+            show(progress(elapsed_s))
     lines = out.getvalue().splitlines()
     assert len(lines) == 2 and "\x1b" not in out.getvalue()
     assert lines[0].startswith("2/3 eLLM: 5 s, 1/24 complete")
@@ -75,22 +76,28 @@ def test_plain_lines_have_no_control_codes_and_do_not_flood() -> None:
 
 def test_stock_shows_no_state() -> None:
     out = io.StringIO()
-    view = PlainLines(Console(file=out, width=80), "1/3 stock")
-    view.show(progress(state={}))
-    assert "cached ratio" not in out.getvalue()
+    with view(Console(file=out, width=80), "1/3 stock") as show:
+        show(progress(state={}))
+    assert "1/3 stock" in out.getvalue() and "cached ratio" not in out.getvalue()
 
 
 def test_only_a_terminal_gets_the_live_view() -> None:
-    assert isinstance(view_for(Console(file=io.StringIO()), ""), PlainLines)
-    terminal = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm"})
-    assert isinstance(view_for(terminal, ""), LiveView)
+    def shown(console: Console) -> str:
+        with view(console, "2/3 eLLM") as show:
+            show(progress())
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    assert shown(Console(file=io.StringIO())).count("\n") == 1
+    live = shown(Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm"}))
+    assert "\x1b" in live and "─ 2/3 eLLM ─" in live
 
 
-@pytest.mark.parametrize("bad", [{"streams": 0}, {"streams": 25}, {"output_tokens": 0},
-                                 {"pool_tokens": 15}])  # fmt: skip
-def test_options_out_of_range_are_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must"):
-        DemoOptions(**bad)
+@pytest.mark.parametrize("bad", ["--streams 0", "--streams 25", "--output-tokens 0",
+                                 "--output-tokens 4097", "--pool-tokens 15"])  # fmt: skip
+def test_options_out_of_range_are_refused(bad: str) -> None:
+    done = CliRunner().invoke(main, ["demo", *bad.split()])
+    assert done.exit_code == 2 and "is not in the range" in done.stderr
 
 
 def test_a_server_and_its_children_are_not_other_programs() -> None:

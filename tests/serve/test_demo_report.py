@@ -10,27 +10,26 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun
-from ellm_sgl.serve.demo_table import render, summary
-from ellm_sgl.serve.stream_record import LoadStatistics, StreamRecord
+from ellm_sgl.serve.chat_load import ChatStream, LoadStatistics
+from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun, render, summary
 
 
 def stream(
     *arrivals_s: float, text: str = "text", sent_s: float = 10.0, finish: str = "length"
-) -> StreamRecord:
+) -> ChatStream:
     """A stream of one token per arrival."""
-    return StreamRecord(
+    return ChatStream(
         topic="zip",
         text=text,
         sent_s=sent_s,
-        arrivals_s=arrivals_s,
+        arrivals_s=[*arrivals_s],
         prompt_tokens=128,
         output_tokens=len(arrivals_s),
         finish=finish,
     )
 
 
-def a_run(name: str, *records: StreamRecord, **more: Any) -> ServerRun:
+def a_run(name: str, *records: ChatStream, **more: Any) -> ServerRun:
     run = ServerRun(
         name,
         pool_tokens=96,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 from ellm_sgl.client.process import IDLE_CONNECTION_S, ServerProcess
 
 
-def test_an_idle_connection_is_given_up_before_the_server_does(tmp_path: Path) -> None:
+def test_an_idle_connection_is_given_up_before_the_server_does() -> None:
     connections = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -27,7 +26,7 @@ def test_an_idle_connection_is_given_up_before_the_server_does(tmp_path: Path) -
 
         def log_message(self, *_: object) -> None: ...
 
-    process = ServerProcess((), log=tmp_path / "log")
+    process = ServerProcess(())
     server = ThreadingHTTPServer(("127.0.0.1", process.port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -40,3 +39,4 @@ def test_an_idle_connection_is_given_up_before_the_server_does(tmp_path: Path) -
         server.shutdown()
         server.server_close()
         process._http.close()
+        process.log.unlink()

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from ellm_sgl.serve.verify import Comparison, Expected, Output, VerifyReport, compare
+from ellm_sgl.client.generate import Output
+from ellm_sgl.serve.verify.comparing import compare
+from ellm_sgl.serve.verify.figures import Comparison, Expected, VerifyReport
 
 COUNTS = ("recomputed_tokens", "evicted_units", "fetched_units", "projected_units",
           "retractions", "pauses")  # fmt: skip
@@ -56,7 +58,7 @@ def fails(comparison: Comparison, *words: str) -> bool:
 def test_equal_outputs_are_a_proof() -> None:
     close = [output(1, 2, 3, logprobs=(-0.1, -0.20005, -0.3)), REFERENCE[1]]
     comparison = compared(close, expected=Expected(needs=("recomputed_tokens",), idle=IDLE))
-    assert comparison.failure is None and comparison.exact
+    assert comparison.failure is None
     assert (comparison.agreeing, comparison.tokens, comparison.differing) == (6, 6, 0)
     assert comparison.max_logprob_difference == pytest.approx(5e-5)
     assert comparison.recomputed_tokens == 7
@@ -66,7 +68,7 @@ def test_equal_outputs_are_a_proof() -> None:
 @pytest.mark.parametrize("outputs", [[], [output()]], ids=["no outputs", "no tokens"])
 def test_nothing_compared_is_no_proof(outputs: list[Output]) -> None:
     comparison = compared(outputs, reference=outputs)
-    assert not comparison.exact and comparison.agreement == 0.0
+    assert comparison.agreement == 0.0
     assert fails(comparison, "nothing was compared")
 
 
@@ -75,9 +77,7 @@ def test_nothing_compared_is_no_proof(outputs: list[Output]) -> None:
 def test_a_log_probability_that_is_no_number_is_no_proof(value: float, side: str) -> None:
     odd = [output(1, 2, 3, logprobs=(-0.1, value, -0.3)), REFERENCE[1]]
     both = (REFERENCE, odd) if side == "reference" else (odd, REFERENCE)
-    comparison = compared(*both)
-    assert not comparison.exact
-    assert fails(comparison, "log-probability of token 1", "first output 0")
+    assert fails(compared(*both), "log-probability of token 1", "first output 0")
 
 
 def test_a_log_probability_that_is_no_number_in_both_is_no_proof() -> None:
@@ -160,8 +160,8 @@ def test_a_setting_that_exercised_nothing_is_no_proof(name: str) -> None:
 def test_an_aborted_stream_is_compared_as_far_as_it_came() -> None:
     expected = Expected(asked=(3, 3), aborted=(False, True), needs=("aborted",))
     comparison = compared([REFERENCE[0], output(4, 5)], expected=expected)
-    assert comparison.failure is None and comparison.exact
-    assert (comparison.tokens, comparison.aborted) == (5, 1)
+    assert comparison.failure is None
+    assert (comparison.tokens, comparison.agreeing, comparison.aborted) == (5, 5, 1)
     other = compared([REFERENCE[0], output(4, 9)], expected=expected)
     assert fails(other, "1 of 2 outputs differ")
 

@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.client.generate import Client
+from ellm_sgl.client.generate import Answer, Client
 from ellm_sgl.client.process import ServerError
-from ellm_sgl.serve.verify import Answer
 from ellm_sgl.serve.verify.loads import CHATS, TURNS, Aborts, Chats
 
 TOKENS = 24

@@ -6,8 +6,10 @@ import math
 
 import pytest
 
-from ellm_sgl.serve.verify import Expected, Output, Spread, VerifyReport, compare
-from ellm_sgl.serve.verify.rounding import UNIT_ROUNDOFF, bounds, why_not_rounding
+from ellm_sgl.client.generate import Output
+from ellm_sgl.serve.verify.comparing import compare
+from ellm_sgl.serve.verify.figures import Expected, VerifyReport
+from ellm_sgl.serve.verify.rounding import UNIT_ROUNDOFF, Spread, bounds, why_not_rounding
 
 NOISE = Spread(288, 0.00118, 0.0215)
 """Stock SGLang on the demo model in bfloat16."""

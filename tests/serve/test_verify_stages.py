@@ -8,17 +8,18 @@ import random
 import pytest
 
 from ellm_sgl.config import ELLM, HCACHE, MODES, RECOMPUTE
-from ellm_sgl.serve.verify import Comparison
+from ellm_sgl.latency import ModelShape
+from ellm_sgl.serve.cli_verify import DTYPES
 from ellm_sgl.serve.verify.comparing import NOT_DONE
-from ellm_sgl.serve.verify.crowded import TWO_RANKS, left_out
+from ellm_sgl.serve.verify.figures import Comparison
 from ellm_sgl.serve.verify.loads import CHATS as CHATS_AT_ONCE
 from ellm_sgl.serve.verify.loads import Aborts, Chats
-from ellm_sgl.serve.verify.model import ModelShape
-from ellm_sgl.serve.verify.runner import ALL_DTYPES
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Setting, Sizes
-from ellm_sgl.serve.verify.stages import stages
+from ellm_sgl.serve.verify.stages import TWO_RANKS, left_out, stages
 
-MODEL = ModelShape(vocabulary=512, layers=5, heads=4, kv_heads=2, head_dim=64, hidden=128)
+MODEL = ModelShape(
+    vocabulary=512, layers=5, heads=4, kv_heads=2, head_dim=64, hidden=128, intermediate=256
+)
 ODD = dataclasses.replace(MODEL, kv_heads=1)
 
 
@@ -35,7 +36,7 @@ def settings(dtype: str, mode: str = ELLM, quick: bool = False) -> list[Setting]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quick", [False, True])
 def test_each_setting_has_a_name_of_its_own_and_something_to_show(
     mode: str, dtype: str, quick: bool

@@ -9,33 +9,3 @@ them: in mixed chunks, with streams aborted in the middle, and on two ranks.
 
 A comparison that compared nothing, or whose setting exercised nothing, fails (`comparing`).
 """
-
-from __future__ import annotations
-
-from ellm_sgl.client.generate import Answer, Output, generate
-from ellm_sgl.serve.verify.comparing import compare
-from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected, VerifyReport
-from ellm_sgl.serve.verify.loads import make_prompts
-from ellm_sgl.serve.verify.rounding import EXACT, Spread
-from ellm_sgl.serve.verify.runner import ALL_DTYPES, DTYPES, LENGTHS, verify
-from ellm_sgl.serve.verify.stages import EAGER, POOL_TOKENS
-
-__all__ = [
-    "ALL_DTYPES",
-    "DTYPES",
-    "EAGER",
-    "EXACT",
-    "LENGTHS",
-    "LOGPROB_TOLERANCE",
-    "POOL_TOKENS",
-    "Answer",
-    "Comparison",
-    "Expected",
-    "Output",
-    "Spread",
-    "VerifyReport",
-    "compare",
-    "generate",
-    "make_prompts",
-    "verify",
-]

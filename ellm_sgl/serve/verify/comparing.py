@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from ellm_sgl.client.generate import Output
 from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected
-from ellm_sgl.serve.verify.pairs import Pair, pair_up
 from ellm_sgl.serve.verify.rounding import EXACT, UNIT_ROUNDOFF, why_not_rounding
 
 NOT_DONE = {
@@ -23,6 +24,68 @@ NOT_DONE = {
     "aborted": "no stream was aborted in the middle",
 }
 """What it means that a count of `Comparison` is 0."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One output, and the reference's output to the same prompt."""
+
+    expected: Output
+    got: Output
+    asked: int
+    """Tokens that were asked for."""
+    aborted: bool
+    """The client gave it up in the middle: what came by then is compared."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to be compared."""
+        return len(self.got.token_ids) if self.aborted else self.asked
+
+    @property
+    def agreeing(self) -> int:
+        """Tokens equal to the expected ones, up to the first that is not."""
+        both = zip(self.expected.token_ids, self.got.token_ids, strict=False)
+        return sum(1 for _ in takewhile(lambda tokens: tokens[0] == tokens[1], both))
+
+    @property
+    def largest_difference(self) -> float:
+        """Largest |Δ log-probability| of the agreeing tokens; NaN if it cannot be told."""
+        both = zip(self.expected.logprobs, self.got.logprobs, strict=False)
+        return _largest([abs(a - b) for a, b in list(both)[: self.agreeing]])
+
+    def incomplete(self) -> str | None:
+        """What is missing of it, or too much; None if nothing is."""
+        expected, got = len(self.expected.token_ids), len(self.got.token_ids)
+        if self.asked < 1:
+            return f"{self.asked} tokens asked for"
+        if expected != self.asked:
+            return f"reference has {expected} of {self.asked} tokens"
+        if got > self.asked:
+            return f"{got} tokens where {self.asked} were asked for"
+        if got == 0 or (got < self.asked and not self.aborted):
+            return f"{got} of {self.asked} tokens"
+        for name, output in (("reference has ", self.expected), ("", self.got)):
+            if len(output.logprobs) != len(output.token_ids):
+                counts = f"{len(output.logprobs)} log-probabilities of {len(output.token_ids)}"
+                return f"{name}{counts} tokens"
+        return None
+
+    def not_finite(self) -> str | None:
+        """The first log-probability that is no finite number; None if all are."""
+        for name, output in (("reference's ", self.expected), ("", self.got)):
+            for i, value in enumerate(output.logprobs):
+                if not math.isfinite(value):
+                    return f"{name}log-probability of token {i} is {value}"
+        return None
+
+    def different(self) -> str | None:
+        """Where it differs first; None if it does not."""
+        i = self.agreeing
+        if i >= self.tokens:
+            return None
+        got, expected = (dict(enumerate(o.token_ids)).get(i) for o in (self.got, self.expected))
+        return f"token {i} is {got}, the reference's is {expected}"
 
 
 def compare(
@@ -47,11 +110,10 @@ def compare(
     expected = expected or Expected()
     asked = expected.asked or [len(o.token_ids) for o in reference]
     aborted = expected.aborted or [False] * len(outputs)
-    pairs = list(pair_up(reference, outputs, asked, aborted))
-
-    def gained(name: str) -> int:
-        return int(after[name]) - int(before[name])
-
+    both = zip(reference, outputs, asked, aborted, strict=False)
+    pairs = [Pair(*each) for each in both]
+    servers = NOT_DONE.keys() - {"aborted"}  # that one is the client's
+    counts = {n: int(after[f"{n}_total"]) - int(before[f"{n}_total"]) for n in servers}
     comparison = Comparison(
         dtype=dtype,
         setting=setting,
@@ -63,16 +125,11 @@ def compare(
         max_logprob_difference=_largest([p.largest_difference for p in pairs if p.agreeing]),
         forced=expected.forced,
         noise=expected.noise,
-        recomputed_tokens=gained("recomputed_tokens_total"),
-        evicted_units=gained("evicted_units_total"),
-        fetched_units=gained("fetched_units_total"),
-        projected_units=gained("projected_units_total"),
-        retractions=gained("retractions_total"),
-        pauses=gained("pauses_total"),
+        **counts,
         aborted=sum(aborted),
         integrity=str(after["integrity"]),
     )
-    reasons = why_no_proof(comparison, pairs, len(outputs), expected)
+    reasons = _why_no_proof(comparison, pairs, len(outputs), expected)
     return dataclasses.replace(comparison, failure="; ".join(reasons) or None)
 
 
@@ -81,14 +138,10 @@ def _largest(differences: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, differences)) else max(differences, default=math.nan)
 
 
-def why_no_proof(
+def _why_no_proof(
     comparison: Comparison, pairs: Sequence[Pair], answered: int, expected: Expected
 ) -> Iterator[str]:
-    """The reasons, most telling ones first.
-
-    Args:
-        answered: number of outputs, with and without a partner in the reference.
-    """
+    """The reasons, most telling ones first; `answered` counts outputs without a partner as well."""
     if comparison.tokens == 0:
         yield "nothing was compared: no tokens"
     if answered != comparison.outputs:
@@ -104,7 +157,8 @@ def why_no_proof(
         yield reason
     if comparison.integrity != "ok":
         yield f"page table: {comparison.integrity}"
-    yield from _not_returned(expected)
+    if expected.idle is not None:
+        yield from _not_returned(expected.idle)
     if undone := [NOT_DONE[name] for name in expected.needs if not getattr(comparison, name) > 0]:
         lengths = f"requests of at most {expected.most_tokens} tokens"
         yield f"exercised nothing: {' and '.join(undone)} with {lengths}"
@@ -114,17 +168,14 @@ def _first_of(
     pairs: Sequence[Pair], problem: Callable[[Pair], str | None], what: str
 ) -> Iterator[str]:
     """How many pairs have the problem, and what it is of the first one."""
-    found = [(p.position, words) for p in pairs if (words := problem(p)) is not None]
+    found = [(i, words) for i, p in enumerate(pairs) if (words := problem(p)) is not None]
     if found:
         position, words = found[0]
         yield f"{len(found)} of {len(pairs)} {what}, first output {position}: {words}"
 
 
-def _not_returned(expected: Expected) -> Iterator[str]:
+def _not_returned(state: Mapping[str, Any]) -> Iterator[str]:
     """Memory that an idle server with an empty prefix cache still uses."""
-    state = expected.idle
-    if state is None:
-        return
     if state["integrity"] != "ok":
         yield f"page table once idle: {state['integrity']}"
     for where in ("device", "host"):

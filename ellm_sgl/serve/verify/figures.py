@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,6 @@ class Comparison:
         """Share of the tokens; 0 if there are none."""
         return self.agreeing / self.tokens if self.tokens else 0.0
 
-    @property
-    def exact(self) -> bool:
-        """Whether all tokens are there and equal, with log-probabilities as close as in fp32."""
-        within = self.max_logprob_difference <= LOGPROB_TOLERANCE  # NaN is not
-        return 0 < self.agreeing == self.tokens and within
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -94,18 +88,13 @@ class VerifyReport:
     @property
     def failures(self) -> tuple[str, ...]:
         """What failed, a line each; a dtype without a comparison has failed."""
-        return tuple(self._failures())
-
-    def _failures(self) -> Iterator[str]:
         compared = {c.dtype for c in self.comparisons}
-        if not compared:
-            yield "nothing was compared"
-        for dtype in self.dtypes:
-            if dtype not in compared:
-                yield f"{dtype}: nothing was compared"
+        found = [] if compared else ["nothing was compared"]
+        found += [f"{d}: nothing was compared" for d in self.dtypes if d not in compared]
         for c in self.comparisons:
             if c.failure is not None:
-                yield f"{c.dtype}, {c.setting}: {c.failure}"
+                found.append(f"{c.dtype}, {c.setting}: {c.failure}")
+        return tuple(found)
 
     @property
     def passed(self) -> bool:

@@ -1,7 +1,11 @@
 """What the servers are asked: prompts at once, chats of several turns, streams that are given up.
 
 A load asks for the same at every server it is sent to, except that stock SGLang, the reference,
-answers all streams to their end.
+answers all streams to their end. Each has
+
+- `most_tokens`: KV that it needs if all its requests are there at once, what they share counted
+  once; tokens;
+- `answers(client, whole)`: the answers, always in the same order. `whole`: give no stream up.
 """
 
 from __future__ import annotations
@@ -11,11 +15,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from ellm_sgl.client.generate import Answer, Client
 from ellm_sgl.client.process import has_tokenizer
-from ellm_sgl.serve.verify.model import ModelShape
 
 TEXTS = ((0, 20), (7, 150), (40, 600))
 """(start, tokens) of prompts of English text."""
@@ -28,20 +31,6 @@ STAGGER_S = 0.04
 STREAMS = 12
 """Of `Aborts`."""
 Prompt = tuple[int, ...]
-
-
-class Load(Protocol):
-    """Requests to one server."""
-
-    @property
-    def most_tokens(self) -> int:
-        """KV that the load needs if all its requests are there at once, what they share counted
-        once; tokens."""
-        ...
-
-    async def answers(self, client: Client, whole: bool) -> list[Answer]:
-        """The answers, always in the same order. `whole`: give no stream up."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -142,12 +131,16 @@ class Aborts:
         return await asyncio.gather(*(one(i, p) for i, p in enumerate(self.tails)))
 
 
-def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[list[int]]:
+Load = AtOnce | Chats | Aborts
+
+
+def make_prompts(
+    model_path: str, vocabulary: int, lengths: Sequence[int], seed: int
+) -> list[Prompt]:
     """Token ids: a random prompt of each length, and English text, no longer than these, where
     there is a tokenizer."""
     rng = random.Random(seed)
-    vocabulary = ModelShape.of(model_path).vocabulary
-    prompts = [list(_random_tokens(n, vocabulary, rng)) for n in lengths]
+    prompts = [_random_tokens(n, vocabulary, rng) for n in lengths]
     if has_tokenizer(model_path):
         from ellm_sgl.sglang.platform.torchvision_ops import declare
 
@@ -155,7 +148,7 @@ def make_prompts(model_path: str, lengths: Sequence[int], seed: int) -> list[lis
         from transformers import AutoTokenizer
 
         text = AutoTokenizer.from_pretrained(model_path).encode(str(Path.__doc__) * 20)
-        prompts += [text[start : start + n] for start, n in TEXTS if n <= max(lengths)]
+        prompts += [tuple(text[start : start + n]) for start, n in TEXTS if n <= max(lengths)]
     return prompts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx
@@ -11,6 +12,7 @@ import httpx
 from ellm_sgl.client.generate import Answer, Client, run_with_client
 from ellm_sgl.client.process import ServerError, ServerProcess
 from ellm_sgl.config import ENV
+from ellm_sgl.serve.cli_shared import progress_lines
 from ellm_sgl.serve.verify.comparing import compare
 from ellm_sgl.serve.verify.figures import Comparison, Expected
 from ellm_sgl.serve.verify.loads import Load
@@ -21,7 +23,6 @@ from ellm_sgl.sglang import cuda
 
 ON_CUDA = ("--attention-backend", "torch_native")
 """The one of stock SGLang's backends there that computes fp32 as fp32."""
-Say = Callable[[str], None]
 
 T = TypeVar("T")
 
@@ -51,48 +52,43 @@ class OneDtype:
     dtype: str
     loads: Mapping[str, Load]
     block_tokens: int
-    say: Say
 
-    def runs(self, stages: Iterable[Stage]) -> Iterator[Run]:
-        """Run every setting of every stage.
+    def compared(self, stages: Iterable[Stage]) -> list[Comparison]:
+        """Run every setting of every stage, and compare it with stock SGLang.
 
         Raises:
             ServerError: a server did not start, refused a request or went away.
         """
+        return self._judged(list(self._runs(stages)))
+
+    def _runs(self, stages: Iterable[Stage]) -> Iterator[Run]:
         for stage in stages:
             block = ("--ellm-block-tokens", str(self.block_tokens))
             arguments = [*self._model(), *block, *stage.arguments]
             with ServerProcess(arguments, stage.environment) as server:
                 for setting in stage.settings:
-                    self.say(f"{self.dtype}: eLLM, {setting.name}")
+                    progress_lines(f"{self.dtype}: eLLM, {setting.name}")
                     yield self._run(server, setting)
 
-    def judged(self, runs: Sequence[Run]) -> list[Comparison]:
-        """Compare every run with stock SGLang, which has everything cached.
-
-        Raises:
-            ServerError: as `runs`.
-        """
+    def _judged(self, runs: Sequence[Run]) -> list[Comparison]:
+        """Compare every run with stock SGLang, which has everything cached."""
         stock = [*self._model(), "--max-total-tokens", str(2 * POOL_TOKENS)]
         with ServerProcess([*stock, *(ON_CUDA if cuda.available() else ())]) as server:
             _must_be_stock(server)
             names = list(dict.fromkeys(run.setting.load for run in runs))
             references = {}
             for name in names:
-                self.say(f"{self.dtype}: stock SGLang, everything cached, {name}")
-                references[name] = self._reference(server, name)
+                progress_lines(f"{self.dtype}: stock SGLang, everything cached, {name}")
+                answer = partial(self.loads[name].answers, whole=True)
+                references[name] = self._with_client(server, name, answer)
             # What is scored shares no KV with what was answered.
             server.flush_cache()
             noise = {name: self._forced(server, references[name], name) for name in names}
-            return [
-                self._compared(
-                    run,
-                    references[run.setting.load],
-                    self._forced(server, run.answers, run.setting.name),
-                    noise[run.setting.load],
-                )
-                for run in runs
-            ]
+            forced = [self._forced(server, run.answers, run.setting.name) for run in runs]
+        return [
+            self._comparison(run, references[run.setting.load], found, noise[run.setting.load])
+            for run, found in zip(runs, forced, strict=True)
+        ]
 
     def _model(self) -> list[str]:
         return ["--model-path", self.model_path, "--dtype", self.dtype, "--skip-tokenizer-init"]
@@ -109,10 +105,6 @@ class OneDtype:
         after = server.state()
         server.flush_cache()
         return Run(setting, answers, before, after, server.state())
-
-    def _reference(self, server: ServerProcess, load: str) -> list[Answer]:
-        asked = self.loads[load]
-        return self._with_client(server, load, lambda client: asked.answers(client, whole=True))
 
     def _ask(self, server: ServerProcess, setting: Setting) -> list[Answer]:
         load = self.loads[setting.load]
@@ -147,26 +139,21 @@ class OneDtype:
             gone = f"the server went away ({type(error).__name__}):\n{server.last_words()}"
             raise ServerError(f"{self.dtype}, {what}: {gone}") from error
 
-    def _compared(
-        self,
-        run: Run,
-        reference: Sequence[Answer],
-        forced: Spread | None,
-        noise: Spread | None,
+    def _comparison(
+        self, run: Run, reference: Sequence[Answer], forced: Spread | None, noise: Spread | None
     ) -> Comparison:
+        setting = run.setting
         expected = Expected(
             asked=[a.asked for a in reference],
             aborted=[a.aborted for a in run.answers],
-            needs=run.setting.needs,
+            needs=setting.needs,
             most_tokens=max(len(a.prompt) + a.asked for a in reference),
             forced=forced,
             noise=noise,
             idle=run.idle,
         )
         outputs, wanted = ([a.output for a in answers] for answers in (run.answers, reference))
-        return compare(
-            self.dtype, run.setting.name, wanted, outputs, run.before, run.after, expected
-        )
+        return compare(self.dtype, setting.name, wanted, outputs, run.before, run.after, expected)
 
 
 def _must_be_stock(server: ServerProcess) -> None:

@@ -4,51 +4,46 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.config import ELLM
-from ellm_sgl.serve.verify.crowded import left_out
+from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.serve.verify.figures import Comparison, VerifyReport
 from ellm_sgl.serve.verify.loads import Aborts, AtOnce, Chats, Load, make_prompts
-from ellm_sgl.serve.verify.model import ModelShape
-from ellm_sgl.serve.verify.one_dtype import OneDtype, Say
-from ellm_sgl.serve.verify.rounding import EXACT, LEAST_TOKENS, UNIT_ROUNDOFF
+from ellm_sgl.serve.verify.one_dtype import OneDtype
+from ellm_sgl.serve.verify.rounding import EXACT, LEAST_TOKENS
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Sizes
-from ellm_sgl.serve.verify.stages import LEAST_RATIO, stages
+from ellm_sgl.serve.verify.stages import LEAST_RATIO, left_out, stages
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
 """Prompt lengths in tokens: around block boundaries, and up to many blocks."""
 DTYPES = (EXACT, "bfloat16")
-ALL_DTYPES = (EXACT, *UNIT_ROUNDOFF)
+SEED = 0
+"""Of random prompts."""
 BASELINE_OUTPUT_TOKENS = 160
 """At least so many, where a baseline is verified: prompts alone preempt nobody."""
 
 
 def verify(
     model_path: str | None,
-    say: Say,
-    dtypes: Sequence[str] = DTYPES,
-    lengths: Sequence[int] = LENGTHS,
-    output_tokens: int = 16,
-    layer_group: int = 4,
-    block_tokens: int = 16,
-    quick: bool = False,
-    seed: int = 0,
-    mode: str = ELLM,
+    dtypes: Sequence[str],
+    lengths: Sequence[int],
+    output_tokens: int,
+    layer_group: int,
+    block_tokens: int,
+    quick: bool,
+    mode: str,
 ) -> VerifyReport:
     """Compare eLLM with stock SGLang on one model; some minutes per dtype on two cores.
 
     Args:
         model_path: a local model; None for the demo model.
-        say: is told of progress, one line at a time.
-        dtypes: of weights and KV.
         lengths: of the prompts, in tokens.
         output_tokens: generated per prompt, greedily, whatever the model says.
         layer_group: of eLLM's pool, but 1 where all splits are tried.
-        block_tokens: of eLLM's pool.
         quick: three splits with hidden states of half of the layers on the host, forced eviction,
             and in fp32 chats; instead of all.
-        seed: of the random prompts.
         mode: eLLM, or the baseline to verify instead.
 
     Raises:
@@ -59,10 +54,10 @@ def verify(
     path = model_path or str(DEMO_MODEL)
     if mode != ELLM:
         output_tokens = max(output_tokens, BASELINE_OUTPUT_TOKENS)
-    shape, rng = ModelShape.of(path), random.Random(seed)
-    prompts = make_prompts(path, lengths, seed)
+    shape, rng = read_model(Path(path) / "config.json"), random.Random(SEED)
+    prompts = make_prompts(path, shape.vocabulary, lengths, SEED)
     longest = max(map(len, prompts))
-    loads: dict[str, Load] = {PROMPTS: AtOnce([tuple(p) for p in prompts], output_tokens)}
+    loads: dict[str, Load] = {PROMPTS: AtOnce(prompts, output_tokens)}
     if mode == ELLM:
         limit = longest + output_tokens
         loads[CHATS] = Chats.up_to(limit, shape.vocabulary, rng)
@@ -71,29 +66,18 @@ def verify(
     sizes = Sizes(shape, longest, output_tokens, needed, layer_group, block_tokens)
     comparisons: list[Comparison] = []
     for dtype in dtypes:
-        one = OneDtype(path, dtype, loads, block_tokens, say)
-        comparisons += one.judged(list(one.runs(stages(dtype, mode, quick, sizes))))
+        one = OneDtype(path, dtype, loads, block_tokens)
+        comparisons += one.compared(stages(dtype, mode, quick, sizes))
+    skipped = tuple(left_out(mode, quick, dtypes, shape))
     return VerifyReport(
-        path, len(prompts), output_tokens, tuple(comparisons), tuple(dtypes),
-        tuple(left_out(mode, quick, dtypes, shape)),
-    )  # fmt: skip
+        path, len(prompts), output_tokens, tuple(comparisons), tuple(dtypes), skipped
+    )
 
 
 def _check(
     dtypes: Sequence[str], lengths: Sequence[int], output_tokens: int, block_tokens: int
 ) -> None:
     """Refuse what would show nothing."""
-    for dtype in dtypes:
-        if dtype not in ALL_DTYPES:
-            raise ValueError(f"dtype must be one of {ALL_DTYPES}, got {dtype!r}")
-    if not dtypes:
-        raise ValueError(f"no dtype: give at least one of {ALL_DTYPES}")
-    if output_tokens < 1:
-        raise ValueError(f"output tokens must be at least 1, got {output_tokens}")
-    if block_tokens < 1:
-        raise ValueError(f"block tokens must be at least 1, got {block_tokens}")
-    if min(lengths, default=0) < 1:
-        raise ValueError(f"prompts need at least one token each, got lengths {list(lengths)}")
     most, least = max(lengths) + output_tokens, round(2 * block_tokens / LEAST_RATIO)
     if most < least:
         raise ValueError(

@@ -1,14 +1,16 @@
-"""One way to serve a load, and the server that does."""
+"""One way to serve a load, the server that does, and what both depend on."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ellm_sgl.latency import ModelShape
 from ellm_sgl.serve.verify.loads import CHATS as CHATS_AT_ONCE
 from ellm_sgl.serve.verify.loads import STREAMS
-from ellm_sgl.serve.verify.model import ModelShape
+from ellm_sgl.sglang import cuda
 
 CROWDED = 2 / 7
 """Share of a load's KV that the device holds where requests are to get in each other's way."""
@@ -69,3 +71,26 @@ class Sizes:
     def crowded(self, load: str) -> int:
         """A device that holds a part of the load; tokens."""
         return max(int(CROWDED * self.load_tokens[load]), 2 * self.tight)
+
+    def hidden_as_kv_tokens(self, tokens: int) -> int:
+        """As much memory as hidden states of so many tokens take, in tokens of KV."""
+        return -(-tokens * self.model.hidden // (2 * self.model.kv_heads * self.model.head_dim))
+
+
+def why_not_two_ranks(model: ModelShape) -> str | None:
+    """Why two ranks cannot share this model on this machine; None if they can."""
+    if model.heads % 2 or model.kv_heads % 2:
+        return f"{model.heads} heads and {model.kv_heads} KV heads do not divide by 2"
+    if cuda.available():
+        import torch
+
+        return None if torch.cuda.device_count() >= 2 else "this machine has one CUDA device"
+    return None if len(os.sched_getaffinity(0)) >= 2 else "this machine has one processor core"
+
+
+def cores_of_two_ranks() -> dict[str, str]:
+    """Environment of a server with two ranks: on a CPU, SGLang wants a core named for each."""
+    if cuda.available():
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}

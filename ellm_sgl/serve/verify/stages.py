@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ellm_sgl.config import ELLM, HCACHE, RECOMPUTE
-from ellm_sgl.serve.verify.crowded import crowded_stages
+from ellm_sgl.latency import ModelShape
 from ellm_sgl.serve.verify.rounding import EXACT
-from ellm_sgl.serve.verify.setting import Setting, Sizes, Stage
+from ellm_sgl.serve.verify.setting import (
+    ABORTS,
+    CHATS,
+    Setting,
+    Sizes,
+    Stage,
+    cores_of_two_ranks,
+    why_not_two_ranks,
+)
 
 RATIOS = (0.0, 0.25, 0.5, 0.9)
 LEAST_RATIO = min(r for r in RATIOS if r)
@@ -22,6 +30,15 @@ QUICK_SPLITS = ((0, 1), (1, 1), (1, 0))
 POOL_TOKENS = 16_384
 EAGER = ("--schedule-conservativeness", "0.05")
 """SGLang admits with hardly a thought of outputs, so that requests get in each other's way."""
+TURNS = ("fcfs", {"rotate": True})
+"""Requests take turns on the device: their KV leaves it as a whole and is fetched ahead,"""
+NO_HURRY = ("--ellm-tpot-slo-ms", "60000")
+"""with an SLO so far off that time decides nothing."""
+FULL = ("fixed-ratio", {"ratio": 0.0})
+"""All that fits is cached, and nobody sits out by choice."""
+MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
+TWO_RANKS = "chats, two ranks"
+RESTORED = ("evicted_units", "fetched_units")
 
 
 def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
@@ -31,7 +48,7 @@ def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
         return
     ample = 2 * POOL_TOKENS
     host: tuple[str, ...] = ("--ellm-host-kv-tokens", str(POOL_TOKENS))
-    half = str(sizes.model.half_of_layers)
+    half = str(-(-sizes.model.layers // 2))
     group = ("--ellm-layer-group", str(sizes.layer_group))
     if quick:
         mixed = _splits("mixed", QUICK_SPLITS)
@@ -45,7 +62,7 @@ def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
         yield _fixed_ratio((*recomputed, forced), ample, *group)
         # Each split gives other layers only where a group is one layer.
         host = ("--ellm-layer-group", "1", *host)
-        beside = ample + sizes.model.hidden_as_kv_tokens(POOL_TOKENS)
+        beside = ample + sizes.hidden_as_kv_tokens(POOL_TOKENS)
         on_device = ("--ellm-host-keeps", half, "--ellm-hidden-on", "device")
         for name, more, tokens, splits in (
             ("host", ("--ellm-host-keeps", "kv"), ample, SPLITS),
@@ -58,7 +75,7 @@ def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
             needs = ("evicted_units", "fetched_units")
             settings += (_forced(f"{name}, {FORCED}", sizes.small, needs),)
             yield _fixed_ratio(settings, tokens, *host, *more)
-    yield from crowded_stages(dtype, quick, sizes)
+    yield from _crowded(dtype, quick, sizes)
 
 
 def _ratio(ratio: float) -> Setting:
@@ -89,6 +106,39 @@ def _fixed_ratio(settings: tuple[Setting, ...], device_tokens: int, *arguments: 
     return Stage((*common, *arguments), settings)
 
 
+def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
+    """Settings in which requests that share a prefix get in each other's way: the device holds a
+    part of them, beside a host tier, and some sit out steps while others run. In fp32 all
+    of them, of which `quick` leaves one; in 16 bits those on one rank without mixed chunks, and
+    none if `quick`."""
+    device, host = sizes.crowded(CHATS), sizes.load_tokens[CHATS]
+    memory = ("--ellm-device-kv-tokens", str(device), "--ellm-host-kv-tokens", str(host))
+    arguments = ("--ellm-policy", "fcfs", "--ellm-layer-group", "1", *NO_HURRY, *memory)
+    swing = (device, sizes.tight)
+
+    def paused(name: str) -> Setting:
+        # While the pool is tight, blocks that several requests share are evicted as well; when it
+        # is not, those who sit out get them back.
+        return Setting(name, (*RESTORED, "pauses"), CHATS, TURNS, swing=swing)
+
+    if quick:
+        if dtype == EXACT:
+            yield Stage(arguments, (paused("chats, paused"),))
+        return
+    by_default = Setting("chats, fcfs", RESTORED, CHATS, ("fcfs", {}), swing=swing)
+    small = min(sizes.crowded(ABORTS), device)
+    aborts = Setting("aborts, paused", (*RESTORED, "pauses", "aborted"), ABORTS, TURNS, small)
+    yield Stage(arguments, (paused("chats, paused"), by_default, aborts))
+    if dtype != EXACT:
+        return
+    # Where all that run fit, a fixed ratio of 0 evicts only what a smaller pool leaves no room for.
+    full = Setting("chats, mixed chunk, full", RESTORED, CHATS, FULL, swing=swing)
+    yield Stage((*arguments, *MIXED_CHUNK), (paused("chats, mixed chunk"), full))
+    if why_not_two_ranks(sizes.model) is None:  # else `left_out` tells
+        ranks = (paused(TWO_RANKS),)
+        yield Stage((*arguments, "--tp", "2"), ranks, cores_of_two_ranks())
+
+
 def _baseline(mode: str, sizes: Sizes) -> Iterator[Stage]:
     """A baseline on a device that holds the longest request and little more; where it has a host
     tier, with one that holds all, and with one that is soon full."""
@@ -108,3 +158,9 @@ def _baseline(mode: str, sizes: Sizes) -> Iterator[Stage]:
     for name, needs, host in servers:
         common = ("--ellm-mode", mode, *EAGER, "--ellm-device-kv-tokens", device)
         yield Stage((*common, *host), (Setting(name, needs),))
+
+
+def left_out(mode: str, quick: bool, dtypes: Sequence[str], model: ModelShape) -> Iterator[str]:
+    """Settings that this model or machine cannot run, each with the reason."""
+    if mode == ELLM and not quick and EXACT in dtypes and (why := why_not_two_ranks(model)):
+        yield f"{TWO_RANKS}: {why}"

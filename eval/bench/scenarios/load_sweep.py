@@ -14,9 +14,9 @@ from typing import Any
 
 import click
 
-from ellm_sgl.client.goodput import ATTAINMENT, goodput
 from ellm_sgl.client.process import ServerError, ServerProcess
 from ellm_sgl.client.replay import Request
+from ellm_sgl.client.summary import ATTAINMENT, goodput
 from ellm_sgl.client.workloads import to_requests
 from ellm_sgl.config.click_types import MILLISECONDS, PER_SECOND, SECONDS
 from ellm_sgl.eval.bench import loads
