@@ -37,8 +37,8 @@ def step_work(state: SystemState, batch: Batch, ratios: Ratios) -> StepWork:
         running, ratio = select(running, runs), ratio[runs]
     decoding = [_decoding(running, ratio, block)]
     if batch.admit:
-        joining = select(state.waiting, batch.admit)
-        decoding.append(_decoding(joining, ratios.admitted, block))
+        admitted = select(state.waiting, batch.admit)
+        decoding.append(_decoding(admitted, ratios.admitted, block))
     rows, tokens, spans, squares, prefix = map(sum, zip(*decoding, strict=True))
     return StepWork(
         decode_rows=int(rows),

@@ -22,7 +22,7 @@ class WholeRequests(Policy):
       pause; at least one runs.
     - Paused requests resume in the order in which they arrived, each when all of its KV fits beside
       a further block of everybody's; a step that pauses one resumes none.
-    - Nobody new joins while somebody is paused; else all that the server's accounting admits.
+    - Nobody is admitted while somebody is paused; else all that the server's accounting admits.
 
     Shared blocks and the block being filled stay, as for any policy.
     """

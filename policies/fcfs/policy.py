@@ -11,7 +11,7 @@ from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState,
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
 from ellm_sgl.policies.pausing.choice import evicted_tokens, participants
 from ellm_sgl.policies.pausing.rotation import (
-    JOINING_RATIO,
+    ADMITTED_RATIO,
     Rotation,
     RotationDecision,
     can_rotate,
@@ -51,7 +51,7 @@ class Fcfs(Policy):
     - Where memory no longer holds those that run, the last of them pause, their KV evicted, if more
       tokens per second are decoded so than by restoring part of everyone in every step.
       Otherwise running requests stay, also where memory or SLO admit no answer; then nobody
-      joins. A request that would be alone joins whatever it needs.
+      is admitted. A request that would be alone is, whatever it needs.
 
     How much of each stays cached: the same share ρ of what can be evicted of each (its blocks but
     shared ones and the last) is evicted, the least share that fits; r_i = ρ e_i / s_i in whole
@@ -119,7 +119,7 @@ class Fcfs(Policy):
         most = min(len(state.waiting), state.max_running - len(state.running))
         if most <= 0:
             return Batch(admit=())
-        return Batch(admit=tuple(range(self._joining(state, most))))
+        return Batch(admit=tuple(range(self._admitted(state, most))))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         if self._rotated is not None:
@@ -134,14 +134,14 @@ class Fcfs(Policy):
         candidates = Candidates.of(state, batch.admit)
         count = len(state.running)
         span = self._spans(state, candidates, batch, 0)
-        joining = np.zeros(len(batch.admit))
+        admitted = np.zeros(len(batch.admit))
         if batch.admit and self._lookahead:
-            joining += eventual_ratio(state, batch.admit, self._lookahead)
+            admitted += eventual_ratio(state, batch.admit, self._lookahead)
         if span is None:
-            return Ratios(running=np.zeros(count), admitted=joining)
+            return Ratios(running=np.zeros(count), admitted=admitted)
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
         ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
-        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], joining))
+        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], admitted))
 
     def _ratios_of(self, state: SystemState, batch: Batch, rotated: RotationDecision) -> Ratios:
         """Of paused requests all is evicted; of active ones the same share, the least that fits; of
@@ -158,25 +158,25 @@ class Fcfs(Policy):
         if partial is not None:
             span[active] = partial
         ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
-        return Ratios(running=ratios, admitted=np.full(len(batch.admit), JOINING_RATIO))
+        return Ratios(running=ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
 
-    def _joining(self, state: SystemState, most: int) -> int:
+    def _admitted(self, state: SystemState, most: int) -> int:
         """How many of up to `most` waiting requests may be admitted."""
         bounds, limit_s = _bounds(state), float(step_limit_s(state, NOBODY)[0])
         if self._answered is not None and self._answered.still_holds(state, bounds, limit_s):
-            return self._answered.joining
+            return self._answered.admitted
         problem = BatchProblem.of(state, most, self._lookahead)
-        joining = self._solve(problem) - len(state.running)
-        stands = joining == 0 or self._lookahead >= SOLVE_EVERY
+        admitted = self._solve(problem) - len(state.running)
+        stands = admitted == 0 or self._lookahead >= SOLVE_EVERY
         self._answered = (
-            _Standing(state.running.request_id, bounds, limit_s, joining, _next(state, joining))
+            _Standing(state.running.request_id, bounds, limit_s, admitted, _next(state, admitted))
             if stands
             else None
         )
-        return joining
+        return admitted
 
     def _active(self, state: SystemState) -> int:
         """How many took part in the step before, of those that still run; all of them count as
@@ -236,13 +236,13 @@ def _in_time(state: SystemState, batch: Batch, candidates: Candidates, span: Int
 @dataclass(eq=False)
 class _Standing:
     """An answer that stands for `SOLVE_EVERY` iterations of the same running requests, under the
-    same bounds: a refusal while a step may not take clearly longer, `joining` requests while they
+    same bounds: a refusal while a step may not take clearly longer, `admitted` requests while they
     are the next in line and a step may take as long."""
 
     running: IntArray
     bounds: tuple[int, ...]
     limit_s: float = np.inf
-    joining: int = 0
+    admitted: int = 0
     waiting: IntArray | None = None
     """Ids of those admitted and of the next; None where the answer is not about them."""
     iterations: int = 0
@@ -255,18 +255,18 @@ class _Standing:
             self.iterations < SOLVE_EVERY
             and self.bounds == bounds
             and np.array_equal(self.running, state.running.request_id)
-            and (self.waiting is None or np.array_equal(self.waiting, _next(state, self.joining)))
+            and (self.waiting is None or np.array_equal(self.waiting, _next(state, self.admitted)))
             and (
                 limit_s >= self.limit_s
-                if self.joining
+                if self.admitted
                 else limit_s <= self.limit_s + HOLD * abs(self.limit_s)
             )
         )
 
 
-def _next(state: SystemState, joining: int) -> IntArray:
+def _next(state: SystemState, admitted: int) -> IntArray:
     """Ids of so many waiting requests, and of the one behind them."""
-    return state.waiting.request_id[: joining + 1]
+    return state.waiting.request_id[: admitted + 1]
 
 
 def _bounds(state: SystemState) -> tuple[int, ...]:

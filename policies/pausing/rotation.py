@@ -36,7 +36,7 @@ pauses for a newcomer any more: it makes steps smaller."""
 MOST_WAITS = 4
 """Iterations without anything fetched (a prefill takes one) after which the rest of a request's KV
 is left to the step itself: the host does not have it."""
-JOINING_RATIO = 0.99
+ADMITTED_RATIO = 0.99
 """What those admitted are said to be brought to: SGLang's admission then reserves next to nothing
 for tokens to come. Room for these is made by pausing somebody."""
 SOLVE_EVERY = 16

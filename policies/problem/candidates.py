@@ -35,16 +35,16 @@ class Candidates:
     """Device tokens of the request if all of it is cached, shared blocks excluded."""
 
     @classmethod
-    def of(cls, state: SystemState, join: slice | Sequence[int], ahead: int = 0) -> Candidates:
+    def of(cls, state: SystemState, admit: slice | Sequence[int], ahead: int = 0) -> Candidates:
         """The running requests and some waiting ones.
 
         Args:
-            join: which of `state.waiting`, in order.
+            admit: which of `state.waiting`, in order.
             ahead: steps to look ahead: every request is taken to be longer by so many tokens, or by
                 the tokens that it may still generate if these are fewer.
         """
-        rows = join if isinstance(join, slice) else np.asarray(join, np.int64)
-        nobody = not isinstance(join, slice) and len(join) == 0
+        rows = admit if isinstance(admit, slice) else np.asarray(admit, np.int64)
+        nobody = not isinstance(admit, slice) and len(admit) == 0
 
         def column(running: IntArray, waiting: IntArray) -> IntArray:
             return running if nobody else np.concatenate((running, waiting[rows]))
@@ -74,16 +74,16 @@ class Candidates:
         return Candidates(**{name: column[chosen] for name, column in vars(self).items()})
 
 
-def eventual_ratio(state: SystemState, join: Sequence[int], lookahead: int) -> float:
+def eventual_ratio(state: SystemState, admit: Sequence[int], lookahead: int) -> float:
     """The uncached ratio that the running and these waiting requests will come to.
 
     0 if all fit cached, `lookahead` steps on: then it was not decided to restore anything, and the
     server's own admission accounting, which knows their longest lengths, is to hold. Otherwise
     what their longest lengths need, so that it lets in those that were chosen.
     """
-    if _short_tokens(state, Candidates.of(state, join, lookahead)) <= 0:
+    if _short_tokens(state, Candidates.of(state, admit, lookahead)) <= 0:
         return 0.0
-    longest = Candidates.of(state, join, LONGEST)
+    longest = Candidates.of(state, admit, LONGEST)
     needed = float(least_span_tokens(state.memory, np.float64(_short_tokens(state, longest))))
     most = int(longest.evictable.sum())
     return min(needed, most) / int(longest.tokens.sum())
@@ -177,21 +177,21 @@ def work_of(candidates: Candidates, span: IntArray) -> StepWork:
     )
 
 
-def step_limit_s(state: SystemState, join_slo_s: FloatArray) -> FloatArray:
-    """Most seconds that a step may take, SLO - WT_max of Eq. (1), as further requests join.
+def step_limit_s(state: SystemState, admit_slo_s: FloatArray) -> FloatArray:
+    """Most seconds that a step may take, SLO - WT_max of Eq. (1), as further requests are admitted.
 
     The SLO is the least of the server's and those of all requests that take part; WT_max is
     the time since that running request's last token for which it is longest.
 
     Args:
-        join_slo_s: `tpot_slo_s` of the waiting requests that may be admitted, in order.
+        admit_slo_s: `tpot_slo_s` of the waiting requests that may be admitted, in order.
 
     Returns:
-        Entry k: the limit if the first k of these join.
+        Entry k: the limit if the first k of these are admitted.
     """
     slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
     waited = float(state.running.waited_s.max(initial=0.0))
-    return np.minimum.accumulate(np.concatenate(([slo], join_slo_s))) - waited
+    return np.minimum.accumulate(np.concatenate(([slo], admit_slo_s))) - waited
 
 
 def _remaining(requests: Requests) -> IntArray:

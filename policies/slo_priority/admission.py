@@ -16,26 +16,26 @@ from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
 
 BRIEF_S = 0.1
 """Longest prefill of several requests while requests that are more urgent may come."""
-MOST_JOINS = 64
+MOST_ADMITTED = 64
 """Requests that one iteration admits; the next one can go on."""
 
 
-def joining(
+def admit(
     state: SystemState, levels: Levels, lookahead: int, budget: PrefillBudget
 ) -> tuple[int, ...] | None:
     """Positions in `state.waiting` of the requests that are admitted, in order; None if those first
     in line have to wait for `budget`.
 
-    In one iteration requests of one level join, since the first token of each has to wait for
-    the prefill of all. How many is Eq. (1)'s answer; but of requests more urgent than some that
-    run as many join as memory allows at the others' expense (see `_at_others_expense`). While
-    more urgent requests run, the prefill of less urgent ones takes no longer than a step, or is
-    of one request, and `budget` says when.
+    In one iteration requests of one level are admitted, since the first token of each has to wait
+    for the prefill of all. How many is Eq. (1)'s answer; but of requests more urgent than some that
+    run as many are admitted as memory allows at the others' expense (see `_at_others_expense`).
+    While more urgent requests run, the prefill of less urgent ones takes no longer than a step, or
+    is of one request, and `budget` says when.
 
     Args:
         lookahead: steps that the batch chosen by Eq. (1) has to be good for.
     """
-    places = min(state.max_running - len(state.running), MOST_JOINS)
+    places = min(state.max_running - len(state.running), MOST_ADMITTED)
     if places <= 0 or len(state.waiting) == 0:
         return ()
     order, most_urgent = levels.order, levels.running.min(initial=LEVELS)
@@ -87,8 +87,8 @@ def _in_line(state: SystemState, order: IntArray, ignore_slo: bool) -> SystemSta
 
 
 def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> int:
-    """How many of the waiting requests can join if less urgent ones that run are partly evicted
-    for them, and pause for some steps.
+    """How many of the waiting requests can be admitted if less urgent ones that run are partly
+    evicted for them, and pause for some steps.
 
     As many as memory allows, while a step in which the others alternate is no longer than one in
     which all that run now decode from the cache. Those evicted restore their KV only in the steps
@@ -96,7 +96,7 @@ def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> i
 
     Args:
         lower: positions of the less urgent running requests.
-        lookahead: steps that this has to be good for. (`joining` gives half of what Eq. (1) is
+        lookahead: steps that this has to be good for. (`admit` gives half of what Eq. (1) is
             given: with none, bursts of urgent requests slow one another down as they grow.)
     """
     running, most = len(state.running), len(state.waiting)

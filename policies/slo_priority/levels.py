@@ -24,7 +24,7 @@ class Levels:
     running: IntArray
     waiting: IntArray
     order: IntArray
-    """Positions of the waiting requests in the order in which they should join."""
+    """Positions of the waiting requests in the order in which they should be admitted."""
     several: bool
     """Whether there is more than one."""
 
@@ -45,7 +45,7 @@ def rank_levels(running: Requests, waiting: Requests) -> Levels:
 
 
 def queue_order(waiting: Requests, level: IntArray) -> IntArray:
-    """Positions of the waiting requests in the order in which they should join.
+    """Positions of the waiting requests in the order in which they should be admitted.
 
     By arrival, delayed by `AGE_S` per level. So urgent requests go first, and a request can be
     overtaken only by those that arrive at most (LEVELS - 1) · AGE_S after it.

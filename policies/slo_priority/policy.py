@@ -26,7 +26,7 @@ from ellm_sgl.policies.problem.candidates import (
     least_span_tokens,
     unowned_tokens,
 )
-from ellm_sgl.policies.slo_priority.admission import joining
+from ellm_sgl.policies.slo_priority.admission import admit
 from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
 from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
 from ellm_sgl.policies.slo_priority.program import SpanCosts, SpanProgram, whole_blocks
@@ -41,15 +41,16 @@ DRIFT = 0.1
 """The program is solved again when what memory lacks has changed by this share; till then its last
 optimum is rounded to the new need."""
 ASK_AGAIN = 32
-"""Iterations after which a queue that nobody could join from, and a schedule, are looked at again
-though no request has come, joined or left."""
+"""Iterations after which a queue from which nobody could be admitted, and a schedule, are looked at
+again though no request has come, been admitted or left."""
 
 
 class SloPriority(Policy):
     """Tells requests apart by `priority` and, where it is equal, by whether they have an SLO.
 
     - Queue: by level, then arrival; see `levels.queue_order` for how ageing bounds the wait.
-    - Batch size: Eq. (1) of the eLLM paper, as `fcfs`; urgent requests join at the others' expense.
+    - Batch size: Eq. (1) of the eLLM paper, as `fcfs`; urgent requests are admitted at the others'
+      expense.
     - Ratios: a convex program that evicts less urgent requests first.
     - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
 
@@ -72,24 +73,24 @@ class SloPriority(Policy):
 
     def batch(self, state: SystemState) -> Batch:
         ranked = self._rank(state)
-        join = self._join(state, ranked)
-        schedule = self._schedule(state, ranked, queue=len(join) < len(state.waiting))
-        return Batch(admit=join, pause=schedule.paused(state))
+        admitted = self._admit(state, ranked)
+        schedule = self._schedule(state, ranked, queue=len(admitted) < len(state.waiting))
+        return Batch(admit=admitted, pause=schedule.paused(state))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         span = self._spans(state, batch)
         count = len(state.running)
-        joining = np.zeros(len(batch.admit))
+        admitted = np.zeros(len(batch.admit))
         if batch.admit and self._lookahead:
-            joining += eventual_ratio(state, batch.admit, self._lookahead)
+            admitted += eventual_ratio(state, batch.admit, self._lookahead)
         if span is None:
-            return Ratios(running=np.zeros(count), admitted=joining)
+            return Ratios(running=np.zeros(count), admitted=admitted)
         tokens = state.running.tokens
         if batch.admit:
             tokens = np.concatenate((tokens, state.waiting.tokens[list(batch.admit)]))
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
         ratios = np.where(span > 0, (span + 0.5) / tokens, 0.0)
-        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], joining))
+        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], admitted))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
@@ -99,15 +100,15 @@ class SloPriority(Policy):
             self._ranked = _Ranked.of(state)
         return self._ranked
 
-    def _join(self, state: SystemState, ranked: _Ranked) -> tuple[int, ...]:
+    def _admit(self, state: SystemState, ranked: _Ranked) -> tuple[int, ...]:
         self._budget.note(state, ranked.levels.several)
         if len(state.waiting) == 0 or len(state.running) >= state.max_running:
             return ()
         if ranked.still_refuses(state):
             return ()
-        join = joining(state, ranked.levels, self._lookahead, self._budget)
-        ranked.note(state, refused=join == ())
-        return join or ()
+        admitted = admit(state, ranked.levels, self._lookahead, self._budget)
+        ranked.note(state, refused=admitted == ())
+        return admitted or ()
 
     def _schedule(self, state: SystemState, ranked: _Ranked, queue: bool) -> Schedule:
         spans = state.running.uncached_tokens
@@ -199,14 +200,14 @@ class _Plan:
 
 @dataclass(eq=False)
 class _Ranked:
-    """Levels of the requests of the latest states, and whether any of them could join."""
+    """Levels of the requests of the latest states, and whether any of them could be admitted."""
 
     running: IntArray
     waiting: IntArray
     """Ids of the requests ranked."""
     levels: Levels
     refused: tuple[float, ...] | None = None
-    """Bounds under which nobody could join; None if somebody could, or it was not asked."""
+    """Bounds under which nobody could be admitted; None if somebody could, or it was not asked."""
     iterations: int = 0
     """Since it was asked."""
 
@@ -225,7 +226,7 @@ class _Ranked:
         self.iterations = 0
 
     def still_refuses(self, state: SystemState) -> bool:
-        """While the requests are the same, running ones only grow: it gets no easier to join."""
+        """While the requests are the same, running ones only grow: it gets no easier."""
         self.iterations += 1
         return self.iterations < ASK_AGAIN and self.refused == _bounds(state)
 
@@ -237,7 +238,7 @@ class _Standing:
     ranked: _Ranked
     spans: IntArray
     queue: bool
-    """Whether requests wait that cannot join."""
+    """Whether requests wait that cannot be admitted."""
     schedule: Schedule
     iterations: int = 0
 

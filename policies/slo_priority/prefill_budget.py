@@ -29,7 +29,7 @@ class PrefillBudget:
         self._offered: dict[int, float] = {}
 
     def note(self, state: SystemState, several: bool) -> None:
-        """Time has passed, and of the requests that were offered some have joined.
+        """Time has passed, and of the requests that were offered some were admitted.
 
         Args:
             several: some requests are more urgent than others.
@@ -40,8 +40,8 @@ class PrefillBudget:
             self._contended_s = state.now_s
         self._until_s = state.now_s
         if self._offered:
-            joined = self._offered.keys() & set(state.running.request_id.tolist())
-            self._saved_s = max(self._saved_s - sum(self._offered[i] for i in joined), 0.0)
+            admitted = self._offered.keys() & set(state.running.request_id.tolist())
+            self._saved_s = max(self._saved_s - sum(self._offered[i] for i in admitted), 0.0)
             self._offered = {}
 
     @property

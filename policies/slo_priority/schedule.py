@@ -117,7 +117,7 @@ def build(state: SystemState, level: IntArray, pressure: bool, allowed_loss: flo
 
     Args:
         level: of each running request.
-        pressure: memory is short or requests wait that cannot join.
+        pressure: memory is short or requests wait that cannot be admitted.
         allowed_loss: share of tokens per second.
     """
     lower = level > level.min(initial=LEVELS)

@@ -22,9 +22,9 @@ CALLS = 200
 WARM_UP = 5
 ROOM = (0.85, 1.6)
 """Device memory over what runs: from states in which memory or SLO leave little choice, to states
-in which requests can join."""
+in which requests can be admitted."""
 PRESSED = 0.95
-"""In the steady state: nobody can join, and some of what runs is not cached."""
+"""In the steady state: nobody can be admitted, and some of what runs is not cached."""
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ def evicted(state: SystemState) -> list[int]:
     ratios = policy.ratio(state, batch)
     tokens = np.append(state.running.tokens, state.waiting.tokens[: len(batch.admit)])
     running = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
-    joining = ratios.admitted * tokens[len(running) :] // state.memory.block_tokens
-    return [*running.tolist(), *(joining.astype(int) * state.memory.block_tokens).tolist()]
+    admitted = ratios.admitted * tokens[len(running) :] // state.memory.block_tokens
+    return [*running.tolist(), *(admitted.astype(int) * state.memory.block_tokens).tolist()]
 
 
 @pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 350, 50)])
@@ -134,7 +134,7 @@ def test_the_answer_fits_and_is_within_a_percent_of_the_best(seeds: range) -> No
         answer = reference.judge(spans)
         best, fewest = reference.best()
         if best == 0.0 and not answer.fits:
-            assert len(spans) == reference.sizes().start, seed  # nobody else joins
+            assert len(spans) == reference.sizes().start, seed  # nobody else is admitted
             continue
         assert answer.fits, seed
         assert len(spans) >= fewest, seed
@@ -143,7 +143,7 @@ def test_the_answer_fits_and_is_within_a_percent_of_the_best(seeds: range) -> No
 
 def test_the_states_put_the_policy_to_the_test() -> None:
     """Enough of them restore, are bounded by the SLO, or have no answer."""
-    kinds = {"cached": 0, "restores": 0, "hopeless": 0, "joins though it restores": 0}
+    kinds = {"cached": 0, "restores": 0, "hopeless": 0, "admits though it restores": 0}
     for seed in range(350):
         state = random_state(np.random.default_rng(seed), SIZE)
         reference = Reference(state)
@@ -153,6 +153,6 @@ def test_the_states_put_the_policy_to_the_test() -> None:
             kinds["hopeless"] += not answer.fits
             kinds["restores"] += answer.fits and answer.restores
             kinds["cached"] += answer.fits and not answer.restores
-            joins = len(spans) > reference.sizes().start
-            kinds["joins though it restores"] += answer.fits and answer.restores and joins
+            admits = len(spans) > reference.sizes().start
+            kinds["admits though it restores"] += answer.fits and answer.restores and admits
     assert min(kinds.values()) >= 10, kinds

@@ -38,7 +38,7 @@ def test_select_keeps_the_order_asked_for() -> None:
     assert len(select(chosen, ())) == 0
 
 
-def test_work_counts_who_runs_and_who_joins() -> None:
+def test_work_counts_who_runs_and_who_is_admitted() -> None:
     state = make_state(
         requests([100, 200, 300], shared_tokens=[32, 0, 0]),
         requests([50, 400]),

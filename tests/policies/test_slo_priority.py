@@ -62,7 +62,7 @@ def test_urgent_requests_go_first_and_patience_is_bounded() -> None:
     assert queue_order(waiting, level).tolist() == [2, 0, 3, 1]
 
 
-def test_urgent_requests_join_a_full_server() -> None:
+def test_urgent_requests_are_admitted_to_a_full_server() -> None:
     running = requests([256] * 8)
     waiting = requests([256] * 4, request_id=np.arange(8, 12), priority=[0, 0, 1, 0])
     state = make_state(running, waiting, device_tokens=8 * 256 + 64, latency=CpuServer())
