@@ -39,14 +39,14 @@ def step_work(state: SystemState, batch: Batch, ratios: Ratios) -> StepWork:
     if batch.admit:
         admitted = select(state.waiting, batch.admit)
         decoding.append(_decoding(admitted, ratios.admitted, block))
-    rows, tokens, spans, squares, prefix = map(sum, zip(*decoding, strict=True))
+    rows, tokens, uncached, squares, prefix = map(sum, zip(*decoding, strict=True))
     return StepWork(
         decode_rows=int(rows),
         decode_tokens=tokens,
-        restored_tokens=spans,
+        restored_tokens=uncached,
         restored_squares=squares,
         restored_prefix=prefix,
-        swap_tokens=spans if state.memory.host_tokens else 0,
+        swap_tokens=uncached if state.memory.host_tokens else 0,
     )
 
 
@@ -55,9 +55,9 @@ def _decoding(requests: Requests, ratios: FloatArray, block_tokens: int) -> tupl
     rows, tokens = len(requests), float(requests.tokens.sum())
     if not ratios.any():
         return rows, tokens, 0.0, 0.0, 0.0
-    spans = planned_tokens(requests, ratios, block_tokens).astype(np.float64)
+    uncached = planned_tokens(requests, ratios, block_tokens).astype(np.float64)
     shared = requests.shared_tokens
-    return rows, tokens, float(spans.sum()), float(spans @ spans), float(spans @ shared)
+    return rows, tokens, float(uncached.sum()), float(uncached @ uncached), float(uncached @ shared)
 
 
 def select(requests: Requests, positions: Sequence[int] | IntArray) -> Requests:

@@ -21,9 +21,9 @@ from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
     Candidates,
     eventual_ratio,
-    least_span_tokens,
+    evicted_at,
+    least_evicted,
     share_for,
-    spans,
     step_limit_s,
     unowned_tokens,
     work_of,
@@ -90,7 +90,7 @@ class Fcfs(Policy):
         """Id of the first running request that pauses."""
         self._counted: _Standing | None = None
         """Who takes part."""
-        self._paused_span: IntArray | None = None
+        self._paused_evicted: IntArray | None = None
         """n_i of the running requests while some pause; computed with `_counted`."""
         self._rotation = Rotation() if rotate else None
         self._rotated: RotationDecision | None = None
@@ -111,7 +111,7 @@ class Fcfs(Policy):
             if self._counted is None or not self._counted.still_holds(state, memory):
                 active = participants(state, active)
                 self._counted = _Standing(state.running.request_id, memory)
-                self._paused_span = None
+                self._paused_evicted = None
             if active < count:
                 self._first_paused = int(state.running.request_id[active])
                 return Batch(admit=(), pause=tuple(range(active, count)))
@@ -125,39 +125,35 @@ class Fcfs(Policy):
         if self._rotated is not None:
             return self._ratios_of(state, batch, self._rotated)
         if batch.pause:
-            if self._paused_span is None:
+            if self._paused_evicted is None:
                 active = len(state.running) - len(batch.pause)
-                self._paused_span = _spans_while_some_pause(state, active)
-            evicted = self._paused_span
+                self._paused_evicted = _evicted_while_some_pause(state, active)
+            evicted = self._paused_evicted
             ratios = np.where(evicted > 0, (evicted + 0.5) / state.running.tokens, 0.0)
             return Ratios(running=ratios, admitted=NOBODY)
         candidates = Candidates.of(state, batch.admit)
         count = len(state.running)
-        span = self._spans(state, candidates, batch, 0)
+        evicted = self._evicted(state, candidates, batch, 0)
         admitted = np.zeros(len(batch.admit))
         if batch.admit and self._lookahead:
             admitted += eventual_ratio(state, batch.admit, self._lookahead)
-        if span is None:
+        if evicted is None:
             return Ratios(running=np.zeros(count), admitted=admitted)
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
-        ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
+        ratios = np.where(evicted > 0, (evicted + 0.5) / candidates.tokens, 0.0)
         return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], admitted))
 
     def _ratios_of(self, state: SystemState, batch: Batch, rotated: RotationDecision) -> Ratios:
         """Of paused requests all is evicted; of active ones the same share, the least that fits; of
         the resuming one nothing, so that its KV is fetched."""
         candidates = Candidates.of(state, [])
-        evicted, active = rotated.evicted(), ~rotated.paused
-        held = int(
-            np.where(evicted, candidates.charged - candidates.evictable, candidates.charged)[
-                ~active
-            ].sum()
-        )
-        span = np.where(evicted, candidates.evictable, 0)
-        partial = self._spans(state, candidates.only(active), batch, held)
+        active = ~rotated.paused
+        evicted = np.where(rotated.evicted(), candidates.evictable, 0)
+        held = int((candidates.charged - evicted)[~active].sum())
+        partial = self._evicted(state, candidates.only(active), batch, held)
         if partial is not None:
-            span[active] = partial
-        ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
+            evicted[active] = partial
+        ratios = np.where(evicted > 0, (evicted + 0.5) / candidates.tokens, 0.0)
         return Ratios(running=ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
@@ -185,7 +181,7 @@ class Fcfs(Policy):
             return len(state.running)
         return max(1, int(np.searchsorted(state.running.request_id, self._first_paused)))
 
-    def _spans(
+    def _evicted(
         self, state: SystemState, candidates: Candidates, batch: Batch, held: int
     ) -> IntArray | None:
         """n_i of each request; None if all is cached. Keeps or renews the share.
@@ -199,37 +195,37 @@ class Fcfs(Policy):
             self._share = 0.0
             return None
         most = min(int(candidates.evictable.sum()), memory.max_restored_tokens) // block * block
-        least = min(float(least_span_tokens(memory, np.float64(short))), most)
+        least = min(float(least_evicted(memory, np.float64(short))), most)
         enough = min(least * HOLD, most - least)
-        span = spans(candidates, self._share, block)
-        spare = span.sum() - least
+        evicted = evicted_at(candidates, self._share, block)
+        spare = evicted.sum() - least
         if 0 <= spare <= block or (
-            0 <= spare <= enough and _in_time(state, batch, candidates, span)
+            0 <= spare <= enough and _in_time(state, batch, candidates, evicted)
         ):
-            return span
+            return evicted
         self._share = share_for(candidates, least, block)
-        return spans(candidates, self._share, block)
+        return evicted_at(candidates, self._share, block)
 
 
-def _spans_while_some_pause(state: SystemState, active: int) -> IntArray:
+def _evicted_while_some_pause(state: SystemState, active: int) -> IntArray:
     """n_i: of the last ones what the others need is evicted; if that is not enough, the same share
     of all those that run."""
     candidates = Candidates.of(state, [])
     block = state.memory.block_tokens
-    span = evicted_tokens(state, active)
+    evicted = evicted_tokens(state, active)
     short = candidates.charged.sum() + unowned_tokens(state) - state.memory.device_tokens
-    missing = float(least_span_tokens(state.memory, np.float64(short - span.sum())))
+    missing = float(least_evicted(state.memory, np.float64(short - evicted.sum())))
     if missing > 0.0:
         first = candidates.first(active)
-        span[:active] = spans(first, share_for(first, missing, block), block)
-    return span
+        evicted[:active] = evicted_at(first, share_for(first, missing, block), block)
+    return evicted
 
 
-def _in_time(state: SystemState, batch: Batch, candidates: Candidates, span: IntArray) -> bool:
+def _in_time(state: SystemState, batch: Batch, candidates: Candidates, evicted: IntArray) -> bool:
     """Whether the step keeps the SLO by the latency model's estimate."""
     limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.admit)])[-1]
     return limit_s == np.inf or bool(
-        state.latency.step_seconds(work_of(candidates, span)) <= limit_s
+        state.latency.step_seconds(work_of(candidates, evicted)) <= limit_s
     )
 
 

@@ -114,12 +114,12 @@ class _ContinuousStep:
         tokens, evictable, squares, prefix, short = (
             self._sums[:, None] + self._means[:, None] * more
         )
-        span = share * evictable
+        evicted = share * evictable
         seconds = problem.latency.step_seconds(
             StepWork(
                 decode_rows=size,
                 decode_tokens=tokens,
-                restored_tokens=span,
+                restored_tokens=evicted,
                 restored_squares=share * share * squares,
                 restored_prefix=share * prefix,
             )
@@ -127,8 +127,8 @@ class _ContinuousStep:
         cost = seconds / size / self._cost
         slack = np.stack(
             (
-                ((1.0 - memory.staging_overhead) * span - short) / memory.device_tokens,
-                1.0 - span / memory.max_restored_tokens,
+                ((1.0 - memory.staging_overhead) * evicted - short) / memory.device_tokens,
+                1.0 - evicted / memory.max_restored_tokens,
                 np.minimum((self._limit_s - seconds) / self._seconds, 1.0),
             )
         )

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
-from ellm_sgl.policies.problem.candidates import Candidates, least_span_tokens, unowned_tokens
+from ellm_sgl.policies.problem.candidates import Candidates, least_evicted, unowned_tokens
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -117,7 +117,7 @@ class Memory:
             needed[resuming] = self.cached[resuming]
         short = np.float64(needed.sum() - self.room)
         evictable = (self.cached - self.kept)[active].sum()
-        return bool(least_span_tokens(self.state, short) <= evictable)
+        return bool(least_evicted(self.state, short) <= evictable)
 
 
 def excess_share(state: SystemState) -> float:
@@ -128,14 +128,14 @@ def excess_share(state: SystemState) -> float:
     most = MAX_EVICTED * candidates.evictable.sum() / charged.sum()
     excess = room * BEYOND
     rows = (room + excess) / charged.mean()
-    span = least_span_tokens(state.memory, excess)
-    possible = span <= np.minimum(most * (room + excess), state.memory.max_restored_tokens)
-    span = np.where(possible, span, 0.0)
+    evicted = least_evicted(state.memory, excess)
+    possible = evicted <= np.minimum(most * (room + excess), state.memory.max_restored_tokens)
+    evicted = np.where(possible, evicted, 0.0)
     work = StepWork(
         decode_rows=rows,
         decode_tokens=rows * candidates.tokens.mean(),
-        restored_tokens=span,
-        restored_squares=span * span / rows,
+        restored_tokens=evicted,
+        restored_squares=evicted * evicted / rows,
     )
     value = np.where(possible, rows / state.latency.step_seconds(work), 0.0)
     best = int(value.argmax())

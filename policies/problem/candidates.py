@@ -84,7 +84,7 @@ def eventual_ratio(state: SystemState, admit: Sequence[int], lookahead: int) -> 
     if _short_tokens(state, Candidates.of(state, admit, lookahead)) <= 0:
         return 0.0
     longest = Candidates.of(state, admit, LONGEST)
-    needed = float(least_span_tokens(state.memory, np.float64(_short_tokens(state, longest))))
+    needed = float(least_evicted(state.memory, np.float64(_short_tokens(state, longest))))
     most = int(longest.evictable.sum())
     return min(needed, most) / int(longest.tokens.sum())
 
@@ -110,7 +110,7 @@ def unowned_tokens(state: SystemState) -> int:
     return max(0, used - int(np.maximum(own, 0).sum()) * block)
 
 
-def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> FloatArray:
+def least_evicted(memory: MemoryState, short: FloatArray | np.float64) -> FloatArray:
     """Σ n_i that covers a shortage: whole blocks, and M_o for the tokens that they restore.
 
     Args:
@@ -127,7 +127,7 @@ def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> Fl
     return np.asarray(blocks * memory.block_tokens, np.float64)
 
 
-def spans(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
+def evicted_at(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
     """n_i of each request if one share of what can be evicted of it is.
 
     Rounded to whole blocks, up or down by a number that belongs to the request and spreads
@@ -149,25 +149,25 @@ BISECTIONS = 16
 """Leaves less than b / 2¹⁵ blocks between the two ends."""
 
 
-def share_for(candidates: Candidates, span_tokens: float, block_tokens: int) -> float:
-    """The least share whose `spans` add up to so many tokens; 1 if they cannot."""
+def share_for(candidates: Candidates, tokens: float, block_tokens: int) -> float:
+    """The least share whose `evicted_at` add up to so many tokens; 1 if they cannot."""
     evictable = float(candidates.evictable.sum())
-    if span_tokens >= evictable:
+    if tokens >= evictable:
         return 1.0
-    guess, error = span_tokens / evictable, len(candidates.tokens) * block_tokens / evictable
+    guess, error = tokens / evictable, len(candidates.tokens) * block_tokens / evictable
     low, high = max(0.0, guess - error), min(1.0, guess + error)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if spans(candidates, middle, block_tokens).sum() >= span_tokens:
+        if evicted_at(candidates, middle, block_tokens).sum() >= tokens:
             high = middle
         else:
             low = middle
     return high
 
 
-def work_of(candidates: Candidates, span: IntArray) -> StepWork:
-    """The decode step of these candidates, of which the n_i = `span` tokens are recomputed."""
-    n = span.astype(np.float64)
+def work_of(candidates: Candidates, evicted: IntArray) -> StepWork:
+    """The decode step of these candidates, of which the n_i = `evicted` tokens are recomputed."""
+    n = evicted.astype(np.float64)
     return StepWork(
         decode_rows=len(candidates.tokens),
         decode_tokens=float(candidates.tokens.sum()),

@@ -9,7 +9,7 @@ import numpy as np
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, Requests, SystemState
 from ellm_sgl.policies.problem.batch_size import BatchProblem
-from ellm_sgl.policies.problem.candidates import least_span_tokens
+from ellm_sgl.policies.problem.candidates import least_evicted
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
 from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
@@ -103,11 +103,11 @@ def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> i
     problem = BatchProblem.of(state, most, lookahead)
     size = np.arange(running, running + most + 1)
     evictable = problem.candidates.evictable[lower].astype(np.float64)
-    span = least_span_tokens(problem.memory, problem.short[size])
-    fits = (span <= evictable.sum()) & (span <= problem.memory.max_restored_tokens)
-    share = span / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
-    spans = {
-        "restored_tokens": span / MAX_STEPS_PER_TOKEN,
+    evicted = least_evicted(problem.memory, problem.short[size])
+    fits = (evicted <= evictable.sum()) & (evicted <= problem.memory.max_restored_tokens)
+    share = evicted / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
+    restored = {
+        "restored_tokens": evicted / MAX_STEPS_PER_TOKEN,
         "restored_squares": share * float(evictable @ evictable),
         "restored_prefix": share * float(evictable @ problem.candidates.shared[lower]),
     }
@@ -118,7 +118,9 @@ def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> i
     cached = seconds(StepWork(running, tokens[0]))
     alternating = seconds(
         StepWork(
-            size - len(lower) + per_step, tokens - others * (1 - 1 / MAX_STEPS_PER_TOKEN), **spans
+            size - len(lower) + per_step,
+            tokens - others * (1 - 1 / MAX_STEPS_PER_TOKEN),
+            **restored,
         )
     )
     fits &= alternating <= cached

@@ -23,13 +23,13 @@ from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
     Candidates,
     eventual_ratio,
-    least_span_tokens,
+    least_evicted,
     unowned_tokens,
 )
 from ellm_sgl.policies.slo_priority.admission import admit
 from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
 from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
-from ellm_sgl.policies.slo_priority.program import SpanCosts, SpanProgram, whole_blocks
+from ellm_sgl.policies.slo_priority.program import EvictionCosts, EvictionProgram, whole_blocks
 from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
 from ellm_sgl.policies.work_split import plan_split
 
@@ -64,7 +64,7 @@ class SloPriority(Policy):
         LOOKAHEAD.check("lookahead", lookahead)
         SHARE.check("loss", loss)
         self._lookahead = lookahead
-        self._program = SpanProgram()
+        self._program = EvictionProgram()
         self._ranked: _Ranked | None = None
         self._losses = Losses(loss)
         self._budget = PrefillBudget()
@@ -78,18 +78,18 @@ class SloPriority(Policy):
         return Batch(admit=admitted, pause=schedule.paused(state))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        span = self._spans(state, batch)
+        evicted = self._evicted(state, batch)
         count = len(state.running)
         admitted = np.zeros(len(batch.admit))
         if batch.admit and self._lookahead:
             admitted += eventual_ratio(state, batch.admit, self._lookahead)
-        if span is None:
+        if evicted is None:
             return Ratios(running=np.zeros(count), admitted=admitted)
         tokens = state.running.tokens
         if batch.admit:
             tokens = np.concatenate((tokens, state.waiting.tokens[list(batch.admit)]))
         # In the middle of a token, so that rounding down to whole blocks gives n_i.
-        ratios = np.where(span > 0, (span + 0.5) / tokens, 0.0)
+        ratios = np.where(evicted > 0, (evicted + 0.5) / tokens, 0.0)
         return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], admitted))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
@@ -111,32 +111,32 @@ class SloPriority(Policy):
         return admitted or ()
 
     def _schedule(self, state: SystemState, ranked: _Ranked, queue: bool) -> Schedule:
-        spans = state.running.uncached_tokens
+        uncached = state.running.uncached_tokens
         standing = self._standing
         self._losses.note(state.now_s, 0.0 if standing is None else standing.schedule.loss)
-        if standing is None or not standing.still_holds(ranked, spans, queue):
+        if standing is None or not standing.still_holds(ranked, uncached, queue):
             memory = state.memory
             pressure = (
                 queue
                 or memory.device_free_tokens < SCARCE * memory.device_tokens
-                or bool(spans.any())
+                or bool(uncached.any())
             )
             schedule = build(state, ranked.levels.running, pressure, self._losses.allowed)
-            standing = self._standing = _Standing(ranked, spans, queue, schedule)
+            standing = self._standing = _Standing(ranked, uncached, queue, schedule)
         return standing.schedule
 
-    def _spans(self, state: SystemState, batch: Batch) -> IntArray | None:
+    def _evicted(self, state: SystemState, batch: Batch) -> IntArray | None:
         """n_i of each running and each admitted request; None if all is cached."""
         plan = self._plan
         if not batch.admit and _still_good(state, plan):
-            return None if plan is None else plan.span
+            return None if plan is None else plan.evicted
         candidates = Candidates.of(state, batch.admit)
         block = state.memory.block_tokens
         need = _need(state, candidates.tokens, candidates.shared, GROWTH_STEPS)
         most = min(state.memory.max_restored_tokens, int(candidates.evictable.sum()))
         need = int(min(need, most)) // block * block
         self._plan = self._planned(state, batch, candidates, need) if need > 0 else None
-        return None if self._plan is None else self._plan.span
+        return None if self._plan is None else self._plan.evicted
 
     def _planned(
         self, state: SystemState, batch: Batch, candidates: Candidates, need: int
@@ -148,11 +148,17 @@ class SloPriority(Policy):
             optimum, solved = plan.optimum, plan.solved_need
         else:
             weights = self._weights(state, batch)
-            costs = SpanCosts.of(state, candidates, weights, need)
+            costs = EvictionCosts.of(state, candidates, weights, need)
             optimum, solved = self._program.solve(costs, need), need
-        span = whole_blocks(costs, optimum, need, block)
+        evicted = whole_blocks(costs, optimum, need, block)
         return _Plan(
-            candidates.request_id, costs, optimum, solved, span, candidates.shared, int(span.sum())
+            candidates.request_id,
+            costs,
+            optimum,
+            solved,
+            evicted,
+            candidates.shared,
+            int(evicted.sum()),
         )
 
     def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
@@ -174,16 +180,16 @@ class _Plan:
 
     ids: IntArray
     """Requests that it is for."""
-    costs: SpanCosts
+    costs: EvictionCosts
     optimum: FloatArray
     """The program's n_i for a need of"""
     solved_need: int
     """so many tokens."""
-    span: IntArray
+    evicted: IntArray
     """n_i in whole blocks, for the latest need."""
     shared: IntArray
     """Shared tokens of the requests."""
-    evicted: int
+    total: int
     """Σ n_i."""
 
     def is_for(self, running: Requests) -> bool:
@@ -236,19 +242,19 @@ class _Standing:
     """A schedule, and what it was built for."""
 
     ranked: _Ranked
-    spans: IntArray
+    uncached: IntArray
     queue: bool
     """Whether requests wait that cannot be admitted."""
     schedule: Schedule
     iterations: int = 0
 
-    def still_holds(self, ranked: _Ranked, spans: IntArray, queue: bool) -> bool:
+    def still_holds(self, ranked: _Ranked, uncached: IntArray, queue: bool) -> bool:
         self.iterations += 1
         return (
             self.iterations < ASK_AGAIN
             and self.ranked is ranked
             and self.queue == queue
-            and np.array_equal(self.spans, spans)
+            and np.array_equal(self.uncached, uncached)
         )
 
 
@@ -262,7 +268,7 @@ def _need(state: SystemState, tokens: IntArray, shared: IntArray, steps: int) ->
     block = state.memory.block_tokens
     blocks = int(((tokens + (block - 1 + steps)) // block).sum()) + int((-shared // block).sum())
     short = blocks * block + unowned_tokens(state) - state.memory.device_tokens
-    return float(least_span_tokens(state.memory, np.float64(short)))
+    return float(least_evicted(state.memory, np.float64(short)))
 
 
 def _still_good(state: SystemState, plan: _Plan | None) -> bool:
@@ -274,9 +280,9 @@ def _still_good(state: SystemState, plan: _Plan | None) -> bool:
         return least <= 0
     if not plan.is_for(running):
         return False
-    evicted = plan.evicted
-    if least <= evicted:
-        room = (len(plan.span) + 1) * memory.block_tokens
-        return (evicted - least) * (1.0 - memory.staging_overhead) <= room
+    total = plan.total
+    if least <= total:
+        room = (len(plan.evicted) + 1) * memory.block_tokens
+        return (total - least) * (1.0 - memory.staging_overhead) <= room
     most = int(evictable_tokens(running, memory.block_tokens).sum())
-    return evicted > min(most, memory.max_restored_tokens) - memory.block_tokens
+    return total > min(most, memory.max_restored_tokens) - memory.block_tokens

@@ -158,9 +158,10 @@ def _group(members: IntArray, rate: float, step_s: float) -> Group:
 
 def _groups(state: SystemState, level: IntArray) -> list[IntArray]:
     """Positions, in groups: first the most urgent level, then those that alternate, the ones to
-    be thinned out first in front: with spans before without, less urgent before more urgent."""
-    has_span = state.running.uncached_tokens > 0
-    key = np.where(level == level.min(), -1, 2 * (level.max() - level) + 1000 * ~has_span)
+    be thinned out first in front: those with uncached tokens before those without, less urgent
+    before more urgent."""
+    has_uncached = state.running.uncached_tokens > 0
+    key = np.where(level == level.min(), -1, 2 * (level.max() - level) + 1000 * ~has_uncached)
     return [np.flatnonzero(key == k) for k in np.unique(key)]
 
 
@@ -191,8 +192,10 @@ def _rates(size: int) -> list[float]:
 def _expected_work(state: SystemState, members: list[IntArray], rates: FloatArray) -> StepWork:
     """Mean work of a step, for each choice: every group contributes its mean request."""
     running = state.running
-    span = running.uncached_tokens.astype(np.float64)
-    columns = np.stack((running.tokens, span, span * span, span * running.shared_tokens))
+    uncached = running.uncached_tokens.astype(np.float64)
+    columns = np.stack(
+        (running.tokens, uncached, uncached * uncached, uncached * running.shared_tokens)
+    )
     means = np.array([columns[:, g].mean(axis=1) for g in members])
     tokens, rows, squares, prefix = (rates @ means).T
     return StepWork(
@@ -208,15 +211,15 @@ def _expected_work(state: SystemState, members: list[IntArray], rates: FloatArra
 def _loss(state: SystemState, work: StepWork, seconds: FloatArray) -> FloatArray:
     """Share of tokens per second that each choice loses against the first, the full step.
 
-    A token counts what it takes there: an equal part of the step without spans, and as much of
+    A token counts what it takes there: an equal part of the step with all cached, and as much of
     the rest as it has of the restored tokens. Otherwise it would seem a gain to put off the
     requests that have most to recompute, though they run later.
     """
-    rows, spans = np.asarray(work.decode_rows), np.asarray(work.restored_tokens)
+    rows, restored = np.asarray(work.decode_rows), np.asarray(work.restored_tokens)
     tokens = np.asarray(work.decode_tokens)
     cached = float(state.latency.step_seconds(StepWork(rows[0], tokens[0])))
-    per_span = (seconds[0] - cached) / max(float(spans[0]), 1.0)
-    return np.asarray(1.0 - (rows * cached / rows[0] + spans * per_span) / seconds, np.float64)
+    per_token = (seconds[0] - cached) / max(float(restored[0]), 1.0)
+    return np.asarray(1.0 - (rows * cached / rows[0] + restored * per_token) / seconds, np.float64)
 
 
 def _choose(allowed: npt.NDArray[np.bool_], seconds: FloatArray, target: float) -> int:

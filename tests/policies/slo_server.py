@@ -137,9 +137,9 @@ class Simulation:
 
     def _decode(self, paused: set[int]) -> None:
         those = [r for i, r in enumerate(self.running) if i not in paused]
-        spans = np.array([r.uncached for r in those], float)
+        uncached = np.array([r.uncached for r in those], float)
         work = StepWork(
-            len(those), sum(r.tokens for r in those), spans.sum(), (spans * spans).sum()
+            len(those), sum(r.tokens for r in those), uncached.sum(), (uncached * uncached).sum()
         )
         self.now_s += float(self.latency.step_seconds(work))
         for request in self.running:
