@@ -20,12 +20,13 @@ from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
     Candidates,
-    eventual_ratio,
     evicted_at,
     least_evicted,
+    ratios_for,
+    ratios_of,
     share_for,
+    short_tokens,
     step_limit_s,
-    unowned_tokens,
     work_of,
 )
 from ellm_sgl.policies.work_split import plan_split
@@ -107,54 +108,25 @@ class Fcfs(Policy):
             return self._rotated.batch()
         if count and self._may_pause:
             active = self._active(state)
-            memory = (state.memory.device_tokens,)
-            if self._counted is None or not self._counted.still_holds(state, memory):
-                active = participants(state, active)
-                self._counted = _Standing(state.running.request_id, memory)
-                self._paused_evicted = None
             if active < count:
                 self._first_paused = int(state.running.request_id[active])
                 return Batch(admit=(), pause=tuple(range(active, count)))
         self._first_paused = None
-        most = min(len(state.waiting), state.max_running - len(state.running))
-        if most <= 0:
-            return Batch(admit=())
-        return Batch(admit=tuple(range(self._admitted(state, most))))
+        most = min(len(state.waiting), state.max_running - count)
+        return Batch(admit=tuple(range(self._admitted(state, most) if most > 0 else 0)))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         if self._rotated is not None:
-            return self._ratios_of(state, batch, self._rotated)
+            evicted = self._evicted_in_rotation(state, batch, self._rotated)
+            ratios = ratios_of(evicted, state.running.tokens)
+            return Ratios(ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
         if batch.pause:
             if self._paused_evicted is None:
                 active = len(state.running) - len(batch.pause)
                 self._paused_evicted = _evicted_while_some_pause(state, active)
-            evicted = self._paused_evicted
-            ratios = np.where(evicted > 0, (evicted + 0.5) / state.running.tokens, 0.0)
-            return Ratios(running=ratios, admitted=NOBODY)
-        candidates = Candidates.of(state, batch.admit)
-        count = len(state.running)
-        evicted = self._evicted(state, candidates, batch, 0)
-        admitted = np.zeros(len(batch.admit))
-        if batch.admit and self._lookahead:
-            admitted += eventual_ratio(state, batch.admit, self._lookahead)
-        if evicted is None:
-            return Ratios(running=np.zeros(count), admitted=admitted)
-        # In the middle of a token, so that rounding down to whole blocks gives n_i.
-        ratios = np.where(evicted > 0, (evicted + 0.5) / candidates.tokens, 0.0)
-        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], admitted))
-
-    def _ratios_of(self, state: SystemState, batch: Batch, rotated: RotationDecision) -> Ratios:
-        """Of paused requests all is evicted; of active ones the same share, the least that fits; of
-        the resuming one nothing, so that its KV is fetched."""
-        candidates = Candidates.of(state, [])
-        active = ~rotated.paused
-        evicted = np.where(rotated.evicted(), candidates.evictable, 0)
-        held = int((candidates.charged - evicted)[~active].sum())
-        partial = self._evicted(state, candidates.only(active), batch, held)
-        if partial is not None:
-            evicted[active] = partial
-        ratios = np.where(evicted > 0, (evicted + 0.5) / candidates.tokens, 0.0)
-        return Ratios(running=ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
+            return Ratios(ratios_of(self._paused_evicted, state.running.tokens), NOBODY)
+        evicted = self._evicted(state, batch, Candidates.of(state, batch.admit))
+        return ratios_for(state, batch, evicted, self._lookahead)
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
@@ -166,36 +138,52 @@ class Fcfs(Policy):
             return self._answered.admitted
         problem = BatchProblem.of(state, most, self._lookahead)
         admitted = self._solve(problem) - len(state.running)
-        stands = admitted == 0 or self._lookahead >= SOLVE_EVERY
-        self._answered = (
-            _Standing(state.running.request_id, bounds, limit_s, admitted, _next(state, admitted))
-            if stands
-            else None
-        )
+        self._answered = None
+        if admitted == 0 or self._lookahead >= SOLVE_EVERY:
+            running, waiting = state.running.request_id, _next(state, admitted)
+            self._answered = _Standing(running, bounds, limit_s, admitted, waiting)
         return admitted
 
     def _active(self, state: SystemState) -> int:
-        """How many took part in the step before, of those that still run; all of them count as
-        taking part if nobody paused."""
-        if self._first_paused is None:
-            return len(state.running)
-        return max(1, int(np.searchsorted(state.running.request_id, self._first_paused)))
+        """How many of the running requests take part."""
+        memory = (state.memory.device_tokens,)
+        before = len(state.running)  # all count as taking part if nobody paused
+        if self._first_paused is not None:
+            before = max(1, int(np.searchsorted(state.running.request_id, self._first_paused)))
+        if self._counted is not None and self._counted.still_holds(state, memory):
+            return before
+        self._counted = _Standing(state.running.request_id, memory)
+        self._paused_evicted = None
+        return participants(state, before)
+
+    def _evicted_in_rotation(
+        self, state: SystemState, batch: Batch, rotated: RotationDecision
+    ) -> IntArray:
+        """n_i: of paused requests all; of active ones the same share, the least that fits; of
+        the resuming one nothing, so that its KV is fetched."""
+        candidates, active = Candidates.of(state), ~rotated.paused
+        evicted = np.where(rotated.evicted(), candidates.evictable, 0)
+        held = int((candidates.charged - evicted)[~active].sum())
+        partial = self._evicted(state, batch, candidates[active], held)
+        if partial is not None:
+            evicted[active] = partial
+        return evicted
 
     def _evicted(
-        self, state: SystemState, candidates: Candidates, batch: Batch, held: int
+        self, state: SystemState, batch: Batch, candidates: Candidates, held: int = 0
     ) -> IntArray | None:
-        """n_i of each request; None if all is cached. Keeps or renews the share.
+        """n_i of each candidate; None if all is cached. Keeps or renews the share.
 
         Args:
             held: device tokens of running requests that are not among the candidates.
         """
         memory, block = state.memory, state.memory.block_tokens
-        short = int(candidates.charged.sum()) + held + unowned_tokens(state) - memory.device_tokens
+        short = short_tokens(state, candidates) + held
         if short <= 0:
             self._share = 0.0
             return None
         most = min(int(candidates.evictable.sum()), memory.max_restored_tokens) // block * block
-        least = min(float(least_evicted(memory, np.float64(short))), most)
+        least = min(float(least_evicted(memory, short)), most)
         enough = min(least * HOLD, most - least)
         evicted = evicted_at(candidates, self._share, block)
         spare = evicted.sum() - least
@@ -210,13 +198,12 @@ class Fcfs(Policy):
 def _evicted_while_some_pause(state: SystemState, active: int) -> IntArray:
     """n_i: of the last ones what the others need is evicted; if that is not enough, the same share
     of all those that run."""
-    candidates = Candidates.of(state, [])
-    block = state.memory.block_tokens
+    candidates, block = Candidates.of(state), state.memory.block_tokens
     evicted = evicted_tokens(state, active)
-    short = candidates.charged.sum() + unowned_tokens(state) - state.memory.device_tokens
-    missing = float(least_evicted(state.memory, np.float64(short - evicted.sum())))
+    short = short_tokens(state, candidates) - int(evicted.sum())
+    missing = float(least_evicted(state.memory, short))
     if missing > 0.0:
-        first = candidates.first(active)
+        first = candidates[:active]
         evicted[:active] = evicted_at(first, share_for(first, missing, block), block)
     return evicted
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
+from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
 from ellm_sgl.policies.problem.candidates import Candidates, least_evicted, unowned_tokens
-
-BoolArray = npt.NDArray[np.bool_]
 
 SLO_SHARE = 0.9
 """Share of the SLO that deadlines are planned with; the rest is for what was not foreseen."""
@@ -94,7 +91,7 @@ class Memory:
     @classmethod
     def of(cls, state: SystemState, excess_share: float) -> Memory:
         """`excess_share`: see the function of that name."""
-        candidates = Candidates.of(state, [], AHEAD)
+        candidates = Candidates.of(state, ahead=AHEAD)
         room = state.memory.device_tokens - unowned_tokens(state)
         return cls(
             room=room,
@@ -115,15 +112,14 @@ class Memory:
         needed = np.where(active, self.cached, self.kept)
         if resuming is not None:
             needed[resuming] = self.cached[resuming]
-        short = np.float64(needed.sum() - self.room)
         evictable = (self.cached - self.kept)[active].sum()
-        return bool(least_evicted(self.state, short) <= evictable)
+        return bool(least_evicted(self.state, needed.sum() - self.room) <= evictable)
 
 
 def excess_share(state: SystemState) -> float:
     """By what share active requests should exceed their room, each step restoring what they lack,
     so that most tokens per second are decoded: Eq. (1) for so many requests of mean length."""
-    candidates = Candidates.of(state, [])
+    candidates = Candidates.of(state)
     charged, room = candidates.charged.astype(np.float64), float(state.memory.device_tokens)
     most = MAX_EVICTED * candidates.evictable.sum() / charged.sum()
     excess = room * BEYOND

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ellm_sgl.latency import LatencyModel, StepWork
-from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
+from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
     evicted_at,
@@ -22,8 +21,6 @@ from ellm_sgl.policies.problem.candidates import (
     unowned_tokens,
     work_of,
 )
-
-BoolArray = npt.NDArray[np.bool_]
 
 TOLERANCE = 0.005
 """Of batch sizes within this of the best, the smallest is taken: it restores least."""
@@ -58,11 +55,13 @@ class BatchProblem:
         running = len(state.running)
         evictable = candidates.evictable.astype(np.float64)
         columns = np.zeros((5, len(evictable) + 1))
-        columns[0, 1:] = candidates.tokens
-        columns[1, 1:] = evictable
-        columns[2, 1:] = evictable * evictable
-        columns[3, 1:] = evictable * candidates.shared
-        columns[4, 1:] = candidates.charged
+        columns[:, 1:] = (
+            candidates.tokens,
+            evictable,
+            evictable * evictable,
+            evictable * candidates.shared,
+            candidates.charged,
+        )
         tokens, sums, squares, prefix, charged = np.cumsum(columns, axis=1)
         limit = step_limit_s(state, state.waiting.tpot_slo_s[:most])
         return cls(
@@ -104,10 +103,9 @@ class BatchProblem:
         first = int(cached[-1]) if len(cached) else 0
         while (best := value[first:].max()) > 0.0:
             choice = first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())
-            if evicted[choice] == 0.0 or self._fits_rounded(
-                int(sizes[choice]), float(evicted[choice])
-            ):
-                return int(sizes[choice])
+            size = int(sizes[choice])
+            if evicted[choice] == 0.0 or self._fits_rounded(size, float(evicted[choice])):
+                return size
             value[choice] = 0.0
         return self.fewest
 
@@ -131,7 +129,7 @@ class BatchProblem:
 
     def _fits_rounded(self, size: int, tokens: float) -> bool:
         """Whether the first `size` requests keep the SLO with whole blocks evicted of each."""
-        first, block = self.candidates.first(size), self.memory.block_tokens
+        first, block = self.candidates[:size], self.memory.block_tokens
         evicted = evicted_at(first, share_for(first, tokens, block), block)
         if evicted.sum() > self.memory.max_restored_tokens:
             return False

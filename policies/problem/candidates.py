@@ -12,11 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ellm_sgl.config.ranges import MOST_TOKENS, Range
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, Requests, SystemState
+from ellm_sgl.policies.base import (
+    Batch,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    MemoryState,
+    Ratios,
+    Requests,
+    SystemState,
+)
 from ellm_sgl.policies.planned import evictable
 
 
@@ -35,19 +43,19 @@ class Candidates:
     """Device tokens of the request if all of it is cached, shared blocks excluded."""
 
     @classmethod
-    def of(cls, state: SystemState, admit: slice | Sequence[int], ahead: int = 0) -> Candidates:
-        """The running requests and some waiting ones.
+    def of(
+        cls, state: SystemState, admit: slice | Sequence[int] = (), ahead: int = 0
+    ) -> Candidates:
+        """The running requests and, of the waiting ones, those to `admit`, in order.
 
         Args:
-            admit: which of `state.waiting`, in order.
             ahead: steps to look ahead: every request is taken to be longer by so many tokens, or by
                 the tokens that it may still generate if these are fewer.
         """
         rows = admit if isinstance(admit, slice) else np.asarray(admit, np.int64)
-        nobody = not isinstance(admit, slice) and len(admit) == 0
 
         def column(running: IntArray, waiting: IntArray) -> IntArray:
-            return running if nobody else np.concatenate((running, waiting[rows]))
+            return np.concatenate((running, waiting[rows]))
 
         running, waiting, block = state.running, state.waiting, state.memory.block_tokens
         tokens = column(running.tokens, waiting.tokens)
@@ -55,38 +63,54 @@ class Candidates:
         if ahead:
             growth = column(_remaining(running), _remaining(waiting))
             tokens = tokens + np.minimum(growth, ahead)
-        shared_blocks = -(-shared // block)
-        charged = tokens // block + 1 - shared_blocks
         return cls(
             request_id=column(running.request_id, waiting.request_id),
             tokens=tokens,
             shared=shared,
             evictable=evictable(tokens, shared, block),
-            charged=charged * block,
+            charged=(tokens // block + 1 - -(-shared // block)) * block,
         )
 
-    def first(self, count: int) -> Candidates:
-        """The first so many requests."""
-        return self.only(slice(count))
-
-    def only(self, chosen: slice | npt.NDArray[np.bool_]) -> Candidates:
-        """These requests."""
+    def __getitem__(self, chosen: slice | BoolArray) -> Candidates:
         return Candidates(**{name: column[chosen] for name, column in vars(self).items()})
 
 
-def eventual_ratio(state: SystemState, admit: Sequence[int], lookahead: int) -> float:
+def ratios_of(evicted: IntArray, tokens: IntArray) -> FloatArray:
+    """r_i that evict n_i of s_i tokens: of the middle of a token, so that rounding down to whole
+    blocks gives n_i."""
+    return np.where(evicted > 0, (evicted + 0.5) / tokens, 0.0)
+
+
+def ratios_for(
+    state: SystemState, batch: Batch, evicted: IntArray | None, lookahead: int
+) -> Ratios:
+    """The answer by which n_i of each running and each admitted request is evicted.
+
+    Args:
+        evicted: n_i; None if all is cached.
+        lookahead: steps; those admitted are said to come to what `_eventual_ratio` tells.
+    """
+    count = len(state.running)
+    eventual = _eventual_ratio(state, batch.admit, lookahead) if batch.admit and lookahead else 0.0
+    if evicted is None:
+        return Ratios(np.zeros(count), np.full(len(batch.admit), eventual))
+    waiting = state.waiting.tokens[np.array(batch.admit, np.int64)]
+    ratios = ratios_of(evicted, np.concatenate((state.running.tokens, waiting)))
+    return Ratios(ratios[:count], np.maximum(ratios[count:], eventual))
+
+
+def _eventual_ratio(state: SystemState, admit: Sequence[int], lookahead: int) -> float:
     """The uncached ratio that the running and these waiting requests will come to.
 
     0 if all fit cached, `lookahead` steps on: then it was not decided to restore anything, and the
     server's own admission accounting, which knows their longest lengths, is to hold. Otherwise
     what their longest lengths need, so that it lets in those that were chosen.
     """
-    if _short_tokens(state, Candidates.of(state, admit, lookahead)) <= 0:
+    if short_tokens(state, Candidates.of(state, admit, lookahead)) <= 0:
         return 0.0
     longest = Candidates.of(state, admit, LONGEST)
-    needed = float(least_evicted(state.memory, np.float64(_short_tokens(state, longest))))
-    most = int(longest.evictable.sum())
-    return min(needed, most) / int(longest.tokens.sum())
+    needed = float(least_evicted(state.memory, short_tokens(state, longest)))
+    return min(needed, int(longest.evictable.sum())) / int(longest.tokens.sum())
 
 
 LOOKAHEAD = Range(0, MOST_TOKENS, whole=True)
@@ -95,7 +119,7 @@ LONGEST = 1 << 40
 """Steps after which every request has all the tokens that it may generate."""
 
 
-def _short_tokens(state: SystemState, candidates: Candidates) -> int:
+def short_tokens(state: SystemState, candidates: Candidates) -> int:
     """Device tokens that are missing if all is cached; negative where all fits."""
     return int(candidates.charged.sum()) + unowned_tokens(state) - state.memory.device_tokens
 
@@ -110,11 +134,10 @@ def unowned_tokens(state: SystemState) -> int:
     return max(0, used - int(np.maximum(own, 0).sum()) * block)
 
 
-def least_evicted(memory: MemoryState, short: FloatArray | np.float64) -> FloatArray:
+def least_evicted(memory: MemoryState, short: FloatArray | float) -> FloatArray:
     """Σ n_i that covers a shortage: whole blocks, and M_o for the tokens that they restore.
 
     Args:
-        memory: gives block size and M_o.
         short: device tokens that are missing if all is cached; may be negative.
 
     Returns:
@@ -122,7 +145,7 @@ def least_evicted(memory: MemoryState, short: FloatArray | np.float64) -> FloatA
     """
     gain = 1.0 - memory.staging_overhead
     if gain <= 0.0:
-        return np.where(short > 0.0, np.inf, 0.0)
+        return np.where(np.greater(short, 0.0), np.inf, 0.0)
     blocks = np.ceil(np.maximum(short, 0.0) / (gain * memory.block_tokens))
     return np.asarray(blocks * memory.block_tokens, np.float64)
 

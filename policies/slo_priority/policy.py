@@ -18,12 +18,12 @@ from ellm_sgl.policies.base import (
     SystemState,
     WorkSplit,
 )
-from ellm_sgl.policies.planned import evictable_tokens
+from ellm_sgl.policies.planned import evictable_tokens, select
 from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
     Candidates,
-    eventual_ratio,
     least_evicted,
+    ratios_for,
     unowned_tokens,
 )
 from ellm_sgl.policies.slo_priority.admission import admit
@@ -78,19 +78,7 @@ class SloPriority(Policy):
         return Batch(admit=admitted, pause=schedule.paused(state))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        evicted = self._evicted(state, batch)
-        count = len(state.running)
-        admitted = np.zeros(len(batch.admit))
-        if batch.admit and self._lookahead:
-            admitted += eventual_ratio(state, batch.admit, self._lookahead)
-        if evicted is None:
-            return Ratios(running=np.zeros(count), admitted=admitted)
-        tokens = state.running.tokens
-        if batch.admit:
-            tokens = np.concatenate((tokens, state.waiting.tokens[list(batch.admit)]))
-        # In the middle of a token, so that rounding down to whole blocks gives n_i.
-        ratios = np.where(evicted > 0, (evicted + 0.5) / tokens, 0.0)
-        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], admitted))
+        return ratios_for(state, batch, self._evicted(state, batch), self._lookahead)
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
@@ -127,50 +115,34 @@ class SloPriority(Policy):
 
     def _evicted(self, state: SystemState, batch: Batch) -> IntArray | None:
         """n_i of each running and each admitted request; None if all is cached."""
-        plan = self._plan
-        if not batch.admit and _still_good(state, plan):
-            return None if plan is None else plan.evicted
-        candidates = Candidates.of(state, batch.admit)
-        block = state.memory.block_tokens
-        need = _need(state, candidates.tokens, candidates.shared, GROWTH_STEPS)
-        most = min(state.memory.max_restored_tokens, int(candidates.evictable.sum()))
-        need = int(min(need, most)) // block * block
-        self._plan = self._planned(state, batch, candidates, need) if need > 0 else None
+        if batch.admit or not _still_good(state, self._plan):
+            candidates = Candidates.of(state, batch.admit)
+            block = state.memory.block_tokens
+            need = _need(state, candidates.tokens, candidates.shared, GROWTH_STEPS)
+            most = min(state.memory.max_restored_tokens, int(candidates.evictable.sum()))
+            need = int(min(need, most)) // block * block
+            self._plan = self._planned(state, batch, candidates, need) if need > 0 else None
         return None if self._plan is None else self._plan.evicted
 
     def _planned(
         self, state: SystemState, batch: Batch, candidates: Candidates, need: int
     ) -> _Plan:
-        block = state.memory.block_tokens
         plan = self._plan
         if plan is not None and plan.is_near(candidates, need):
             costs = replace(plan.costs, limit=candidates.evictable)
             optimum, solved = plan.optimum, plan.solved_need
         else:
-            weights = self._weights(state, batch)
-            costs = EvictionCosts.of(state, candidates, weights, need)
+            costs = EvictionCosts.of(state, candidates, self._weights(state, batch), need)
             optimum, solved = self._program.solve(costs, need), need
-        evicted = whole_blocks(costs, optimum, need, block)
-        return _Plan(
-            candidates.request_id,
-            costs,
-            optimum,
-            solved,
-            evicted,
-            candidates.shared,
-            int(evicted.sum()),
-        )
+        evicted = whole_blocks(costs, optimum, need, state.memory.block_tokens)
+        return _Plan(candidates, costs, optimum, solved, evicted)
 
     def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
-        levels, rows = self._rank(state).levels, list(batch.admit)
-
-        def column(running: FloatArray, waiting: FloatArray) -> FloatArray:
-            return np.concatenate((running, waiting[rows]))
-
+        levels, both = self._rank(state).levels, (state.running, select(state.waiting, batch.admit))
         return keep_weights(
-            np.concatenate((levels.running, levels.waiting[rows])),
-            column(state.running.tpot_slo_s, state.waiting.tpot_slo_s),
-            column(state.running.arrival_s, state.waiting.arrival_s),
+            np.concatenate((levels.running, levels.waiting[np.array(batch.admit, np.int64)])),
+            np.concatenate([requests.tpot_slo_s for requests in both]),
+            np.concatenate([requests.arrival_s for requests in both]),
         )
 
 
@@ -178,8 +150,8 @@ class SloPriority(Policy):
 class _Plan:
     """An answer to the ratio question, and what it came from."""
 
-    ids: IntArray
-    """Requests that it is for."""
+    candidates: Candidates
+    """The requests that it is for."""
     costs: EvictionCosts
     optimum: FloatArray
     """The program's n_i for a need of"""
@@ -187,21 +159,17 @@ class _Plan:
     """so many tokens."""
     evicted: IntArray
     """n_i in whole blocks, for the latest need."""
-    shared: IntArray
-    """Shared tokens of the requests."""
-    total: int
-    """Σ n_i."""
 
     def is_for(self, running: Requests) -> bool:
         """Whether it is for these requests, with nothing more of them shared."""
-        return np.array_equal(self.ids, running.request_id) and np.array_equal(
-            self.shared, running.shared_tokens
+        return np.array_equal(self.candidates.request_id, running.request_id) and np.array_equal(
+            self.candidates.shared, running.shared_tokens
         )
 
     def is_near(self, candidates: Candidates, need: int) -> bool:
         """Whether the optimum is of the same requests and of a need near this one."""
-        drift = abs(need - self.solved_need)
-        return drift <= DRIFT * self.solved_need and np.array_equal(self.ids, candidates.request_id)
+        same = np.array_equal(self.candidates.request_id, candidates.request_id)
+        return same and abs(need - self.solved_need) <= DRIFT * self.solved_need
 
 
 @dataclass(eq=False)
@@ -268,7 +236,7 @@ def _need(state: SystemState, tokens: IntArray, shared: IntArray, steps: int) ->
     block = state.memory.block_tokens
     blocks = int(((tokens + (block - 1 + steps)) // block).sum()) + int((-shared // block).sum())
     short = blocks * block + unowned_tokens(state) - state.memory.device_tokens
-    return float(least_evicted(state.memory, np.float64(short)))
+    return float(least_evicted(state.memory, short))
 
 
 def _still_good(state: SystemState, plan: _Plan | None) -> bool:
@@ -280,7 +248,7 @@ def _still_good(state: SystemState, plan: _Plan | None) -> bool:
         return least <= 0
     if not plan.is_for(running):
         return False
-    total = plan.total
+    total = int(plan.evicted.sum())
     if least <= total:
         room = (len(plan.evicted) + 1) * memory.block_tokens
         return (total - least) * (1.0 - memory.staging_overhead) <= room

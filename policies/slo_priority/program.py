@@ -47,14 +47,10 @@ class EvictionCosts:
     limit: IntArray
     """u_i, tokens, in whole blocks."""
 
-    def part(self, positions: IntArray) -> EvictionCosts:
+    def __getitem__(self, positions: IntArray) -> EvictionCosts:
         """Of some of the requests."""
-        return EvictionCosts(
-            self.weight[positions],
-            self.linear[positions],
-            self.quadratic,
-            self.limit[positions],
-        )
+        weight, linear = self.weight[positions], self.linear[positions]
+        return EvictionCosts(weight, linear, self.quadratic, self.limit[positions])
 
     @classmethod
     def of(
@@ -112,7 +108,7 @@ class EvictionProgram:
         if left >= NEARLY_ALL * room:
             tokens[free] = costs.limit[free]
         else:
-            tokens[free] = self._of_size(len(free)).solve(costs.part(free), left)
+            tokens[free] = self._of_size(len(free)).solve(costs[free], left)
         return tokens
 
     def _of_size(self, count: int) -> _Compiled:

@@ -31,7 +31,7 @@ def problem(seed: int, size: Size) -> tuple[EvictionCosts, int, int]:
     rng = np.random.default_rng(seed)
     while True:
         state = random_state(rng, size)
-        candidates = Candidates.of(state, slice(0))
+        candidates = Candidates.of(state)
         block, most = state.memory.block_tokens, int(candidates.evictable.sum())
         if most > block:
             break
