@@ -8,7 +8,12 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
-from ellm_sgl.policies.problem.candidates import Candidates, least_evicted, unowned_tokens
+from ellm_sgl.policies.problem.candidates import (
+    Candidates,
+    decode_seconds,
+    least_evicted,
+    unowned_tokens,
+)
 
 SLO_SHARE = 0.9
 """Share of the SLO that deadlines are planned with; the rest is for what was not foreseen."""
@@ -47,15 +52,10 @@ class Deadlines:
         spent = np.nan_to_num(running.tpot_s) * (generated - 1) + running.waited_s
         link = LINK_SHARE * state.hardware.link_bytes_per_s
         fetch_token_s = state.model.kv_bytes_per_token / link
-        step = StepWork(
-            decode_rows=int(active.sum()),
-            decode_tokens=float(running.tokens[active].sum()),
-            restored_tokens=float(running.uncached_tokens[active].sum()),
-        )
         return cls(
             slack_s=slo * generated - spent,
             fetch_s=np.asarray(running.tokens * fetch_token_s + state.hardware.link_latency_s),
-            step_s=float(state.latency.step_seconds(step)),
+            step_s=decode_seconds(state, active),
             slo_s=float(slo.min(initial=SLO_SHARE * state.tpot_slo_s)),
         )
 

@@ -200,6 +200,13 @@ def work_of(candidates: Candidates, evicted: IntArray) -> StepWork:
     )
 
 
+def decode_seconds(state: SystemState, runs: slice | BoolArray = slice(None)) -> float:
+    """Time of a decode step of these running requests, by tokens cached and restored."""
+    tokens, uncached = state.running.tokens[runs], state.running.uncached_tokens[runs]
+    work = StepWork(len(tokens), float(tokens.sum()), restored_tokens=float(uncached.sum()))
+    return float(state.latency.step_seconds(work))
+
+
 def step_limit_s(state: SystemState, admit_slo_s: FloatArray) -> FloatArray:
     """Most seconds that a step may take, SLO - WT_max of Eq. (1), as further requests are admitted.
 

@@ -26,9 +26,8 @@ from ellm_sgl.policies.problem.candidates import (
     ratios_for,
     unowned_tokens,
 )
-from ellm_sgl.policies.slo_priority.admission import admit
+from ellm_sgl.policies.slo_priority.admission import PrefillBudget, admit
 from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
-from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
 from ellm_sgl.policies.slo_priority.program import EvictionCosts, EvictionProgram, whole_blocks
 from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
 from ellm_sgl.policies.work_split import plan_split

@@ -168,17 +168,13 @@ def _groups(state: SystemState, level: IntArray) -> list[IntArray]:
 def _rate_choices(sizes: list[int]) -> FloatArray:
     """How many of each group run per step, [choices, groups], from all to the fewest. Each choice
     is one step down from the one before, in the first group that can be thinned out."""
-    rates = [_rates(size) for size in sizes]
-    rates[0] = rates[0][:1]
-    further = [len(r) - 1 for r in rates]
-    columns = np.empty((1 + sum(further), len(sizes)))
-    start = 1
-    for g, (rate, count) in enumerate(zip(rates, further, strict=True)):
-        columns[:start, g] = rate[0]
-        columns[start : start + count, g] = rate[1:]
-        columns[start + count :, g] = rate[-1]
-        start += count
-    return columns
+    chosen = [float(size) for size in sizes]
+    choices = [chosen]
+    for group, size in enumerate(sizes[1:], start=1):
+        for rate in _rates(size)[1:]:
+            chosen = [*chosen[:group], rate, *chosen[group + 1 :]]
+            choices.append(chosen)
+    return np.array(choices)
 
 
 def _rates(size: int) -> list[float]:

@@ -14,7 +14,7 @@ import numpy as np
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies.base import Batch, Policy, Ratios, Requests, StepReport, SystemState
-from ellm_sgl.policies.checks import check_batch, check_ratios, check_split
+from ellm_sgl.policies.checks import checked_answers
 from ellm_sgl.policies.planned import planned_tokens, select, step_work
 from ellm_sgl.policies.testing.generate import make_state, requests
 
@@ -70,11 +70,11 @@ class _Request:
     request_id: int
     kind: Kind
     arrival_s: float
-    uncached: int = 0
-    output: int = 0
-    last_token_s: float = 0.0
+    last_token_s: float
     """When it got its last token; while it waits, when it arrived."""
     admitted_s: float = 0.0
+    uncached: int = 0
+    output: int = 0
 
     @property
     def output_tokens(self) -> int:
@@ -114,12 +114,7 @@ class Server:
             InvalidAnswer: an answer that does not pass its check.
         """
         state = self.state()
-        batch = self.policy.batch(state)
-        check_batch(state, batch)
-        ratios = self.policy.ratio(state, batch)
-        check_ratios(state, batch, ratios)
-        check_split(self.policy.split(state, step_work(state, batch, ratios)))
-
+        batch, ratios, _ = checked_answers(self.policy, state)
         paused = {self.running[i].request_id for i in batch.pause}
         targets = planned_tokens(state.running, ratios.running, BLOCK_TOKENS)
         for request, target in zip(self.running, targets.tolist(), strict=True):
@@ -159,8 +154,7 @@ class Server:
 
     def _arrive(self, kind: Kind, count: int) -> None:
         for _ in range(count):
-            request = _Request(self.arrived, kind, self.now_s, last_token_s=self.now_s)
-            self.waiting.append(request)
+            self.waiting.append(_Request(self.arrived, kind, self.now_s, self.now_s))
             self.arrived += 1
 
     def _admit(self, state: SystemState, batch: Batch, ratios: Ratios) -> list[_Request]:
