@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ellm_sgl.latency import StepWork
@@ -29,13 +27,16 @@ from ellm_sgl.policies.problem.candidates import (
     step_limit_s,
     work_of,
 )
+from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.work_split import plan_split
 
 HOLD = 1 / 32
 """A share stays while what it evicts is enough, and at most this part more than enough."""
 
 SOLVE_EVERY = 16
-"""Iterations after which the batch question is solved again though nothing else has changed."""
+"""Iterations after which the batch question is solved again though nothing else has changed. Till
+then a refusal stands while a step may not take clearly longer, so many requests while it may take
+as long."""
 
 NOBODY = np.zeros(0)
 
@@ -84,13 +85,14 @@ class Fcfs(Policy):
         self._may_pause = pause
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
-        self._answered: _Standing | None = None
-        """How many may be admitted. They may wait many steps for the server's own admission; and if
-        nobody may, running requests only grow: it gets no easier."""
+        self._answered: Standing[tuple[int, float]] | None = None
+        """How many may be admitted, and the limit on a step's time. They may wait many steps for
+        the server's own admission; and if nobody may, running requests only grow: it gets no
+        easier."""
         self._first_paused: int | None = None
         """Id of the first running request that pauses."""
-        self._counted: _Standing | None = None
-        """Who takes part."""
+        self._counted: Standing[None] | None = None
+        """It stands who takes part."""
         self._paused_evicted: IntArray | None = None
         """n_i of the running requests while some pause; computed with `_counted`."""
         self._rotation = Rotation() if rotate else None
@@ -133,26 +135,30 @@ class Fcfs(Policy):
 
     def _admitted(self, state: SystemState, most: int) -> int:
         """How many of up to `most` waiting requests may be admitted."""
-        bounds, limit_s = _bounds(state), float(step_limit_s(state, NOBODY)[0])
-        if self._answered is not None and self._answered.still_holds(state, bounds, limit_s):
-            return self._answered.admitted
+        limit_s = float(step_limit_s(state, NOBODY)[0])
+        if self._answered is not None:
+            admitted, before_s = self._answered.answer
+            if self._answered.holds(*_question(state, admitted)) and (
+                limit_s >= before_s if admitted else limit_s <= before_s + HOLD * abs(before_s)
+            ):
+                return admitted
         problem = BatchProblem.of(state, most, self._lookahead)
         admitted = self._solve(problem) - len(state.running)
         self._answered = None
         if admitted == 0 or self._lookahead >= SOLVE_EVERY:
-            running, waiting = state.running.request_id, _next(state, admitted)
-            self._answered = _Standing(running, bounds, limit_s, admitted, waiting)
+            given = _question(state, admitted)
+            self._answered = Standing((admitted, limit_s), *given, iterations=SOLVE_EVERY)
         return admitted
 
     def _active(self, state: SystemState) -> int:
         """How many of the running requests take part."""
-        memory = (state.memory.device_tokens,)
+        given = state.running.request_id, state.memory.device_tokens
         before = len(state.running)  # all count as taking part if nobody paused
         if self._first_paused is not None:
             before = max(1, int(np.searchsorted(state.running.request_id, self._first_paused)))
-        if self._counted is not None and self._counted.still_holds(state, memory):
+        if self._counted is not None and self._counted.holds(*given):
             return before
-        self._counted = _Standing(state.running.request_id, memory)
+        self._counted = Standing(None, *given, iterations=SOLVE_EVERY)
         self._paused_evicted = None
         return participants(state, before)
 
@@ -216,43 +222,12 @@ def _in_time(state: SystemState, batch: Batch, candidates: Candidates, evicted: 
     )
 
 
-@dataclass(eq=False)
-class _Standing:
-    """An answer that stands for `SOLVE_EVERY` iterations of the same running requests, under the
-    same bounds: a refusal while a step may not take clearly longer, `admitted` requests while they
-    are the next in line and a step may take as long."""
-
-    running: IntArray
-    bounds: tuple[int, ...]
-    limit_s: float = np.inf
-    admitted: int = 0
-    waiting: IntArray | None = None
-    """Ids of those admitted and of the next; None where the answer is not about them."""
-    iterations: int = 0
-
-    def still_holds(
-        self, state: SystemState, bounds: tuple[int, ...], limit_s: float = np.inf
-    ) -> bool:
-        self.iterations += 1
-        return (
-            self.iterations < SOLVE_EVERY
-            and self.bounds == bounds
-            and np.array_equal(self.running, state.running.request_id)
-            and (self.waiting is None or np.array_equal(self.waiting, _next(state, self.admitted)))
-            and (
-                limit_s >= self.limit_s
-                if self.admitted
-                else limit_s <= self.limit_s + HOLD * abs(self.limit_s)
-            )
-        )
-
-
-def _next(state: SystemState, admitted: int) -> IntArray:
-    """Ids of so many waiting requests, and of the one behind them."""
-    return state.waiting.request_id[: admitted + 1]
-
-
-def _bounds(state: SystemState) -> tuple[int, ...]:
-    """Places and memory."""
+def _question(state: SystemState, admitted: int) -> tuple[object, ...]:
+    """What it depends on how many are admitted: who runs, who is admitted and the next one behind
+    them, places and memory."""
     memory = state.memory
-    return state.max_running, memory.device_tokens, memory.max_restored_tokens
+    return (
+        state.running.request_id,
+        state.waiting.request_id[: admitted + 1],
+        (state.max_running, memory.device_tokens, memory.max_restored_tokens),
+    )

@@ -26,6 +26,7 @@ from ellm_sgl.policies.problem.candidates import (
     ratios_for,
     unowned_tokens,
 )
+from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.slo_priority.admission import PrefillBudget, admit
 from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
 from ellm_sgl.policies.slo_priority.program import EvictionCosts, EvictionProgram, whole_blocks
@@ -64,16 +65,19 @@ class SloPriority(Policy):
         SHARE.check("loss", loss)
         self._lookahead = lookahead
         self._program = EvictionProgram()
-        self._ranked: _Ranked | None = None
+        self._ranked: Standing[Levels] | None = None
+        self._refused: Standing[None] | None = None
+        """Nobody could be admitted. While the requests are the same, running ones only grow: it
+        gets no easier."""
         self._losses = Losses(loss)
         self._budget = PrefillBudget()
-        self._standing: _Standing | None = None
+        self._scheduled: Standing[Schedule] | None = None
         self._plan: _Plan | None = None
 
     def batch(self, state: SystemState) -> Batch:
-        ranked = self._rank(state)
-        admitted = self._admit(state, ranked)
-        schedule = self._schedule(state, ranked, queue=len(admitted) < len(state.waiting))
+        levels = self._levels(state)
+        admitted = self._admit(state, levels)
+        schedule = self._schedule(state, levels, queue=len(admitted) < len(state.waiting))
         return Batch(admit=admitted, pause=schedule.paused(state))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
@@ -82,35 +86,36 @@ class SloPriority(Policy):
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
 
-    def _rank(self, state: SystemState) -> _Ranked:
-        if self._ranked is None or not self._ranked.is_of(state):
-            self._ranked = _Ranked.of(state)
-        return self._ranked
+    def _levels(self, state: SystemState) -> Levels:
+        ids = state.running.request_id, state.waiting.request_id
+        if self._ranked is None or not self._ranked.holds(*ids):
+            self._ranked = Standing(rank_levels(state.running, state.waiting), *ids)
+            self._refused = None
+        return self._ranked.answer
 
-    def _admit(self, state: SystemState, ranked: _Ranked) -> tuple[int, ...]:
-        self._budget.note(state, ranked.levels.several)
+    def _admit(self, state: SystemState, levels: Levels) -> tuple[int, ...]:
+        self._budget.note(state, levels.several)
         if len(state.waiting) == 0 or len(state.running) >= state.max_running:
             return ()
-        if ranked.still_refuses(state):
+        if self._refused is not None and self._refused.holds(_bounds(state)):
             return ()
-        admitted = admit(state, ranked.levels, self._lookahead, self._budget)
-        ranked.note(state, refused=admitted == ())
+        admitted = admit(state, levels, self._lookahead, self._budget)
+        refused = Standing(None, _bounds(state), iterations=ASK_AGAIN)
+        self._refused = refused if admitted == () else None
         return admitted or ()
 
-    def _schedule(self, state: SystemState, ranked: _Ranked, queue: bool) -> Schedule:
-        uncached = state.running.uncached_tokens
-        standing = self._standing
-        self._losses.note(state.now_s, 0.0 if standing is None else standing.schedule.loss)
-        if standing is None or not standing.still_holds(ranked, uncached, queue):
-            memory = state.memory
-            pressure = (
-                queue
-                or memory.device_free_tokens < SCARCE * memory.device_tokens
-                or bool(uncached.any())
-            )
-            schedule = build(state, ranked.levels.running, pressure, self._losses.allowed)
-            standing = self._standing = _Standing(ranked, uncached, queue, schedule)
-        return standing.schedule
+    def _schedule(self, state: SystemState, levels: Levels, queue: bool) -> Schedule:
+        """`queue`: requests wait that cannot be admitted."""
+        uncached, memory = state.running.uncached_tokens, state.memory
+        standing = self._scheduled
+        self._losses.note(state.now_s, 0.0 if standing is None else standing.answer.loss)
+        if standing is None or not standing.holds(levels, uncached, queue):
+            scarce = memory.device_free_tokens < SCARCE * memory.device_tokens
+            pressure = queue or scarce or bool(uncached.any())
+            schedule = build(state, levels.running, pressure, self._losses.allowed)
+            standing = Standing(schedule, levels, uncached, queue, iterations=ASK_AGAIN)
+            self._scheduled = standing
+        return standing.answer
 
     def _evicted(self, state: SystemState, batch: Batch) -> IntArray | None:
         """n_i of each running and each admitted request; None if all is cached."""
@@ -137,7 +142,7 @@ class SloPriority(Policy):
         return _Plan(candidates, costs, optimum, solved, evicted)
 
     def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
-        levels, both = self._rank(state).levels, (state.running, select(state.waiting, batch.admit))
+        levels, both = self._levels(state), (state.running, select(state.waiting, batch.admit))
         return keep_weights(
             np.concatenate((levels.running, levels.waiting[np.array(batch.admit, np.int64)])),
             np.concatenate([requests.tpot_slo_s for requests in both]),
@@ -169,60 +174,6 @@ class _Plan:
         """Whether the optimum is of the same requests and of a need near this one."""
         same = np.array_equal(self.candidates.request_id, candidates.request_id)
         return same and abs(need - self.solved_need) <= DRIFT * self.solved_need
-
-
-@dataclass(eq=False)
-class _Ranked:
-    """Levels of the requests of the latest states, and whether any of them could be admitted."""
-
-    running: IntArray
-    waiting: IntArray
-    """Ids of the requests ranked."""
-    levels: Levels
-    refused: tuple[float, ...] | None = None
-    """Bounds under which nobody could be admitted; None if somebody could, or it was not asked."""
-    iterations: int = 0
-    """Since it was asked."""
-
-    @classmethod
-    def of(cls, state: SystemState) -> _Ranked:
-        levels = rank_levels(state.running, state.waiting)
-        return cls(state.running.request_id, state.waiting.request_id, levels)
-
-    def is_of(self, state: SystemState) -> bool:
-        return np.array_equal(self.running, state.running.request_id) and np.array_equal(
-            self.waiting, state.waiting.request_id
-        )
-
-    def note(self, state: SystemState, refused: bool) -> None:
-        self.refused = _bounds(state) if refused else None
-        self.iterations = 0
-
-    def still_refuses(self, state: SystemState) -> bool:
-        """While the requests are the same, running ones only grow: it gets no easier."""
-        self.iterations += 1
-        return self.iterations < ASK_AGAIN and self.refused == _bounds(state)
-
-
-@dataclass(eq=False)
-class _Standing:
-    """A schedule, and what it was built for."""
-
-    ranked: _Ranked
-    uncached: IntArray
-    queue: bool
-    """Whether requests wait that cannot be admitted."""
-    schedule: Schedule
-    iterations: int = 0
-
-    def still_holds(self, ranked: _Ranked, uncached: IntArray, queue: bool) -> bool:
-        self.iterations += 1
-        return (
-            self.iterations < ASK_AGAIN
-            and self.ranked is ranked
-            and self.queue == queue
-            and np.array_equal(self.uncached, uncached)
-        )
 
 
 def _bounds(state: SystemState) -> tuple[float, ...]:
