@@ -21,7 +21,7 @@ class Step:
     ratio: float = 0.0
     """Share of their tokens that those who take part shall miss."""
     resting: float = 0.0
-    """Likewise, those who sit out."""
+    """Likewise, those who are paused."""
     joining: float = 0.0
     """Likewise, those admitted: the larger, the more are admitted."""
     admit: int | None = None

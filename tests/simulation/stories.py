@@ -27,7 +27,7 @@ from tests.simulation.events import (
 RATIOS = (0.0, 0.0, 0.3, 0.6)
 JOINING = (0.0, 0.9, 0.95, 0.95)
 RESTING = (0.0, 0.01, 0.5, 0.999, 0.999)
-"""Targets of those who sit out: 0.999 gives all up, a lower one has it fetched ahead again."""
+"""Targets of those who are paused: 0.999 gives all up, a lower one has it fetched ahead again."""
 
 
 def draw(rng: random.Random, configuration: Configuration) -> list[Event]:

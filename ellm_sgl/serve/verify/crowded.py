@@ -1,5 +1,5 @@
 """Settings in which requests that share a prefix get in each other's way: the device holds a part
-of them, beside a host tier, and some sit out steps while others run."""
+of them, beside a host tier, and some pause while others run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TURNS = ("fcfs", {"rotate": True})
 NO_HURRY = ("--ellm-tpot-slo-ms", "60000")
 """with an SLO so far off that time decides nothing."""
 FULL = ("fixed-ratio", {"ratio": 0.0})
-"""All that fits is cached, and nobody sits out by choice."""
+"""All that fits is cached, and nobody is paused by choice."""
 MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
 TWO_RANKS = "chats, two ranks"
 RESTORED = ("evicted_units", "fetched_units")
@@ -31,7 +31,7 @@ def crowded_stages(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
 
     def paused(name: str) -> Setting:
         # While the pool is tight, blocks that several requests share are evicted as well; when it
-        # is not, those who sit out get them back.
+        # is not, those who are paused get them back.
         return Setting(name, (*RESTORED, "pauses"), CHATS, TURNS, swing=swing)
 
     if quick:
