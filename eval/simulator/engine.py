@@ -186,9 +186,9 @@ class Simulation:
 
     def _started(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
         """Take those admitted out of the queue, and note what is left of the last one's prompt."""
-        joined = [c.request for c in chunks if c.begin == 0]
-        if joined:
-            self._waiting = self._waiting[~np.isin(self._waiting, joined)]
+        admitted = [c.request for c in chunks if c.begin == 0]
+        if admitted:
+            self._waiting = self._waiting[~np.isin(self._waiting, admitted)]
         self._under_way = None
         if chunks and not chunks[-1].last:
             request, end = chunks[-1].request, chunks[-1].end

@@ -57,7 +57,7 @@ class Faulty(Policy):
             time.sleep(1.0)
         if fails and self.how == "b = -1":
             return Batch(admit=(-1,))
-        if self.how == "nobody joins":
+        if self.how == "nobody is admitted":
             return Batch(admit=())
         if fails and self.how == "all pause":
             return Batch(admit=(), pause=tuple(range(len(state.running))))

@@ -62,7 +62,7 @@ def expected(scripted: ServerProcess, bodies: list[dict[str, Any]]) -> list[list
         ("b = -1", "range"),
         ("r = 2", "range"),
         ("all pause", "stall"),
-        ("nobody joins", "stall"),
+        ("nobody is admitted", "stall"),
     ],
 )
 def test_a_faulty_policy_costs_its_own_steps_only(

@@ -138,7 +138,7 @@ def test_a_request_larger_than_the_device_completes_only_in_elastic_mode():
 
 
 def test_steps_at_once_are_the_same_steps():
-    """Where nothing is evicted, only the times at which requests join may differ."""
+    """Where nothing is evicted, only the times at which requests are admitted may differ."""
     load = Load.of(Trace(np.zeros(6), np.full(6, 40), np.array([30, 30, 64, 64, 64, 64])))
     one = simulate(L4, Settings(stride=1), load)
     many = simulate(L4, Settings(stride=16), load)
