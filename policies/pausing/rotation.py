@@ -184,8 +184,7 @@ class RotationDecision:
         paused[pausing] = True
         kept = int(self._memory.kept[paused].sum())
         if kept <= KEPT_SHARE * self._memory.room and self._deadlines.spare_s(paused) >= seconds:
-            self.paused = paused
-            self._expects = True
+            self.paused, self._expects = paused, True
 
     def _prefill_seconds(self, tokens: IntArray) -> FloatArray:
         """Time of the prompts up to each of these."""
@@ -208,8 +207,7 @@ class RotationDecision:
     def _to_pause(self, resuming: int | None, tokens: int = 0) -> IntArray | None:
         """The fewest of those that are active, by slack, without which so many tokens are free
         while this one is fetched; None if all but one are not enough."""
-        present = self._present(resuming)
-        short = tokens - self._memory.free(present)
+        short = tokens - self._memory.free(self._present(resuming))
         active = np.flatnonzero(~self.paused)
         by_slack = active[np.argsort(-self._deadlines.slack_s[active], kind="stable")][:-1]
         freed = np.cumsum((self._memory.cached - self._memory.kept)[by_slack])

@@ -84,12 +84,8 @@ def ratios_of(evicted: IntArray, tokens: IntArray) -> FloatArray:
 def ratios_for(
     state: SystemState, batch: Batch, evicted: IntArray | None, lookahead: int
 ) -> Ratios:
-    """The answer by which n_i of each running and each admitted request is evicted.
-
-    Args:
-        evicted: n_i; None if all is cached.
-        lookahead: steps; those admitted are said to come to what `_eventual_ratio` tells.
-    """
+    """The answer by which n_i of each running and each admitted request is evicted, nothing if
+    `evicted` is None. Those admitted are said to come to at least their eventual ratio."""
     count = len(state.running)
     eventual = _eventual_ratio(state, batch.admit, lookahead) if batch.admit and lookahead else 0.0
     if evicted is None:
@@ -151,14 +147,11 @@ def least_evicted(memory: MemoryState, short: FloatArray | float) -> FloatArray:
 
 
 def evicted_at(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
-    """n_i of each request if one share of what can be evicted of it is.
+    """n_i of each request if one share ρ of e_i, in [0, 1], is evicted.
 
     Rounded to whole blocks, up or down by a number that belongs to the request and spreads
     evenly over requests: so the sum follows the share closely even if all are of one length,
     and a request's blocks stay as they are while share and length do.
-
-    Args:
-        share: ρ, of e_i, in [0, 1].
     """
     blocks = candidates.evictable // block_tokens
     rounded = np.floor(share * blocks + candidates.request_id * GOLDEN % 1.0).astype(np.int64)
@@ -167,7 +160,6 @@ def evicted_at(candidates: Candidates, share: float, block_tokens: int) -> IntAr
 
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples modulo 1 spread evenly over [0, 1), however many there are (Weyl)."""
-
 BISECTIONS = 16
 """Leaves less than b / 2¹⁵ blocks between the two ends."""
 
@@ -208,16 +200,11 @@ def decode_seconds(state: SystemState, runs: slice | BoolArray = slice(None)) ->
 
 
 def step_limit_s(state: SystemState, admit_slo_s: FloatArray) -> FloatArray:
-    """Most seconds that a step may take, SLO - WT_max of Eq. (1), as further requests are admitted.
+    """Most seconds that a step may take, SLO - WT_max of Eq. (1). Entry k: if the first k of the
+    waiting requests with these `tpot_slo_s` are admitted.
 
     The SLO is the least of the server's and those of all requests that take part; WT_max is
     the time since that running request's last token for which it is longest.
-
-    Args:
-        admit_slo_s: `tpot_slo_s` of the waiting requests that may be admitted, in order.
-
-    Returns:
-        Entry k: the limit if the first k of these are admitted.
     """
     slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
     waited = float(state.running.waited_s.max(initial=0.0))

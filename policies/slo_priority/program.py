@@ -197,8 +197,7 @@ def whole_blocks(
     limit = costs.limit // block_tokens
     blocks = np.minimum(np.rint(tokens / block_tokens).astype(np.int64), limit)
     target = min(-int(-need // block_tokens), int(limit.sum()))
-    short = target - int(blocks.sum())
-    if short:
+    if short := target - int(blocks.sum()):
         _exchange(costs, blocks, limit, short, block_tokens)
     return blocks * block_tokens
 

@@ -83,13 +83,10 @@ NOBODY_PAUSES = Schedule((), 0.0)
 
 
 class Losses:
-    """How much of tokens per second pauses have cost of late, and so may cost now.
-
-    Args:
-        mean: share of tokens per second that they may cost in the mean over LOSS_MEMORY_S.
-    """
+    """How much of tokens per second pauses have cost of late, and so may cost now."""
 
     def __init__(self, mean: float) -> None:
+        """`mean`: share of them that pauses may cost in the mean over LOSS_MEMORY_S."""
         self._allowed_mean = mean
         self._mean = mean
         self._until_s = -math.inf
@@ -141,13 +138,9 @@ def build(state: SystemState, level: IntArray, pressure: bool, allowed_loss: flo
 
 
 def _group(members: IntArray, rate: float, step_s: float) -> Group:
-    """A group of which so many run per step. For less than one, 1 / rate steps are from one
-    token to the next, 1 / rate - 1 of them paused; half a step less allows for steps of unequal
-    time.
-
-    Args:
-        step_s: time of a step without the groups of which not one runs in each step.
-    """
+    """A group of which so many run per step, which takes `step_s` without those groups of which
+    less than one does. There 1 / rate steps are from one token to the next, 1 / rate - 1 of them
+    paused; half a step less allows for steps of unequal time."""
     return Group(
         members,
         run=max(1, round(rate)),
@@ -188,19 +181,17 @@ def _rates(size: int) -> list[float]:
 def _expected_work(state: SystemState, members: list[IntArray], rates: FloatArray) -> StepWork:
     """Mean work of a step, for each choice: every group contributes its mean request."""
     running = state.running
-    uncached = running.uncached_tokens.astype(np.float64)
-    columns = np.stack(
-        (running.tokens, uncached, uncached * uncached, uncached * running.shared_tokens)
-    )
+    n = running.uncached_tokens.astype(np.float64)
+    columns = np.stack((running.tokens, n, n * n, n * running.shared_tokens))
     means = np.array([columns[:, g].mean(axis=1) for g in members])
-    tokens, rows, squares, prefix = (rates @ means).T
+    tokens, restored, squares, prefix = (rates @ means).T
     return StepWork(
         decode_rows=rates.sum(axis=1),
         decode_tokens=tokens,
-        restored_tokens=rows,
+        restored_tokens=restored,
         restored_squares=squares,
         restored_prefix=prefix,
-        swap_tokens=rows if state.memory.host_tokens else 0,
+        swap_tokens=restored if state.memory.host_tokens else 0,
     )
 
 

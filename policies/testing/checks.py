@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -83,8 +83,7 @@ class Subject:
 
     def states(self) -> Iterator[Described]:
         """Generated states, then the extremes."""
-        yield from generated(self.count)
-        yield from extremes()
+        return chain(generated(self.count), extremes())
 
 
 class _StepSecondsOnly(LatencyModel):

@@ -120,12 +120,9 @@ class Server:
         for request, target in zip(self.running, targets.tolist(), strict=True):
             request.uncached = target
         admitted = self._admit(state, batch, ratios)
-        count = len(admitted)
-        work = step_work(
-            state,
-            Batch(batch.admit[:count], batch.pause),
-            Ratios(ratios.running, ratios.admitted[:count]),
-        )
+        batch = Batch(batch.admit[: len(admitted)], batch.pause)
+        ratios = Ratios(ratios.running, ratios.admitted[: len(admitted)])
+        work = step_work(state, batch, ratios)
         seconds = float(self.latency.step_seconds(work))
         self.last_step = StepReport(work, seconds, seconds)
         self.now_s += seconds
