@@ -60,6 +60,16 @@ def _decoding(requests: Requests, ratios: FloatArray, block_tokens: int) -> tupl
     return rows, tokens, float(uncached.sum()), float(uncached @ uncached), float(uncached @ shared)
 
 
+def running_and(state: SystemState, admit: slice | Sequence[int]) -> Requests:
+    """The running requests, and behind them these of the waiting ones."""
+    if not isinstance(admit, slice) and len(admit) == 0:
+        return state.running
+    rows = admit if isinstance(admit, slice) else np.array(admit, np.int64)
+    waiting = vars(state.waiting)
+    both = {n: np.concatenate((c, waiting[n][rows])) for n, c in vars(state.running).items()}
+    return Requests(**both)
+
+
 def select(requests: Requests, positions: Sequence[int] | IntArray) -> Requests:
     """The requests at these positions, in this order."""
     index = np.array(positions, np.int64)

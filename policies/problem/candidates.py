@@ -22,10 +22,9 @@ from ellm_sgl.policies.base import (
     IntArray,
     MemoryState,
     Ratios,
-    Requests,
     SystemState,
 )
-from ellm_sgl.policies.planned import evictable
+from ellm_sgl.policies.planned import evictable, running_and
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,19 +51,14 @@ class Candidates:
             ahead: steps to look ahead: every request is taken to be longer by so many tokens, or by
                 the tokens that it may still generate if these are fewer.
         """
-        rows = admit if isinstance(admit, slice) else np.asarray(admit, np.int64)
-
-        def column(running: IntArray, waiting: IntArray) -> IntArray:
-            return np.concatenate((running, waiting[rows]))
-
-        running, waiting, block = state.running, state.waiting, state.memory.block_tokens
-        tokens = column(running.tokens, waiting.tokens)
-        shared = column(running.shared_tokens, waiting.shared_tokens)
+        requests, block = running_and(state, admit), state.memory.block_tokens
+        tokens, shared = requests.tokens, requests.shared_tokens
         if ahead:
-            growth = column(_remaining(running), _remaining(waiting))
-            tokens = tokens + np.minimum(growth, ahead)
+            generated = tokens - requests.prompt_tokens
+            remaining = np.maximum(requests.max_new_tokens - generated, 0)
+            tokens = tokens + np.minimum(remaining, ahead)
         return cls(
-            request_id=column(running.request_id, waiting.request_id),
+            request_id=requests.request_id,
             tokens=tokens,
             shared=shared,
             evictable=evictable(tokens, shared, block),
@@ -90,8 +84,7 @@ def ratios_for(
     eventual = _eventual_ratio(state, batch.admit, lookahead) if batch.admit and lookahead else 0.0
     if evicted is None:
         return Ratios(np.zeros(count), np.full(len(batch.admit), eventual))
-    waiting = state.waiting.tokens[np.array(batch.admit, np.int64)]
-    ratios = ratios_of(evicted, np.concatenate((state.running.tokens, waiting)))
+    ratios = ratios_of(evicted, running_and(state, batch.admit).tokens)
     return Ratios(ratios[:count], np.maximum(ratios[count:], eventual))
 
 
@@ -209,9 +202,3 @@ def step_limit_s(state: SystemState, admit_slo_s: FloatArray) -> FloatArray:
     slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
     waited = float(state.running.waited_s.max(initial=0.0))
     return np.minimum.accumulate(np.concatenate(([slo], admit_slo_s))) - waited
-
-
-def _remaining(requests: Requests) -> IntArray:
-    """Tokens that each request may still generate."""
-    generated = requests.tokens - requests.prompt_tokens
-    return np.maximum(requests.max_new_tokens - generated, 0)

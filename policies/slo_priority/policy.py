@@ -18,7 +18,7 @@ from ellm_sgl.policies.base import (
     SystemState,
     WorkSplit,
 )
-from ellm_sgl.policies.planned import evictable_tokens, select
+from ellm_sgl.policies.planned import evictable_tokens, running_and
 from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
     Candidates,
@@ -142,12 +142,10 @@ class SloPriority(Policy):
         return _Plan(candidates, costs, optimum, solved, evicted)
 
     def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
-        levels, both = self._levels(state), (state.running, select(state.waiting, batch.admit))
-        return keep_weights(
-            np.concatenate((levels.running, levels.waiting[np.array(batch.admit, np.int64)])),
-            np.concatenate([requests.tpot_slo_s for requests in both]),
-            np.concatenate([requests.arrival_s for requests in both]),
-        )
+        levels, requests = self._levels(state), running_and(state, batch.admit)
+        admitted = levels.waiting[np.array(batch.admit, np.int64)]
+        level = np.concatenate((levels.running, admitted))
+        return keep_weights(level, requests.tpot_slo_s, requests.arrival_s)
 
 
 @dataclass(frozen=True, eq=False)
