@@ -119,8 +119,8 @@ class Fcfs(Policy):
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         if self._rotated is not None:
-            evicted = self._evicted_in_rotation(state, batch, self._rotated)
-            ratios = ratios_of(evicted, state.running.tokens)
+            rotated = self._evicted_in_rotation(state, batch, self._rotated)
+            ratios = ratios_of(rotated, state.running.tokens)
             return Ratios(ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
         if batch.pause:
             if self._paused_evicted is None:
