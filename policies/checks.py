@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ellm_sgl.policies.base import ALL_THREADS, Batch, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.base import ALL_THREADS, Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.planned import step_work
 from ellm_sgl.policies.work_split import WARP
 
 MAX_SWAP_LAYERS = 3
@@ -28,6 +29,21 @@ class InvalidAnswer(ValueError):  # noqa: N818 (what it is, not what it does)
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+def checked_answers(policy: Policy, state: SystemState) -> tuple[Batch, Ratios, WorkSplit]:
+    """The three answers, each checked before the next question is asked.
+
+    Raises:
+        InvalidAnswer: one of them cannot be applied.
+    """
+    batch = policy.batch(state)
+    check_batch(state, batch)
+    ratios = policy.ratio(state, batch)
+    check_ratios(state, batch, ratios)
+    split = policy.split(state, step_work(state, batch, ratios))
+    check_split(split)
+    return batch, ratios, split
 
 
 def check_batch(state: SystemState, batch: Batch) -> None:
@@ -81,25 +97,18 @@ def check_split(split: WorkSplit) -> None:
     for name, value in (("swap_layers", swap), ("recompute_layers", recompute), ("delta", delta)):
         if not _is_integer(type(value)):
             raise _wrong_type(f"split().{name}", "an integer", value)
+    wrong = None
     if not 0 <= swap <= MAX_SWAP_LAYERS:
-        raise InvalidAnswer(
-            "range", f"split().swap_layers is {swap}; give l1 from 0 to {MAX_SWAP_LAYERS}"
-        )
-    if not 0 <= recompute <= MAX_RECOMPUTE_LAYERS:
-        raise InvalidAnswer(
-            "range",
-            f"split().recompute_layers is {recompute}; give l2 from 0 to {MAX_RECOMPUTE_LAYERS}",
-        )
-    if swap + recompute == 0:
-        raise InvalidAnswer(
-            "range", "split() swaps 0 layers and recomputes 0 layers; give at least one of them"
-        )
-    if delta % WARP or not WARP <= delta <= ALL_THREADS - WARP:
-        raise InvalidAnswer(
-            "range",
-            f"split().delta is {delta}; give a multiple of {WARP} from {WARP} "
-            f"to {ALL_THREADS - WARP}",
-        )
+        wrong = f".swap_layers is {swap}; give l1 from 0 to {MAX_SWAP_LAYERS}"
+    elif not 0 <= recompute <= MAX_RECOMPUTE_LAYERS:
+        wrong = f".recompute_layers is {recompute}; give l2 from 0 to {MAX_RECOMPUTE_LAYERS}"
+    elif swap + recompute == 0:
+        wrong = " swaps 0 layers and recomputes 0 layers; give at least one of them"
+    elif delta % WARP or not WARP <= delta <= ALL_THREADS - WARP:
+        most = ALL_THREADS - WARP
+        wrong = f".delta is {delta}; give a multiple of {WARP} from {WARP} to {most}"
+    if wrong:
+        raise InvalidAnswer("range", f"split(){wrong}")
 
 
 def _check_positions(field: str, positions: Any, of: str, count: int) -> None:
@@ -118,8 +127,7 @@ def _check_positions(field: str, positions: Any, of: str, count: int) -> None:
                 "entries (not request ids)",
             )
     if len(set(positions)) < len(positions):
-        first = {p: i for i, p in reversed(list(enumerate(positions)))}
-        twice = next(p for i, p in enumerate(positions) if first[p] < i)
+        twice = next(p for i, p in enumerate(positions) if p in positions[:i])
         raise InvalidAnswer(
             "duplicate", f"batch().{field} has {twice} more than once; name each request once"
         )

@@ -37,16 +37,16 @@ def step_work(state: SystemState, batch: Batch, ratios: Ratios) -> StepWork:
         running, ratio = select(running, runs), ratio[runs]
     decoding = [_decoding(running, ratio, block)]
     if batch.admit:
-        joining = select(state.waiting, batch.admit)
-        decoding.append(_decoding(joining, ratios.admitted, block))
-    rows, tokens, spans, squares, prefix = map(sum, zip(*decoding, strict=True))
+        admitted = select(state.waiting, batch.admit)
+        decoding.append(_decoding(admitted, ratios.admitted, block))
+    rows, tokens, uncached, squares, prefix = map(sum, zip(*decoding, strict=True))
     return StepWork(
         decode_rows=int(rows),
         decode_tokens=tokens,
-        restored_tokens=spans,
+        restored_tokens=uncached,
         restored_squares=squares,
         restored_prefix=prefix,
-        swap_tokens=spans if state.memory.host_tokens else 0,
+        swap_tokens=uncached if state.memory.host_tokens else 0,
     )
 
 
@@ -55,9 +55,19 @@ def _decoding(requests: Requests, ratios: FloatArray, block_tokens: int) -> tupl
     rows, tokens = len(requests), float(requests.tokens.sum())
     if not ratios.any():
         return rows, tokens, 0.0, 0.0, 0.0
-    spans = planned_tokens(requests, ratios, block_tokens).astype(np.float64)
+    uncached = planned_tokens(requests, ratios, block_tokens).astype(np.float64)
     shared = requests.shared_tokens
-    return rows, tokens, float(spans.sum()), float(spans @ spans), float(spans @ shared)
+    return rows, tokens, float(uncached.sum()), float(uncached @ uncached), float(uncached @ shared)
+
+
+def running_and(state: SystemState, admit: slice | Sequence[int]) -> Requests:
+    """The running requests, and behind them these of the waiting ones."""
+    if not isinstance(admit, slice) and len(admit) == 0:
+        return state.running
+    rows = admit if isinstance(admit, slice) else np.array(admit, np.int64)
+    waiting = vars(state.waiting)
+    both = {n: np.concatenate((c, waiting[n][rows])) for n, c in vars(state.running).items()}
+    return Requests(**both)
 
 
 def select(requests: Requests, positions: Sequence[int] | IntArray) -> Requests:

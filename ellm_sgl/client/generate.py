@@ -17,7 +17,7 @@ from ellm_sgl.client.process import CONNECTIONS, ServerError
 
 TIMEOUT_S = 900.0
 STALL_S = 0.05
-"""A stream that brings nothing for so long counts as stalled: its request may sit out."""
+"""A stream that brings nothing for so long counts as stalled: its request may be paused."""
 SWING_S = 0.25
 
 T = TypeVar("T")

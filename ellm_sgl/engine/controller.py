@@ -29,7 +29,7 @@ class Decision:
     reorders: bool
     """Whether `admit` departs from the order in which they wait."""
     pause: frozenset[int]
-    """Running requests that sit out this step."""
+    """Running requests that pause for this step."""
     ratios: tuple[float, ...]
     """Target uncached ratio of each running request."""
     admitted_ratio: float

@@ -45,7 +45,7 @@ class StepLog:
         self._clock = clock
         self._started: tuple[StepWork, float, float] | None = None
         self._stall_s = 0.0
-        self._turns = PhaseChanges()
+        self._phase_changes = PhaseChanges()
 
     @property
     def last(self) -> StepReport | None:
@@ -55,7 +55,7 @@ class StepLog:
         """A step begins; the one before it, if there was no pause between, has ended."""
         now = self._clock()
         self._finish(now)
-        if phase_changes := self._turns.of(bool(work.prefill_rows)):
+        if phase_changes := self._phase_changes.of(bool(work.prefill_rows)):
             work = dataclasses.replace(work, phase_changes=phase_changes)
         predicted = float(self.model.step_seconds(work))
         self._started = (work, now, predicted)

@@ -29,7 +29,7 @@ class Totals:
     """Seconds that steps waited for units from the host tier."""
     retractions: int = 0
     pauses: int = 0
-    """Times that a running request began to sit out."""
+    """Times that a running request was paused."""
     page_table_s: float = 0.0
     """Seconds spent on bookkeeping: blocks and units found, given and freed, and steps planned."""
     _timed: bool = field(default=False, repr=False)

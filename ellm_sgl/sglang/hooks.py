@@ -130,7 +130,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_SCHEDULER}.get_new_batch_prefill", "BEFORE", "scheduler:decide",
          _ENABLED, "ask the policy, once per iteration"),
     Hook(f"{_QUEUE}.calc_priority", "AFTER", "scheduler:order_waiting",
-         _ENABLED, "requests that the policy lets join come first"),
+         _ENABLED, "requests that the policy admits come first"),
     Hook(f"{_SCHEDULER}.process_input_requests", "BEFORE", "scheduler:resume_paused",
          _ENABLED, "paused requests are back before anybody may abort or count them"),
     Hook(f"{_CHECKER}.self_check_during_busy", "BEFORE", "scheduler:resume_paused",

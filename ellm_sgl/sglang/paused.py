@@ -21,7 +21,7 @@ class PausedRequests:
     batch: ScheduleBatch | None = None
     """Those paused for the step in flight."""
     before: frozenset[Req] = frozenset()
-    """Those who sat out the step before."""
+    """Those who were paused in the step before."""
 
     def take_out(self, batch: ScheduleBatch, stay: Sequence[int]) -> None:
         """Keep these requests in `batch` for its next step; the others sit it out."""
@@ -38,7 +38,7 @@ class PausedRequests:
         self.batch = paused
 
     def bring_back(self) -> None:
-        """Those who sat out are running requests like any other."""
+        """Those who are paused are running requests like any other."""
         paused, self.batch = self.batch, None
         if paused is None:
             return
@@ -51,7 +51,7 @@ class PausedRequests:
             running.merge_batch(paused)
 
     def end_aborted(self, batch: ScheduleBatch) -> None:
-        """End requests that were aborted while they sat out: to be ended by SGLang they would have
+        """End requests that were aborted while paused: to be ended by SGLang they would have
         to be restored first and decode a token that nobody reads.
 
         Their last step has been accounted for, also with overlap scheduling: they had no part in

@@ -42,7 +42,7 @@ class Elastic(Mode):
         unit_bytes = model.kv_bytes_per_token * self._unit_tokens
         self.iteration = Iteration(controller, self.elastic, unit_bytes, clock)
         self._paused: Sequence[int] = ()
-        """Who sits out the coming step."""
+        """Who pauses for the coming step."""
 
     def arrived(self, request: int) -> None:
         load, iteration = self.load, self.iteration

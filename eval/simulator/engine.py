@@ -5,7 +5,7 @@ budgets, then run either a prefill step (chunked; decoding waits, as SGLang has 
 chunks) or a decode step. Time is the latency model's. The same seed gives the same result.
 
 For speed, up to `Settings.stride` decode steps follow one decision where nothing else can happen:
-no request ends within them, no arrival is due, none sits out. Their times are summed exactly, each
+no request ends within them, no arrival is due, none is paused. Their times are summed exactly, each
 with its own lengths; memory for their tokens is taken at once, and what that evicts is spread over
 them. A stride of 1 is the server's own granularity.
 """
@@ -186,9 +186,9 @@ class Simulation:
 
     def _started(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
         """Take those admitted out of the queue, and note what is left of the last one's prompt."""
-        joined = [c.request for c in chunks if c.begin == 0]
-        if joined:
-            self._waiting = self._waiting[~np.isin(self._waiting, joined)]
+        admitted = [c.request for c in chunks if c.begin == 0]
+        if admitted:
+            self._waiting = self._waiting[~np.isin(self._waiting, admitted)]
         self._under_way = None
         if chunks and not chunks[-1].last:
             request, end = chunks[-1].request, chunks[-1].end

@@ -22,7 +22,7 @@ class Moves:
     admit: Sequence[int]
     """Waiting requests that may be admitted, in this order."""
     pause: frozenset[int] = frozenset()
-    """Running requests that sit out this step."""
+    """Running requests that pause for this step."""
     back: Sequence[int] = ()
     """Requests at the front of the queue whose whole KV comes back from host memory first."""
 

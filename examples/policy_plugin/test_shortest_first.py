@@ -19,7 +19,7 @@ def test_it_keeps_the_rules(policy: Factory, check: Check) -> None:
     check(policy)
 
 
-def test_the_shortest_joins_first() -> None:
+def test_the_shortest_is_admitted_first() -> None:
     state = make_state(requests([]), requests([300, 100, 200]), device_tokens=4096)
     assert ShortestFirst().batch(state).admit == (1, 2, 0)
 

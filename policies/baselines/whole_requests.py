@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, WorkSplit
-from ellm_sgl.policies.problem.candidates import Candidates, unowned_tokens
-
-BoolArray = npt.NDArray[np.bool_]
+from ellm_sgl.policies.base import (
+    Batch,
+    BoolArray,
+    IntArray,
+    Policy,
+    Ratios,
+    SystemState,
+    WorkSplit,
+)
+from ellm_sgl.policies.problem.candidates import Candidates, ratios_of, unowned_tokens
 
 SWAP_ALL = WorkSplit(swap_layers=1, recompute_layers=0, delta=512)
 """What the host has is fetched; nothing of it is computed again."""
@@ -22,7 +27,7 @@ class WholeRequests(Policy):
       pause; at least one runs.
     - Paused requests resume in the order in which they arrived, each when all of its KV fits beside
       a further block of everybody's; a step that pauses one resumes none.
-    - Nobody new joins while somebody is paused; else all that the server's accounting admits.
+    - Nobody is admitted while somebody is paused; else all that the server's accounting admits.
 
     Shared blocks and the block being filled stay, as for any policy.
     """
@@ -46,15 +51,11 @@ class WholeRequests(Policy):
         return Batch(admit=waiting, pause=tuple(np.flatnonzero(paused).tolist()))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        ratios = np.zeros(len(state.running))
+        evicted = np.zeros(len(state.running), np.int64)
         paused = list(batch.pause)
         if paused:
-            evicted = Candidates.of(state, []).evictable[paused]
-            # In the middle of a token, so that rounding down to whole blocks gives all of them.
-            ratios[paused] = (
-                np.where(evicted > 0, evicted + 0.5, 0.0) / state.running.tokens[paused]
-            )
-        return Ratios(running=ratios, admitted=np.zeros(len(batch.admit)))
+            evicted[paused] = Candidates.of(state).evictable[paused]
+        return Ratios(ratios_of(evicted, state.running.tokens), np.zeros(len(batch.admit)))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return SWAP_ALL
@@ -62,7 +63,7 @@ class WholeRequests(Policy):
 
 def _next_paused(state: SystemState, paused: BoolArray) -> BoolArray:
     """Who pauses in this step, given who did before (not all)."""
-    candidates = Candidates.of(state, [])
+    candidates = Candidates.of(state)
     evicted = np.where(paused, candidates.evictable, 0)
     used = int((candidates.charged - evicted).sum()) + unowned_tokens(state)
     room = state.memory.device_tokens - used

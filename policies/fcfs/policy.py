@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ellm_sgl.latency import StepWork
@@ -11,7 +9,7 @@ from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState,
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
 from ellm_sgl.policies.pausing.choice import evicted_tokens, participants
 from ellm_sgl.policies.pausing.rotation import (
-    JOINING_RATIO,
+    ADMITTED_RATIO,
     Rotation,
     RotationDecision,
     can_rotate,
@@ -20,21 +18,25 @@ from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
     Candidates,
-    eventual_ratio,
-    least_span_tokens,
+    evicted_at,
+    least_evicted,
+    ratios_for,
+    ratios_of,
     share_for,
-    spans,
+    short_tokens,
     step_limit_s,
-    unowned_tokens,
     work_of,
 )
+from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.work_split import plan_split
 
 HOLD = 1 / 32
 """A share stays while what it evicts is enough, and at most this part more than enough."""
 
 SOLVE_EVERY = 16
-"""Iterations after which the batch question is solved again though nothing else has changed."""
+"""Iterations after which the batch question is solved again though nothing else has changed. Till
+then a refusal stands while a step may not take clearly longer, so many requests while it may take
+as long."""
 
 NOBODY = np.zeros(0)
 
@@ -51,7 +53,7 @@ class Fcfs(Policy):
     - Where memory no longer holds those that run, the last of them pause, their KV evicted, if more
       tokens per second are decoded so than by restoring part of everyone in every step.
       Otherwise running requests stay, also where memory or SLO admit no answer; then nobody
-      joins. A request that would be alone joins whatever it needs.
+      is admitted. A request that would be alone is, whatever it needs.
 
     How much of each stays cached: the same share ρ of what can be evicted of each (its blocks but
     shared ones and the last) is evicted, the least share that fits; r_i = ρ e_i / s_i in whole
@@ -83,14 +85,15 @@ class Fcfs(Policy):
         self._may_pause = pause
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
-        self._answered: _Standing | None = None
-        """How many may be admitted. They may wait many steps for the server's own admission; and if
-        nobody may, running requests only grow: it gets no easier."""
+        self._answered: Standing[tuple[int, float]] | None = None
+        """How many may be admitted, and the limit on a step's time. They may wait many steps for
+        the server's own admission; and if nobody may, running requests only grow: it gets no
+        easier."""
         self._first_paused: int | None = None
         """Id of the first running request that pauses."""
-        self._counted: _Standing | None = None
-        """Who takes part."""
-        self._paused_span: IntArray | None = None
+        self._counted: Standing[None] | None = None
+        """It stands who takes part."""
+        self._paused_evicted: IntArray | None = None
         """n_i of the running requests while some pause; computed with `_counted`."""
         self._rotation = Rotation() if rotate else None
         self._rotated: RotationDecision | None = None
@@ -107,169 +110,124 @@ class Fcfs(Policy):
             return self._rotated.batch()
         if count and self._may_pause:
             active = self._active(state)
-            memory = (state.memory.device_tokens,)
-            if self._counted is None or not self._counted.still_holds(state, memory):
-                active = participants(state, active)
-                self._counted = _Standing(state.running.request_id, memory)
-                self._paused_span = None
             if active < count:
                 self._first_paused = int(state.running.request_id[active])
                 return Batch(admit=(), pause=tuple(range(active, count)))
         self._first_paused = None
-        most = min(len(state.waiting), state.max_running - len(state.running))
-        if most <= 0:
-            return Batch(admit=())
-        return Batch(admit=tuple(range(self._joining(state, most))))
+        most = min(len(state.waiting), state.max_running - count)
+        return Batch(admit=tuple(range(self._admitted(state, most) if most > 0 else 0)))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         if self._rotated is not None:
-            return self._ratios_of(state, batch, self._rotated)
+            rotated = self._evicted_in_rotation(state, batch, self._rotated)
+            ratios = ratios_of(rotated, state.running.tokens)
+            return Ratios(ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
         if batch.pause:
-            if self._paused_span is None:
+            if self._paused_evicted is None:
                 active = len(state.running) - len(batch.pause)
-                self._paused_span = _spans_while_some_pause(state, active)
-            evicted = self._paused_span
-            ratios = np.where(evicted > 0, (evicted + 0.5) / state.running.tokens, 0.0)
-            return Ratios(running=ratios, admitted=NOBODY)
-        candidates = Candidates.of(state, batch.admit)
-        count = len(state.running)
-        span = self._spans(state, candidates, batch, 0)
-        joining = np.zeros(len(batch.admit))
-        if batch.admit and self._lookahead:
-            joining += eventual_ratio(state, batch.admit, self._lookahead)
-        if span is None:
-            return Ratios(running=np.zeros(count), admitted=joining)
-        # In the middle of a token, so that rounding down to whole blocks gives n_i.
-        ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
-        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], joining))
-
-    def _ratios_of(self, state: SystemState, batch: Batch, rotated: RotationDecision) -> Ratios:
-        """Of paused requests all is evicted; of active ones the same share, the least that fits; of
-        the resuming one nothing, so that its KV is fetched."""
-        candidates = Candidates.of(state, [])
-        evicted, active = rotated.evicted(), ~rotated.paused
-        held = int(
-            np.where(evicted, candidates.charged - candidates.evictable, candidates.charged)[
-                ~active
-            ].sum()
-        )
-        span = np.where(evicted, candidates.evictable, 0)
-        partial = self._spans(state, candidates.only(active), batch, held)
-        if partial is not None:
-            span[active] = partial
-        ratios = np.where(span > 0, (span + 0.5) / candidates.tokens, 0.0)
-        return Ratios(running=ratios, admitted=np.full(len(batch.admit), JOINING_RATIO))
+                self._paused_evicted = _evicted_while_some_pause(state, active)
+            return Ratios(ratios_of(self._paused_evicted, state.running.tokens), NOBODY)
+        evicted = self._evicted(state, batch, Candidates.of(state, batch.admit))
+        return ratios_for(state, batch, evicted, self._lookahead)
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
 
-    def _joining(self, state: SystemState, most: int) -> int:
+    def _admitted(self, state: SystemState, most: int) -> int:
         """How many of up to `most` waiting requests may be admitted."""
-        bounds, limit_s = _bounds(state), float(step_limit_s(state, NOBODY)[0])
-        if self._answered is not None and self._answered.still_holds(state, bounds, limit_s):
-            return self._answered.joining
+        limit_s = float(step_limit_s(state, NOBODY)[0])
+        if self._answered is not None:
+            admitted, before_s = self._answered.answer
+            if self._answered.holds(*_question(state, admitted)) and (
+                limit_s >= before_s if admitted else limit_s <= before_s + HOLD * abs(before_s)
+            ):
+                return admitted
         problem = BatchProblem.of(state, most, self._lookahead)
-        joining = self._solve(problem) - len(state.running)
-        stands = joining == 0 or self._lookahead >= SOLVE_EVERY
-        self._answered = (
-            _Standing(state.running.request_id, bounds, limit_s, joining, _next(state, joining))
-            if stands
-            else None
-        )
-        return joining
+        admitted = self._solve(problem) - len(state.running)
+        self._answered = None
+        if admitted == 0 or self._lookahead >= SOLVE_EVERY:
+            given = _question(state, admitted)
+            self._answered = Standing((admitted, limit_s), *given, iterations=SOLVE_EVERY)
+        return admitted
 
     def _active(self, state: SystemState) -> int:
-        """How many took part in the step before, of those that still run; all of them count as
-        taking part if nobody paused."""
-        if self._first_paused is None:
-            return len(state.running)
-        return max(1, int(np.searchsorted(state.running.request_id, self._first_paused)))
+        """How many of the running requests take part."""
+        given = state.running.request_id, state.memory.device_tokens
+        before = len(state.running)  # all count as taking part if nobody paused
+        if self._first_paused is not None:
+            before = max(1, int(np.searchsorted(state.running.request_id, self._first_paused)))
+        if self._counted is not None and self._counted.holds(*given):
+            return before
+        self._counted = Standing(None, *given, iterations=SOLVE_EVERY)
+        self._paused_evicted = None
+        return participants(state, before)
 
-    def _spans(
-        self, state: SystemState, candidates: Candidates, batch: Batch, held: int
+    def _evicted_in_rotation(
+        self, state: SystemState, batch: Batch, rotated: RotationDecision
+    ) -> IntArray:
+        """n_i: of paused requests all; of active ones the same share, the least that fits; of
+        the resuming one nothing, so that its KV is fetched."""
+        candidates, active = Candidates.of(state), ~rotated.paused
+        evicted = np.where(rotated.evicted(), candidates.evictable, 0)
+        held = int((candidates.charged - evicted)[~active].sum())
+        partial = self._evicted(state, batch, candidates[active], held)
+        if partial is not None:
+            evicted[active] = partial
+        return evicted
+
+    def _evicted(
+        self, state: SystemState, batch: Batch, candidates: Candidates, held: int = 0
     ) -> IntArray | None:
-        """n_i of each request; None if all is cached. Keeps or renews the share.
+        """n_i of each candidate; None if all is cached. Keeps or renews the share.
 
         Args:
             held: device tokens of running requests that are not among the candidates.
         """
         memory, block = state.memory, state.memory.block_tokens
-        short = int(candidates.charged.sum()) + held + unowned_tokens(state) - memory.device_tokens
+        short = short_tokens(state, candidates) + held
         if short <= 0:
             self._share = 0.0
             return None
         most = min(int(candidates.evictable.sum()), memory.max_restored_tokens) // block * block
-        least = min(float(least_span_tokens(memory, np.float64(short))), most)
+        least = min(float(least_evicted(memory, short)), most)
         enough = min(least * HOLD, most - least)
-        span = spans(candidates, self._share, block)
-        spare = span.sum() - least
+        evicted = evicted_at(candidates, self._share, block)
+        spare = evicted.sum() - least
         if 0 <= spare <= block or (
-            0 <= spare <= enough and _in_time(state, batch, candidates, span)
+            0 <= spare <= enough and _in_time(state, batch, candidates, evicted)
         ):
-            return span
+            return evicted
         self._share = share_for(candidates, least, block)
-        return spans(candidates, self._share, block)
+        return evicted_at(candidates, self._share, block)
 
 
-def _spans_while_some_pause(state: SystemState, active: int) -> IntArray:
+def _evicted_while_some_pause(state: SystemState, active: int) -> IntArray:
     """n_i: of the last ones what the others need is evicted; if that is not enough, the same share
     of all those that run."""
-    candidates = Candidates.of(state, [])
-    block = state.memory.block_tokens
-    span = evicted_tokens(state, active)
-    short = candidates.charged.sum() + unowned_tokens(state) - state.memory.device_tokens
-    missing = float(least_span_tokens(state.memory, np.float64(short - span.sum())))
+    candidates, block = Candidates.of(state), state.memory.block_tokens
+    evicted = evicted_tokens(state, active)
+    short = short_tokens(state, candidates) - int(evicted.sum())
+    missing = float(least_evicted(state.memory, short))
     if missing > 0.0:
-        first = candidates.first(active)
-        span[:active] = spans(first, share_for(first, missing, block), block)
-    return span
+        first = candidates[:active]
+        evicted[:active] = evicted_at(first, share_for(first, missing, block), block)
+    return evicted
 
 
-def _in_time(state: SystemState, batch: Batch, candidates: Candidates, span: IntArray) -> bool:
+def _in_time(state: SystemState, batch: Batch, candidates: Candidates, evicted: IntArray) -> bool:
     """Whether the step keeps the SLO by the latency model's estimate."""
     limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.admit)])[-1]
     return limit_s == np.inf or bool(
-        state.latency.step_seconds(work_of(candidates, span)) <= limit_s
+        state.latency.step_seconds(work_of(candidates, evicted)) <= limit_s
     )
 
 
-@dataclass(eq=False)
-class _Standing:
-    """An answer that stands for `SOLVE_EVERY` iterations of the same running requests, under the
-    same bounds: a refusal while a step may not take clearly longer, `joining` requests while they
-    are the next in line and a step may take as long."""
-
-    running: IntArray
-    bounds: tuple[int, ...]
-    limit_s: float = np.inf
-    joining: int = 0
-    waiting: IntArray | None = None
-    """Ids of those admitted and of the next; None where the answer is not about them."""
-    iterations: int = 0
-
-    def still_holds(
-        self, state: SystemState, bounds: tuple[int, ...], limit_s: float = np.inf
-    ) -> bool:
-        self.iterations += 1
-        return (
-            self.iterations < SOLVE_EVERY
-            and self.bounds == bounds
-            and np.array_equal(self.running, state.running.request_id)
-            and (self.waiting is None or np.array_equal(self.waiting, _next(state, self.joining)))
-            and (
-                limit_s >= self.limit_s
-                if self.joining
-                else limit_s <= self.limit_s + HOLD * abs(self.limit_s)
-            )
-        )
-
-
-def _next(state: SystemState, joining: int) -> IntArray:
-    """Ids of so many waiting requests, and of the one behind them."""
-    return state.waiting.request_id[: joining + 1]
-
-
-def _bounds(state: SystemState) -> tuple[int, ...]:
-    """Places and memory."""
+def _question(state: SystemState, admitted: int) -> tuple[object, ...]:
+    """What it depends on how many are admitted: who runs, who is admitted and the next one behind
+    them, places and memory."""
     memory = state.memory
-    return state.max_running, memory.device_tokens, memory.max_restored_tokens
+    return (
+        state.running.request_id,
+        state.waiting.request_id[: admitted + 1],
+        (state.max_running, memory.device_tokens, memory.max_restored_tokens),
+    )

@@ -28,13 +28,13 @@ class Relaxation:
 
     def __init__(self) -> None:
         self._share = 0.0
-        self._joining = 0.0
+        self._admitted = 0.0
 
     def solve(self, problem: BatchProblem) -> int:
         """The best b near a local optimum of the relaxation.
 
         SLSQP is asked only where restoring could pay: where memory, not the SLO, keeps requests
-        from joining with all cached.
+        from being admitted with all cached.
         """
         cached = max(problem.fewest, int(np.searchsorted(problem.short, 0.0, side="right")) - 1)
         least = np.array([cached])
@@ -47,9 +47,9 @@ class Relaxation:
         return problem.best_of(np.concatenate((least, near)))
 
     def _optimum(self, problem: BatchProblem, cached: int, start_s: float) -> float:
-        """Continuous b. Starts where the last one ended: as many more joining, the same share."""
+        """Continuous b. Starts where the last one ended: as many more admitted, the same share."""
         step = _ContinuousStep(problem, cached, start_s)
-        size = min(cached + self._joining, problem.most)
+        size = min(cached + self._admitted, problem.most)
         result = minimize(
             lambda x: step.at(x).cost,
             np.array([size / problem.most, self._share]),
@@ -64,7 +64,7 @@ class Relaxation:
             options={"maxiter": ITERATIONS, "ftol": 1e-6},
         )
         size, self._share = float(result.x[0]) * problem.most, float(result.x[1])
-        self._joining = size - cached
+        self._admitted = size - cached
         return size
 
 
@@ -114,12 +114,12 @@ class _ContinuousStep:
         tokens, evictable, squares, prefix, short = (
             self._sums[:, None] + self._means[:, None] * more
         )
-        span = share * evictable
+        evicted = share * evictable
         seconds = problem.latency.step_seconds(
             StepWork(
                 decode_rows=size,
                 decode_tokens=tokens,
-                restored_tokens=span,
+                restored_tokens=evicted,
                 restored_squares=share * share * squares,
                 restored_prefix=share * prefix,
             )
@@ -127,8 +127,8 @@ class _ContinuousStep:
         cost = seconds / size / self._cost
         slack = np.stack(
             (
-                ((1.0 - memory.staging_overhead) * span - short) / memory.device_tokens,
-                1.0 - span / memory.max_restored_tokens,
+                ((1.0 - memory.staging_overhead) * evicted - short) / memory.device_tokens,
+                1.0 - evicted / memory.max_restored_tokens,
                 np.minimum((self._limit_s - seconds) / self._seconds, 1.0),
             )
         )

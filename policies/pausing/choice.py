@@ -44,7 +44,7 @@ def evicted_tokens(state: SystemState, active: int) -> IntArray:
     """Tokens of KV to evict of each running request, so that the first `active` are cached as far
     as they can be: most of the last requests. All zero for those that take part."""
     count = len(state.running)
-    candidates = Candidates.of(state, [])
+    candidates = Candidates.of(state)
     short = _short_tokens(state, RESUME_STEPS)[active] + int(candidates.evictable[active:].sum())
     needed = max(short, 0)
     after = np.cumsum(candidates.evictable[::-1])[::-1] - candidates.evictable  # by later requests
@@ -67,7 +67,7 @@ def _problem(state: SystemState) -> BatchProblem:
 def _short_tokens(state: SystemState, ahead: int) -> FloatArray:
     """Device tokens missing if the first k requests are cached, `ahead` steps on, while the
     others hold only what cannot be evicted."""
-    candidates = Candidates.of(state, [], ahead)
+    candidates = Candidates.of(state, ahead=ahead)
     held = float((candidates.charged - candidates.evictable).sum())
     cached = np.concatenate(([0.0], np.cumsum(candidates.evictable, dtype=np.float64)))
     return cached + (held + unowned_tokens(state) - state.memory.device_tokens)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
-from ellm_sgl.policies.problem.candidates import Candidates, least_span_tokens, unowned_tokens
-
-BoolArray = npt.NDArray[np.bool_]
+from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
+from ellm_sgl.policies.problem.candidates import (
+    Candidates,
+    decode_seconds,
+    least_evicted,
+    unowned_tokens,
+)
 
 SLO_SHARE = 0.9
 """Share of the SLO that deadlines are planned with; the rest is for what was not foreseen."""
@@ -50,15 +52,10 @@ class Deadlines:
         spent = np.nan_to_num(running.tpot_s) * (generated - 1) + running.waited_s
         link = LINK_SHARE * state.hardware.link_bytes_per_s
         fetch_token_s = state.model.kv_bytes_per_token / link
-        step = StepWork(
-            decode_rows=int(active.sum()),
-            decode_tokens=float(running.tokens[active].sum()),
-            restored_tokens=float(running.uncached_tokens[active].sum()),
-        )
         return cls(
             slack_s=slo * generated - spent,
             fetch_s=np.asarray(running.tokens * fetch_token_s + state.hardware.link_latency_s),
-            step_s=float(state.latency.step_seconds(step)),
+            step_s=decode_seconds(state, active),
             slo_s=float(slo.min(initial=SLO_SHARE * state.tpot_slo_s)),
         )
 
@@ -94,7 +91,7 @@ class Memory:
     @classmethod
     def of(cls, state: SystemState, excess_share: float) -> Memory:
         """`excess_share`: see the function of that name."""
-        candidates = Candidates.of(state, [], AHEAD)
+        candidates = Candidates.of(state, ahead=AHEAD)
         room = state.memory.device_tokens - unowned_tokens(state)
         return cls(
             room=room,
@@ -115,27 +112,26 @@ class Memory:
         needed = np.where(active, self.cached, self.kept)
         if resuming is not None:
             needed[resuming] = self.cached[resuming]
-        short = np.float64(needed.sum() - self.room)
         evictable = (self.cached - self.kept)[active].sum()
-        return bool(least_span_tokens(self.state, short) <= evictable)
+        return bool(least_evicted(self.state, needed.sum() - self.room) <= evictable)
 
 
 def excess_share(state: SystemState) -> float:
     """By what share active requests should exceed their room, each step restoring what they lack,
     so that most tokens per second are decoded: Eq. (1) for so many requests of mean length."""
-    candidates = Candidates.of(state, [])
+    candidates = Candidates.of(state)
     charged, room = candidates.charged.astype(np.float64), float(state.memory.device_tokens)
     most = MAX_EVICTED * candidates.evictable.sum() / charged.sum()
     excess = room * BEYOND
     rows = (room + excess) / charged.mean()
-    span = least_span_tokens(state.memory, excess)
-    possible = span <= np.minimum(most * (room + excess), state.memory.max_restored_tokens)
-    span = np.where(possible, span, 0.0)
+    evicted = least_evicted(state.memory, excess)
+    possible = evicted <= np.minimum(most * (room + excess), state.memory.max_restored_tokens)
+    evicted = np.where(possible, evicted, 0.0)
     work = StepWork(
         decode_rows=rows,
         decode_tokens=rows * candidates.tokens.mean(),
-        restored_tokens=span,
-        restored_squares=span * span / rows,
+        restored_tokens=evicted,
+        restored_squares=evicted * evicted / rows,
     )
     value = np.where(possible, rows / state.latency.step_seconds(work), 0.0)
     best = int(value.argmax())

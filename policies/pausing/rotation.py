@@ -19,14 +19,13 @@ pauses, whoever has least resumes: earliest deadline first, one at a time over t
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, FloatArray, IntArray, SystemState
-from ellm_sgl.policies.pausing.limits import AHEAD, BoolArray, Deadlines, Memory, excess_share
+from ellm_sgl.policies.base import Batch, BoolArray, FloatArray, IntArray, SystemState
+from ellm_sgl.policies.pausing.limits import AHEAD, Deadlines, Memory, excess_share
 
 logger = logging.getLogger(__name__)
 
@@ -36,35 +35,12 @@ pauses for a newcomer any more: it makes steps smaller."""
 MOST_WAITS = 4
 """Iterations without anything fetched (a prefill takes one) after which the rest of a request's KV
 is left to the step itself: the host does not have it."""
-JOINING_RATIO = 0.99
+ADMITTED_RATIO = 0.99
 """What those admitted are said to be brought to: SGLang's admission then reserves next to nothing
 for tokens to come. Room for these is made by pausing somebody."""
 SOLVE_EVERY = 16
 """Iterations after which it is asked again by how much active requests should exceed memory."""
 NOBODY = -1
-
-
-@dataclass(frozen=True, eq=False)
-class RotationDecision:
-    """Which requests pause, resume and are admitted in one iteration."""
-
-    admit: int
-    """So many of the first waiting requests are admitted: there is room for them, and time."""
-    paused: BoolArray
-    """Running requests that pause,"""
-    resuming: int | None
-    """and the position of that one of these whose KV is fetched meanwhile."""
-
-    def batch(self) -> Batch:
-        pause = tuple(np.flatnonzero(self.paused).tolist())
-        return Batch(admit=tuple(range(self.admit)), pause=pause)
-
-    def evicted(self) -> BoolArray:
-        """Requests to evict as far as can be: the paused ones, but for the one that is fetched."""
-        evicted = self.paused.copy()
-        if self.resuming is not None:
-            evicted[self.resuming] = False
-        return evicted
 
 
 class Rotation:
@@ -95,14 +71,9 @@ class Rotation:
         if self._iterations % SOLVE_EVERY == 0:
             self._excess_share = excess_share(state)
         self._iterations += 1
-        rotation = _RotationState(state, paused, resuming, self._excess_share)
-        rotation.make_room_to_grow()
-        rotation.resume_in_time()
-        admit = rotation.admitted()
-        if admit == 0:
-            rotation.resume_if_free()
-        self._remember(state, rotation)
-        return RotationDecision(admit, rotation.paused, rotation.resuming)
+        decision = RotationDecision(state, paused, resuming, self._excess_share)
+        self._remember(state, decision)
+        return decision
 
     def _is_back(self, state: SystemState, resuming: int) -> bool:
         """All its KV is there; or nothing more of it comes, because the host does not have it."""
@@ -111,9 +82,9 @@ class Rotation:
         self._missing = missing
         return missing == 0 or self._waits >= MOST_WAITS
 
-    def _remember(self, state: SystemState, rotation: _RotationState) -> None:
-        ids, resuming = state.running.request_id, rotation.resuming
-        self._paused = ids[rotation.paused]
+    def _remember(self, state: SystemState, decision: RotationDecision) -> None:
+        ids, resuming = state.running.request_id, decision.resuming
+        self._paused = ids[decision.paused]
         now = NOBODY if resuming is None else int(ids[resuming])
         if now != self._resuming:
             self._waits = 0
@@ -121,64 +92,85 @@ class Rotation:
         self._resuming = now
 
 
-class _RotationState:
-    """One iteration's decision in the making."""
+class RotationDecision:
+    """Which requests pause, resume and are admitted in one iteration."""
 
     def __init__(
         self, state: SystemState, paused: BoolArray, resuming: int | None, excess: float
     ) -> None:
-        self.state = state
+        """Decides, from who was paused and resuming before."""
         self.paused = paused
+        """Running requests that pause,"""
         self.resuming = resuming
-        self.memory = Memory.of(state, excess)
-        self.deadlines = Deadlines.of(state, ~paused)
+        """and the position of that one of these whose KV is fetched meanwhile."""
+        self._state = state
+        self._memory = Memory.of(state, excess)
+        self._deadlines = Deadlines.of(state, ~paused)
         self._expects = False
         """Somebody pauses for a request to be admitted in the next iteration."""
+        self._make_room_to_grow()
+        self._resume_in_time()
+        self.admit = self._admitted()
+        """So many of the first waiting requests are admitted: there is room for them, and time."""
+        if self.admit == 0:
+            self._resume_if_free()
 
-    def make_room_to_grow(self) -> None:
+    def batch(self) -> Batch:
+        pause = tuple(np.flatnonzero(self.paused).tolist())
+        return Batch(admit=tuple(range(self.admit)), pause=pause)
+
+    def evicted(self) -> BoolArray:
+        """Requests to evict as far as can be: the paused ones, but for the one that is fetched."""
+        evicted = self.paused.copy()
+        if self.resuming is not None:
+            evicted[self.resuming] = False
+        return evicted
+
+    def _make_room_to_grow(self) -> None:
         """Pause those with most slack until the active ones have room for AHEAD more steps."""
-        pausing = self._to_pause(self.resuming, 0)
+        pausing = self._to_pause(self.resuming)
         if pausing is None and self.resuming is not None:
             self.resuming = None
-            pausing = self._to_pause(None, 0)
-        self._pause(pausing)
+            pausing = self._to_pause(None)
+        if pausing is not None:
+            self.paused[pausing] = True
 
-    def resume_in_time(self) -> None:
+    def _resume_in_time(self) -> None:
         """Fetch the one whose deadline is the earliest, if it cannot be put off any longer; others
         pause for it if they are further ahead."""
-        if self.resuming is not None or self.deadlines.spare_s(self.paused) > 0.0:
+        if self.resuming is not None or self._deadlines.spare_s(self.paused) > 0.0:
             return
         back = self._next()
-        pausing = self._to_pause(back, 0)
-        slack, fetch = self.deadlines.slack_s, self.deadlines.fetch_s
+        pausing = self._to_pause(back)
+        slack, fetch = self._deadlines.slack_s, self._deadlines.fetch_s
         if pausing is None or (slack[pausing] - fetch[pausing] <= slack[back] + fetch[back]).any():
             return
-        self._pause(pausing)
+        self.paused[pausing] = True
         self.resuming = back
 
-    def admitted(self) -> int:
+    def _admitted(self) -> int:
         """How many of the waiting requests are admitted. If there is time for one, but no room,
         those with most slack pause now, so that it is admitted in the next iteration."""
-        running, waiting = self.state.running, self.state.waiting
+        running, waiting = self._state.running, self._state.waiting
         active = int(np.count_nonzero(~self.paused))
-        places = min(self.deadlines.most_running(active), self.state.max_running) - len(running)
+        places = min(self._deadlines.most_running(active), self._state.max_running) - len(running)
         first = waiting.tokens[: max(int(places), 0)]
         if not len(first):
             return 0
-        block = self.state.memory.block_tokens
+        block = self._state.memory.block_tokens
         room = np.cumsum(((first + AHEAD) // block + 1) * block)
         seconds = self._prefill_seconds(first)
-        in_time = np.searchsorted(seconds, self.deadlines.spare_s(self.paused), side="right")
-        fitting = np.searchsorted(room, self.memory.free(self._present()), side="right")
+        in_time = np.searchsorted(seconds, self._deadlines.spare_s(self.paused), side="right")
+        fitting = np.searchsorted(room, self._memory.free(self._present()), side="right")
         if in_time and not fitting:
             self._make_way(int(room[0]), float(seconds[0]))
         return int(min(in_time, fitting))
 
-    def resume_if_free(self) -> None:
+    def _resume_if_free(self) -> None:
         """Fetch the one whose deadline is the earliest, if there is room for it anyway."""
         if self.resuming is None and self.paused.any() and not self._expects:
             back = self._next()
-            pausing = self._to_pause(back, 0)
+            pausing = self._to_pause(back)
             if pausing is not None and not len(pausing):
                 self.resuming = back
 
@@ -190,20 +182,19 @@ class _RotationState:
             return
         paused = self.paused.copy()
         paused[pausing] = True
-        kept = int(self.memory.kept[paused].sum())
-        if kept <= KEPT_SHARE * self.memory.room and self.deadlines.spare_s(paused) >= seconds:
-            self._pause(pausing)
-            self._expects = True
+        kept = int(self._memory.kept[paused].sum())
+        if kept <= KEPT_SHARE * self._memory.room and self._deadlines.spare_s(paused) >= seconds:
+            self.paused, self._expects = paused, True
 
     def _prefill_seconds(self, tokens: IntArray) -> FloatArray:
         """Time of the prompts up to each of these."""
         pairs = np.cumsum(tokens * (tokens + 1.0) / 2)
         work = StepWork(0, 0, prefill_rows=np.cumsum(tokens), prefill_pairs=pairs)
-        return self.state.latency.step_seconds(work)
+        return self._state.latency.step_seconds(work)
 
     def _next(self) -> int:
         """Of those who are paused, the one whose deadline is the earliest."""
-        return int(np.where(self.paused, self.deadlines.slack_s, np.inf).argmin())
+        return int(np.where(self.paused, self._deadlines.slack_s, np.inf).argmin())
 
     def _present(self, resuming: int | None = None) -> BoolArray:
         """Those who are on the device, or are being fetched."""
@@ -213,24 +204,19 @@ class _RotationState:
                 present[one] = True
         return present
 
-    def _to_pause(self, resuming: int | None, tokens: int) -> IntArray | None:
+    def _to_pause(self, resuming: int | None, tokens: int = 0) -> IntArray | None:
         """The fewest of those that are active, by slack, without which so many tokens are free
         while this one is fetched; None if all but one are not enough."""
-        present = self._present(resuming)
-        short = tokens - self.memory.free(present)
+        short = tokens - self._memory.free(self._present(resuming))
         active = np.flatnonzero(~self.paused)
-        by_slack = active[np.argsort(-self.deadlines.slack_s[active], kind="stable")][:-1]
-        freed = np.cumsum((self.memory.cached - self.memory.kept)[by_slack])
+        by_slack = active[np.argsort(-self._deadlines.slack_s[active], kind="stable")][:-1]
+        freed = np.cumsum((self._memory.cached - self._memory.kept)[by_slack])
         count = 0 if short <= 0 else int(np.searchsorted(freed, short)) + 1
         stay = ~self.paused
         stay[by_slack[:count]] = False
-        if count > len(by_slack) or not self.memory.holds(stay, resuming):
+        if count > len(by_slack) or not self._memory.holds(stay, resuming):
             return None
         return by_slack[:count]
-
-    def _pause(self, pausing: IntArray | None) -> None:
-        if pausing is not None:
-            self.paused[pausing] = True
 
 
 def can_rotate(state: SystemState) -> bool:

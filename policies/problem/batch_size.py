@@ -9,21 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ellm_sgl.latency import LatencyModel, StepWork
-from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, SystemState
+from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
-    least_span_tokens,
+    evicted_at,
+    least_evicted,
     share_for,
-    spans,
     step_limit_s,
     unowned_tokens,
     work_of,
 )
-
-BoolArray = npt.NDArray[np.bool_]
 
 TOLERANCE = 0.005
 """Of batch sizes within this of the best, the smallest is taken: it restores least."""
@@ -58,11 +55,13 @@ class BatchProblem:
         running = len(state.running)
         evictable = candidates.evictable.astype(np.float64)
         columns = np.zeros((5, len(evictable) + 1))
-        columns[0, 1:] = candidates.tokens
-        columns[1, 1:] = evictable
-        columns[2, 1:] = evictable * evictable
-        columns[3, 1:] = evictable * candidates.shared
-        columns[4, 1:] = candidates.charged
+        columns[:, 1:] = (
+            candidates.tokens,
+            evictable,
+            evictable * evictable,
+            evictable * candidates.shared,
+            candidates.charged,
+        )
         tokens, sums, squares, prefix, charged = np.cumsum(columns, axis=1)
         limit = step_limit_s(state, state.waiting.tpot_slo_s[:most])
         return cls(
@@ -98,40 +97,41 @@ class BatchProblem:
         Returns:
             b; `fewest` if none of them fits.
         """
-        span, seconds, fits = self.least(sizes)
+        evicted, seconds, fits = self.least(sizes)
         value = np.where(fits, sizes / seconds, 0.0)
-        cached = np.flatnonzero(fits & (span == 0.0))
+        cached = np.flatnonzero(fits & (evicted == 0.0))
         first = int(cached[-1]) if len(cached) else 0
         while (best := value[first:].max()) > 0.0:
             choice = first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())
-            if span[choice] == 0.0 or self._fits_rounded(int(sizes[choice]), float(span[choice])):
-                return int(sizes[choice])
+            size = int(sizes[choice])
+            if evicted[choice] == 0.0 or self._fits_rounded(size, float(evicted[choice])):
+                return size
             value[choice] = 0.0
         return self.fewest
 
     def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
         """For each of these batch sizes: the least Σ n_i that fits into memory, T with the same
         share of each request's e_i evicted, and whether that keeps all bounds."""
-        span = least_span_tokens(self.memory, self.short[sizes])
+        evicted = least_evicted(self.memory, self.short[sizes])
         evictable = self.evictable[sizes]
-        share = span / np.maximum(evictable, 1.0)
+        share = evicted / np.maximum(evictable, 1.0)
         seconds = self.latency.step_seconds(
             StepWork(
                 decode_rows=sizes,
                 decode_tokens=self.tokens[sizes],
-                restored_tokens=span,
+                restored_tokens=evicted,
                 restored_squares=share * share * self.squares[sizes],
                 restored_prefix=share * self.prefix[sizes],
             )
         )
-        fits = (span <= evictable) & (span <= self.memory.max_restored_tokens)
-        return span, seconds, fits & (seconds <= self.limit_s[sizes])
+        fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)
+        return evicted, seconds, fits & (seconds <= self.limit_s[sizes])
 
-    def _fits_rounded(self, size: int, span_tokens: float) -> bool:
+    def _fits_rounded(self, size: int, tokens: float) -> bool:
         """Whether the first `size` requests keep the SLO with whole blocks evicted of each."""
-        first, block = self.candidates.first(size), self.memory.block_tokens
-        span = spans(first, share_for(first, span_tokens, block), block)
-        if span.sum() > self.memory.max_restored_tokens:
+        first, block = self.candidates[:size], self.memory.block_tokens
+        evicted = evicted_at(first, share_for(first, tokens, block), block)
+        if evicted.sum() > self.memory.max_restored_tokens:
             return False
-        seconds = float(self.latency.step_seconds(work_of(first, span)))
+        seconds = float(self.latency.step_seconds(work_of(first, evicted)))
         return seconds <= float(self.limit_s[size])

@@ -12,12 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ellm_sgl.config.ranges import MOST_TOKENS, Range
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import FloatArray, IntArray, MemoryState, Requests, SystemState
-from ellm_sgl.policies.planned import evictable
+from ellm_sgl.policies.base import (
+    Batch,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    MemoryState,
+    Ratios,
+    SystemState,
+)
+from ellm_sgl.policies.planned import evictable, running_and
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,58 +42,64 @@ class Candidates:
     """Device tokens of the request if all of it is cached, shared blocks excluded."""
 
     @classmethod
-    def of(cls, state: SystemState, join: slice | Sequence[int], ahead: int = 0) -> Candidates:
-        """The running requests and some waiting ones.
+    def of(
+        cls, state: SystemState, admit: slice | Sequence[int] = (), ahead: int = 0
+    ) -> Candidates:
+        """The running requests and, of the waiting ones, those to `admit`, in order.
 
         Args:
-            join: which of `state.waiting`, in order.
             ahead: steps to look ahead: every request is taken to be longer by so many tokens, or by
                 the tokens that it may still generate if these are fewer.
         """
-        rows = join if isinstance(join, slice) else np.asarray(join, np.int64)
-        nobody = not isinstance(join, slice) and len(join) == 0
-
-        def column(running: IntArray, waiting: IntArray) -> IntArray:
-            return running if nobody else np.concatenate((running, waiting[rows]))
-
-        running, waiting, block = state.running, state.waiting, state.memory.block_tokens
-        tokens = column(running.tokens, waiting.tokens)
-        shared = column(running.shared_tokens, waiting.shared_tokens)
+        requests, block = running_and(state, admit), state.memory.block_tokens
+        tokens, shared = requests.tokens, requests.shared_tokens
         if ahead:
-            growth = column(_remaining(running), _remaining(waiting))
-            tokens = tokens + np.minimum(growth, ahead)
-        shared_blocks = -(-shared // block)
-        charged = tokens // block + 1 - shared_blocks
+            generated = tokens - requests.prompt_tokens
+            remaining = np.maximum(requests.max_new_tokens - generated, 0)
+            tokens = tokens + np.minimum(remaining, ahead)
         return cls(
-            request_id=column(running.request_id, waiting.request_id),
+            request_id=requests.request_id,
             tokens=tokens,
             shared=shared,
             evictable=evictable(tokens, shared, block),
-            charged=charged * block,
+            charged=(tokens // block + 1 - -(-shared // block)) * block,
         )
 
-    def first(self, count: int) -> Candidates:
-        """The first so many requests."""
-        return self.only(slice(count))
-
-    def only(self, chosen: slice | npt.NDArray[np.bool_]) -> Candidates:
-        """These requests."""
+    def __getitem__(self, chosen: slice | BoolArray) -> Candidates:
         return Candidates(**{name: column[chosen] for name, column in vars(self).items()})
 
 
-def eventual_ratio(state: SystemState, join: Sequence[int], lookahead: int) -> float:
+def ratios_of(evicted: IntArray, tokens: IntArray) -> FloatArray:
+    """r_i that evict n_i of s_i tokens: of the middle of a token, so that rounding down to whole
+    blocks gives n_i."""
+    return np.where(evicted > 0, (evicted + 0.5) / tokens, 0.0)
+
+
+def ratios_for(
+    state: SystemState, batch: Batch, evicted: IntArray | None, lookahead: int
+) -> Ratios:
+    """The answer by which n_i of each running and each admitted request is evicted, nothing if
+    `evicted` is None. Those admitted are said to come to at least their eventual ratio."""
+    count = len(state.running)
+    eventual = _eventual_ratio(state, batch.admit, lookahead) if batch.admit and lookahead else 0.0
+    if evicted is None:
+        return Ratios(np.zeros(count), np.full(len(batch.admit), eventual))
+    ratios = ratios_of(evicted, running_and(state, batch.admit).tokens)
+    return Ratios(ratios[:count], np.maximum(ratios[count:], eventual))
+
+
+def _eventual_ratio(state: SystemState, admit: Sequence[int], lookahead: int) -> float:
     """The uncached ratio that the running and these waiting requests will come to.
 
     0 if all fit cached, `lookahead` steps on: then it was not decided to restore anything, and the
     server's own admission accounting, which knows their longest lengths, is to hold. Otherwise
     what their longest lengths need, so that it lets in those that were chosen.
     """
-    if _short_tokens(state, Candidates.of(state, join, lookahead)) <= 0:
+    if short_tokens(state, Candidates.of(state, admit, lookahead)) <= 0:
         return 0.0
-    longest = Candidates.of(state, join, LONGEST)
-    needed = float(least_span_tokens(state.memory, np.float64(_short_tokens(state, longest))))
-    most = int(longest.evictable.sum())
-    return min(needed, most) / int(longest.tokens.sum())
+    longest = Candidates.of(state, admit, LONGEST)
+    needed = float(least_evicted(state.memory, short_tokens(state, longest)))
+    return min(needed, int(longest.evictable.sum())) / int(longest.tokens.sum())
 
 
 LOOKAHEAD = Range(0, MOST_TOKENS, whole=True)
@@ -95,7 +108,7 @@ LONGEST = 1 << 40
 """Steps after which every request has all the tokens that it may generate."""
 
 
-def _short_tokens(state: SystemState, candidates: Candidates) -> int:
+def short_tokens(state: SystemState, candidates: Candidates) -> int:
     """Device tokens that are missing if all is cached; negative where all fits."""
     return int(candidates.charged.sum()) + unowned_tokens(state) - state.memory.device_tokens
 
@@ -110,11 +123,10 @@ def unowned_tokens(state: SystemState) -> int:
     return max(0, used - int(np.maximum(own, 0).sum()) * block)
 
 
-def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> FloatArray:
+def least_evicted(memory: MemoryState, short: FloatArray | float) -> FloatArray:
     """Σ n_i that covers a shortage: whole blocks, and M_o for the tokens that they restore.
 
     Args:
-        memory: gives block size and M_o.
         short: device tokens that are missing if all is cached; may be negative.
 
     Returns:
@@ -122,20 +134,17 @@ def least_span_tokens(memory: MemoryState, short: FloatArray | np.float64) -> Fl
     """
     gain = 1.0 - memory.staging_overhead
     if gain <= 0.0:
-        return np.where(short > 0.0, np.inf, 0.0)
+        return np.where(np.greater(short, 0.0), np.inf, 0.0)
     blocks = np.ceil(np.maximum(short, 0.0) / (gain * memory.block_tokens))
     return np.asarray(blocks * memory.block_tokens, np.float64)
 
 
-def spans(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
-    """n_i of each request if one share of what can be evicted of it is.
+def evicted_at(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
+    """n_i of each request if one share ρ of e_i, in [0, 1], is evicted.
 
     Rounded to whole blocks, up or down by a number that belongs to the request and spreads
     evenly over requests: so the sum follows the share closely even if all are of one length,
     and a request's blocks stay as they are while share and length do.
-
-    Args:
-        share: ρ, of e_i, in [0, 1].
     """
     blocks = candidates.evictable // block_tokens
     rounded = np.floor(share * blocks + candidates.request_id * GOLDEN % 1.0).astype(np.int64)
@@ -144,30 +153,29 @@ def spans(candidates: Candidates, share: float, block_tokens: int) -> IntArray:
 
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples modulo 1 spread evenly over [0, 1), however many there are (Weyl)."""
-
 BISECTIONS = 16
 """Leaves less than b / 2¹⁵ blocks between the two ends."""
 
 
-def share_for(candidates: Candidates, span_tokens: float, block_tokens: int) -> float:
-    """The least share whose `spans` add up to so many tokens; 1 if they cannot."""
+def share_for(candidates: Candidates, tokens: float, block_tokens: int) -> float:
+    """The least share whose `evicted_at` add up to so many tokens; 1 if they cannot."""
     evictable = float(candidates.evictable.sum())
-    if span_tokens >= evictable:
+    if tokens >= evictable:
         return 1.0
-    guess, error = span_tokens / evictable, len(candidates.tokens) * block_tokens / evictable
+    guess, error = tokens / evictable, len(candidates.tokens) * block_tokens / evictable
     low, high = max(0.0, guess - error), min(1.0, guess + error)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if spans(candidates, middle, block_tokens).sum() >= span_tokens:
+        if evicted_at(candidates, middle, block_tokens).sum() >= tokens:
             high = middle
         else:
             low = middle
     return high
 
 
-def work_of(candidates: Candidates, span: IntArray) -> StepWork:
-    """The decode step of these candidates, of which the n_i = `span` tokens are recomputed."""
-    n = span.astype(np.float64)
+def work_of(candidates: Candidates, evicted: IntArray) -> StepWork:
+    """The decode step of these candidates, of which the n_i = `evicted` tokens are recomputed."""
+    n = evicted.astype(np.float64)
     return StepWork(
         decode_rows=len(candidates.tokens),
         decode_tokens=float(candidates.tokens.sum()),
@@ -177,24 +185,20 @@ def work_of(candidates: Candidates, span: IntArray) -> StepWork:
     )
 
 
-def step_limit_s(state: SystemState, join_slo_s: FloatArray) -> FloatArray:
-    """Most seconds that a step may take, SLO - WT_max of Eq. (1), as further requests join.
+def decode_seconds(state: SystemState, runs: slice | BoolArray = slice(None)) -> float:
+    """Time of a decode step of these running requests, by tokens cached and restored."""
+    tokens, uncached = state.running.tokens[runs], state.running.uncached_tokens[runs]
+    work = StepWork(len(tokens), float(tokens.sum()), restored_tokens=float(uncached.sum()))
+    return float(state.latency.step_seconds(work))
+
+
+def step_limit_s(state: SystemState, admit_slo_s: FloatArray) -> FloatArray:
+    """Most seconds that a step may take, SLO - WT_max of Eq. (1). Entry k: if the first k of the
+    waiting requests with these `tpot_slo_s` are admitted.
 
     The SLO is the least of the server's and those of all requests that take part; WT_max is
     the time since that running request's last token for which it is longest.
-
-    Args:
-        join_slo_s: `tpot_slo_s` of the waiting requests that may be admitted, in order.
-
-    Returns:
-        Entry k: the limit if the first k of these join.
     """
     slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
     waited = float(state.running.waited_s.max(initial=0.0))
-    return np.minimum.accumulate(np.concatenate(([slo], join_slo_s))) - waited
-
-
-def _remaining(requests: Requests) -> IntArray:
-    """Tokens that each request may still generate."""
-    generated = requests.tokens - requests.prompt_tokens
-    return np.maximum(requests.max_new_tokens - generated, 0)
+    return np.minimum.accumulate(np.concatenate(([slo], admit_slo_s))) - waited

@@ -1,41 +1,94 @@
-"""Which waiting requests are admitted, where some are more urgent than others."""
+"""Which waiting requests are admitted, where some are more urgent than others, and how often the
+prompts of less urgent ones may hold up more urgent ones that decode."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import FloatArray, IntArray, Requests, SystemState
+from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
+from ellm_sgl.policies.planned import select
 from ellm_sgl.policies.problem.batch_size import BatchProblem
-from ellm_sgl.policies.problem.candidates import least_span_tokens
+from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
-from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
 from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
 
 BRIEF_S = 0.1
 """Longest prefill of several requests while requests that are more urgent may come."""
-MOST_JOINS = 64
+MOST_ADMITTED = 64
 """Requests that one iteration admits; the next one can go on."""
+PREFILL_SHARE = 0.125
+"""Of the time in which requests of different urgency are there: prompts of less urgent ones, while
+more urgent requests decode."""
+MOST_SAVED_S = 10.0
+"""A longer prompt need not save up more: it waits this / PREFILL_SHARE at most."""
+CONTENDED_S = 30.0
+"""For so long after requests of different urgency were seen, others are expected."""
 
 
-def joining(
+class PrefillBudget:
+    """Time saved up for prompts of less urgent requests while more urgent ones decode.
+
+    Nothing decodes while a prompt is computed: one of 800 tokens may take as long as a dozen steps.
+    So while more urgent requests decode, less urgent prompts have to save up for their time first.
+    """
+
+    def __init__(self) -> None:
+        self._saved_s = 0.0
+        self._until_s = math.inf
+        self._contended_s = -math.inf
+        self._offered: dict[int, float] = {}
+
+    def note(self, state: SystemState, several: bool) -> None:
+        """Time has passed, and of the requests that were offered some were admitted.
+
+        Args:
+            several: some requests are more urgent than others.
+        """
+        if several:
+            passed = max(state.now_s - self._until_s, 0.0)
+            self._saved_s = min(self._saved_s + PREFILL_SHARE * passed, MOST_SAVED_S)
+            self._contended_s = state.now_s
+        self._until_s = state.now_s
+        if self._offered:
+            admitted = self._offered.keys() & set(state.running.request_id.tolist())
+            self._saved_s = max(self._saved_s - sum(self._offered[i] for i in admitted), 0.0)
+            self._offered = {}
+
+    @property
+    def contended(self) -> bool:
+        """Whether somebody more urgent than those present may well come."""
+        return self._until_s - self._contended_s < CONTENDED_S
+
+    def affords(self, seconds: float) -> bool:
+        """Whether enough has been saved up for a prompt of so many seconds."""
+        return self._saved_s >= min(seconds, MOST_SAVED_S)
+
+    def offer(self, waiting: Requests, seconds: FloatArray) -> None:
+        """These may be admitted; their prompts take so long, each. inf where nobody is held up: who
+        comes next finds nothing saved up, and so is not held up at once."""
+        self._offered = dict(zip(waiting.request_id.tolist(), seconds.tolist(), strict=True))
+
+
+def admit(
     state: SystemState, levels: Levels, lookahead: int, budget: PrefillBudget
 ) -> tuple[int, ...] | None:
     """Positions in `state.waiting` of the requests that are admitted, in order; None if those first
     in line have to wait for `budget`.
 
-    In one iteration requests of one level join, since the first token of each has to wait for
-    the prefill of all. How many is Eq. (1)'s answer; but of requests more urgent than some that
-    run as many join as memory allows at the others' expense (see `_at_others_expense`). While
-    more urgent requests run, the prefill of less urgent ones takes no longer than a step, or is
-    of one request, and `budget` says when.
+    In one iteration requests of one level are admitted, since the first token of each has to wait
+    for the prefill of all. How many is Eq. (1)'s answer; but of requests more urgent than some that
+    run as many are admitted as memory allows at the others' expense (see `_at_others_expense`).
+    While more urgent requests run, the prefill of less urgent ones takes no longer than a step, or
+    is of one request, and `budget` says when.
 
     Args:
         lookahead: steps that the batch chosen by Eq. (1) has to be good for.
     """
-    places = min(state.max_running - len(state.running), MOST_JOINS)
+    places = min(state.max_running - len(state.running), MOST_ADMITTED)
     if places <= 0 or len(state.waiting) == 0:
         return ()
     order, most_urgent = levels.order, levels.running.min(initial=LEVELS)
@@ -56,7 +109,8 @@ def joining(
     if budget.contended:
         held_up = level[0] > most_urgent
         prompts_s = _prompts_s(state, order)
-        count = min(count, _within(prompts_s, _step_seconds(state) if held_up else BRIEF_S))
+        limit_s = decode_seconds(state) if held_up else BRIEF_S
+        count = min(count, max(1, int(np.count_nonzero(prompts_s <= limit_s))))
         if held_up:
             budget.offer(line.waiting, np.diff(prompts_s, prepend=0.0))
         elif not levels.several:
@@ -64,10 +118,9 @@ def joining(
     return tuple(order[: max(count, 0)].tolist())
 
 
-def _leading(true: IntArray) -> int:
+def _leading(true: BoolArray) -> int:
     """How many entries from the first on are true."""
-    false = np.flatnonzero(~true)
-    return int(false[0]) if len(false) else len(true)
+    return int(np.logical_and.accumulate(true).sum())
 
 
 def _in_line(state: SystemState, order: IntArray, ignore_slo: bool) -> SystemState:
@@ -77,8 +130,7 @@ def _in_line(state: SystemState, order: IntArray, ignore_slo: bool) -> SystemSta
         ignore_slo: leave out the requests' own SLOs, and for how long each has had no token:
             where levels differ, the lower ones pause at times for the sake of the others' SLOs.
     """
-    waiting = Requests(**{name: column[order] for name, column in vars(state.waiting).items()})
-    running = state.running
+    waiting, running = select(state.waiting, order), state.running
     if ignore_slo:
         never = np.full(len(running), np.inf)
         running = replace(running, tpot_slo_s=never, waited_s=np.zeros(len(running)))
@@ -87,8 +139,8 @@ def _in_line(state: SystemState, order: IntArray, ignore_slo: bool) -> SystemSta
 
 
 def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> int:
-    """How many of the waiting requests can join if less urgent ones that run are partly evicted
-    for them, and pause for some steps.
+    """How many of the waiting requests can be admitted if less urgent ones that run are partly
+    evicted for them, and pause for some steps.
 
     As many as memory allows, while a step in which the others alternate is no longer than one in
     which all that run now decode from the cache. Those evicted restore their KV only in the steps
@@ -96,32 +148,28 @@ def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> i
 
     Args:
         lower: positions of the less urgent running requests.
-        lookahead: steps that this has to be good for. (`joining` gives half of what Eq. (1) is
+        lookahead: steps that this has to be good for. (`admit` gives half of what Eq. (1) is
             given: with none, bursts of urgent requests slow one another down as they grow.)
     """
     running, most = len(state.running), len(state.waiting)
     problem = BatchProblem.of(state, most, lookahead)
     size = np.arange(running, running + most + 1)
     evictable = problem.candidates.evictable[lower].astype(np.float64)
-    span = least_span_tokens(problem.memory, problem.short[size])
-    fits = (span <= evictable.sum()) & (span <= problem.memory.max_restored_tokens)
-    share = span / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
-    spans = {
-        "restored_tokens": span / MAX_STEPS_PER_TOKEN,
-        "restored_squares": share * float(evictable @ evictable),
-        "restored_prefix": share * float(evictable @ problem.candidates.shared[lower]),
-    }
+    evicted = least_evicted(problem.memory, problem.short[size])
+    fits = (evicted <= evictable.sum()) & (evicted <= problem.memory.max_restored_tokens)
+    share = evicted / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
     tokens = problem.tokens[size]
-    per_step = len(lower) / MAX_STEPS_PER_TOKEN
     others = float(problem.candidates.tokens[lower].sum())
-    seconds = problem.latency.step_seconds
-    cached = seconds(StepWork(running, tokens[0]))
-    alternating = seconds(
-        StepWork(
-            size - len(lower) + per_step, tokens - others * (1 - 1 / MAX_STEPS_PER_TOKEN), **spans
-        )
+    cached = StepWork(running, tokens[0])
+    alternating = StepWork(
+        decode_rows=size - len(lower) + len(lower) / MAX_STEPS_PER_TOKEN,
+        decode_tokens=tokens - others * (1 - 1 / MAX_STEPS_PER_TOKEN),
+        restored_tokens=evicted / MAX_STEPS_PER_TOKEN,
+        restored_squares=share * float(evictable @ evictable),
+        restored_prefix=share * float(evictable @ problem.candidates.shared[lower]),
     )
-    fits &= alternating <= cached
+    seconds = problem.latency.step_seconds
+    fits &= seconds(alternating) <= seconds(cached)
     return _leading(fits[1:])
 
 
@@ -132,19 +180,3 @@ def _prompts_s(state: SystemState, order: IntArray) -> FloatArray:
     pairs = (new * (shared + tokens) / 2).cumsum()
     work = StepWork(0, 0, prefill_rows=new.cumsum(), prefill_pairs=pairs)
     return state.latency.step_seconds(work)
-
-
-def _within(prompts_s: FloatArray, limit_s: float) -> int:
-    """How many waiting requests can be prefilled in so many seconds; at least 1."""
-    return max(1, int(np.count_nonzero(prompts_s <= limit_s)))
-
-
-def _step_seconds(state: SystemState) -> float:
-    """Time of a decode step of all that run."""
-    running = state.running
-    step = StepWork(
-        decode_rows=len(running),
-        decode_tokens=float(running.tokens.sum()),
-        restored_tokens=float(running.uncached_tokens.sum()),
-    )
-    return float(state.latency.step_seconds(step))

@@ -24,7 +24,7 @@ class Levels:
     running: IntArray
     waiting: IntArray
     order: IntArray
-    """Positions of the waiting requests in the order in which they should join."""
+    """Positions of the waiting requests in the order in which they should be admitted."""
     several: bool
     """Whether there is more than one."""
 
@@ -32,20 +32,20 @@ class Levels:
 def rank_levels(running: Requests, waiting: Requests) -> Levels:
     """Rank by priority; of equal priority, requests with an SLO go first."""
     count = len(running)
-    priority = np.concatenate((running.priority, waiting.priority))
-    slo = np.minimum(
-        np.concatenate((running.tpot_slo_s, waiting.tpot_slo_s)),
-        np.concatenate((running.ttft_slo_s, waiting.ttft_slo_s)),
-    )
-    urgency = 2 * priority + np.isfinite(slo)
+    urgency = np.concatenate((_urgency(running), _urgency(waiting)))
     kinds = np.unique(urgency)
     level = np.minimum(len(kinds) - 1 - np.searchsorted(kinds, urgency), LEVELS - 1)
     order = queue_order(waiting, level[count:])
     return Levels(running=level[:count], waiting=level[count:], order=order, several=len(kinds) > 1)
 
 
+def _urgency(requests: Requests) -> IntArray:
+    slo = np.minimum(requests.tpot_slo_s, requests.ttft_slo_s)
+    return 2 * requests.priority + np.isfinite(slo)
+
+
 def queue_order(waiting: Requests, level: IntArray) -> IntArray:
-    """Positions of the waiting requests in the order in which they should join.
+    """Positions of the waiting requests in the order in which they should be admitted.
 
     By arrival, delayed by `AGE_S` per level. So urgent requests go first, and a request can be
     overtaken only by those that arrive at most (LEVELS - 1) · AGE_S after it.

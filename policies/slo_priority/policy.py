@@ -18,18 +18,18 @@ from ellm_sgl.policies.base import (
     SystemState,
     WorkSplit,
 )
-from ellm_sgl.policies.planned import evictable_tokens
+from ellm_sgl.policies.planned import evictable_tokens, running_and
 from ellm_sgl.policies.problem.candidates import (
     LOOKAHEAD,
     Candidates,
-    eventual_ratio,
-    least_span_tokens,
+    least_evicted,
+    ratios_for,
     unowned_tokens,
 )
-from ellm_sgl.policies.slo_priority.admission import joining
+from ellm_sgl.policies.problem.standing import Standing
+from ellm_sgl.policies.slo_priority.admission import PrefillBudget, admit
 from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
-from ellm_sgl.policies.slo_priority.prefill_budget import PrefillBudget
-from ellm_sgl.policies.slo_priority.program import SpanCosts, SpanProgram, whole_blocks
+from ellm_sgl.policies.slo_priority.program import EvictionCosts, EvictionProgram, whole_blocks
 from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
 from ellm_sgl.policies.work_split import plan_split
 
@@ -41,15 +41,16 @@ DRIFT = 0.1
 """The program is solved again when what memory lacks has changed by this share; till then its last
 optimum is rounded to the new need."""
 ASK_AGAIN = 32
-"""Iterations after which a queue that nobody could join from, and a schedule, are looked at again
-though no request has come, joined or left."""
+"""Iterations after which a queue from which nobody could be admitted, and a schedule, are looked at
+again though no request has come, been admitted or left."""
 
 
 class SloPriority(Policy):
     """Tells requests apart by `priority` and, where it is equal, by whether they have an SLO.
 
     - Queue: by level, then arrival; see `levels.queue_order` for how ageing bounds the wait.
-    - Batch size: Eq. (1) of the eLLM paper, as `fcfs`; urgent requests join at the others' expense.
+    - Batch size: Eq. (1) of the eLLM paper, as `fcfs`; urgent requests are admitted at the others'
+      expense.
     - Ratios: a convex program that evicts less urgent requests first.
     - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
 
@@ -63,192 +64,114 @@ class SloPriority(Policy):
         LOOKAHEAD.check("lookahead", lookahead)
         SHARE.check("loss", loss)
         self._lookahead = lookahead
-        self._program = SpanProgram()
-        self._ranked: _Ranked | None = None
+        self._program = EvictionProgram()
+        self._ranked: Standing[Levels] | None = None
+        self._refused: Standing[None] | None = None
+        """Nobody could be admitted. While the requests are the same, running ones only grow: it
+        gets no easier."""
         self._losses = Losses(loss)
         self._budget = PrefillBudget()
-        self._standing: _Standing | None = None
+        self._scheduled: Standing[Schedule] | None = None
         self._plan: _Plan | None = None
 
     def batch(self, state: SystemState) -> Batch:
-        ranked = self._rank(state)
-        join = self._join(state, ranked)
-        schedule = self._schedule(state, ranked, queue=len(join) < len(state.waiting))
-        return Batch(admit=join, pause=schedule.paused(state))
+        levels = self._levels(state)
+        admitted = self._admit(state, levels)
+        schedule = self._schedule(state, levels, queue=len(admitted) < len(state.waiting))
+        return Batch(admit=admitted, pause=schedule.paused(state))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        span = self._spans(state, batch)
-        count = len(state.running)
-        joining = np.zeros(len(batch.admit))
-        if batch.admit and self._lookahead:
-            joining += eventual_ratio(state, batch.admit, self._lookahead)
-        if span is None:
-            return Ratios(running=np.zeros(count), admitted=joining)
-        tokens = state.running.tokens
-        if batch.admit:
-            tokens = np.concatenate((tokens, state.waiting.tokens[list(batch.admit)]))
-        # In the middle of a token, so that rounding down to whole blocks gives n_i.
-        ratios = np.where(span > 0, (span + 0.5) / tokens, 0.0)
-        return Ratios(running=ratios[:count], admitted=np.maximum(ratios[count:], joining))
+        return ratios_for(state, batch, self._evicted(state, batch), self._lookahead)
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
 
-    def _rank(self, state: SystemState) -> _Ranked:
-        if self._ranked is None or not self._ranked.is_of(state):
-            self._ranked = _Ranked.of(state)
-        return self._ranked
+    def _levels(self, state: SystemState) -> Levels:
+        ids = state.running.request_id, state.waiting.request_id
+        if self._ranked is None or not self._ranked.holds(*ids):
+            self._ranked = Standing(rank_levels(state.running, state.waiting), *ids)
+            self._refused = None
+        return self._ranked.answer
 
-    def _join(self, state: SystemState, ranked: _Ranked) -> tuple[int, ...]:
-        self._budget.note(state, ranked.levels.several)
+    def _admit(self, state: SystemState, levels: Levels) -> tuple[int, ...]:
+        self._budget.note(state, levels.several)
         if len(state.waiting) == 0 or len(state.running) >= state.max_running:
             return ()
-        if ranked.still_refuses(state):
+        if self._refused is not None and self._refused.holds(_bounds(state)):
             return ()
-        join = joining(state, ranked.levels, self._lookahead, self._budget)
-        ranked.note(state, refused=join == ())
-        return join or ()
+        admitted = admit(state, levels, self._lookahead, self._budget)
+        refused = Standing(None, _bounds(state), iterations=ASK_AGAIN)
+        self._refused = refused if admitted == () else None
+        return admitted or ()
 
-    def _schedule(self, state: SystemState, ranked: _Ranked, queue: bool) -> Schedule:
-        spans = state.running.uncached_tokens
-        standing = self._standing
-        self._losses.note(state.now_s, 0.0 if standing is None else standing.schedule.loss)
-        if standing is None or not standing.still_holds(ranked, spans, queue):
-            memory = state.memory
-            pressure = (
-                queue
-                or memory.device_free_tokens < SCARCE * memory.device_tokens
-                or bool(spans.any())
-            )
-            schedule = build(state, ranked.levels.running, pressure, self._losses.allowed)
-            standing = self._standing = _Standing(ranked, spans, queue, schedule)
-        return standing.schedule
+    def _schedule(self, state: SystemState, levels: Levels, queue: bool) -> Schedule:
+        """`queue`: requests wait that cannot be admitted."""
+        uncached, memory = state.running.uncached_tokens, state.memory
+        standing = self._scheduled
+        self._losses.note(state.now_s, 0.0 if standing is None else standing.answer.loss)
+        if standing is None or not standing.holds(levels, uncached, queue):
+            scarce = memory.device_free_tokens < SCARCE * memory.device_tokens
+            pressure = queue or scarce or bool(uncached.any())
+            schedule = build(state, levels.running, pressure, self._losses.allowed)
+            standing = Standing(schedule, levels, uncached, queue, iterations=ASK_AGAIN)
+            self._scheduled = standing
+        return standing.answer
 
-    def _spans(self, state: SystemState, batch: Batch) -> IntArray | None:
+    def _evicted(self, state: SystemState, batch: Batch) -> IntArray | None:
         """n_i of each running and each admitted request; None if all is cached."""
-        plan = self._plan
-        if not batch.admit and _still_good(state, plan):
-            return None if plan is None else plan.span
-        candidates = Candidates.of(state, batch.admit)
-        block = state.memory.block_tokens
-        need = _need(state, candidates.tokens, candidates.shared, GROWTH_STEPS)
-        most = min(state.memory.max_restored_tokens, int(candidates.evictable.sum()))
-        need = int(min(need, most)) // block * block
-        self._plan = self._planned(state, batch, candidates, need) if need > 0 else None
-        return None if self._plan is None else self._plan.span
+        if batch.admit or not _still_good(state, self._plan):
+            candidates = Candidates.of(state, batch.admit)
+            block = state.memory.block_tokens
+            need = _need(state, candidates.tokens, candidates.shared, GROWTH_STEPS)
+            most = min(state.memory.max_restored_tokens, int(candidates.evictable.sum()))
+            need = int(min(need, most)) // block * block
+            self._plan = self._planned(state, batch, candidates, need) if need > 0 else None
+        return None if self._plan is None else self._plan.evicted
 
     def _planned(
         self, state: SystemState, batch: Batch, candidates: Candidates, need: int
     ) -> _Plan:
-        block = state.memory.block_tokens
         plan = self._plan
         if plan is not None and plan.is_near(candidates, need):
             costs = replace(plan.costs, limit=candidates.evictable)
             optimum, solved = plan.optimum, plan.solved_need
         else:
-            weights = self._weights(state, batch)
-            costs = SpanCosts.of(state, candidates, weights, need)
+            costs = EvictionCosts.of(state, candidates, self._weights(state, batch), need)
             optimum, solved = self._program.solve(costs, need), need
-        span = whole_blocks(costs, optimum, need, block)
-        return _Plan(
-            candidates.request_id, costs, optimum, solved, span, candidates.shared, int(span.sum())
-        )
+        evicted = whole_blocks(costs, optimum, need, state.memory.block_tokens)
+        return _Plan(candidates, costs, optimum, solved, evicted)
 
     def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
-        levels, rows = self._rank(state).levels, list(batch.admit)
-
-        def column(running: FloatArray, waiting: FloatArray) -> FloatArray:
-            return np.concatenate((running, waiting[rows]))
-
-        return keep_weights(
-            np.concatenate((levels.running, levels.waiting[rows])),
-            column(state.running.tpot_slo_s, state.waiting.tpot_slo_s),
-            column(state.running.arrival_s, state.waiting.arrival_s),
-        )
+        levels, requests = self._levels(state), running_and(state, batch.admit)
+        admitted = levels.waiting[np.array(batch.admit, np.int64)]
+        level = np.concatenate((levels.running, admitted))
+        return keep_weights(level, requests.tpot_slo_s, requests.arrival_s)
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """An answer to the ratio question, and what it came from."""
 
-    ids: IntArray
-    """Requests that it is for."""
-    costs: SpanCosts
+    candidates: Candidates
+    """The requests that it is for."""
+    costs: EvictionCosts
     optimum: FloatArray
     """The program's n_i for a need of"""
     solved_need: int
     """so many tokens."""
-    span: IntArray
+    evicted: IntArray
     """n_i in whole blocks, for the latest need."""
-    shared: IntArray
-    """Shared tokens of the requests."""
-    evicted: int
-    """Σ n_i."""
 
     def is_for(self, running: Requests) -> bool:
         """Whether it is for these requests, with nothing more of them shared."""
-        return np.array_equal(self.ids, running.request_id) and np.array_equal(
-            self.shared, running.shared_tokens
+        return np.array_equal(self.candidates.request_id, running.request_id) and np.array_equal(
+            self.candidates.shared, running.shared_tokens
         )
 
     def is_near(self, candidates: Candidates, need: int) -> bool:
         """Whether the optimum is of the same requests and of a need near this one."""
-        drift = abs(need - self.solved_need)
-        return drift <= DRIFT * self.solved_need and np.array_equal(self.ids, candidates.request_id)
-
-
-@dataclass(eq=False)
-class _Ranked:
-    """Levels of the requests of the latest states, and whether any of them could join."""
-
-    running: IntArray
-    waiting: IntArray
-    """Ids of the requests ranked."""
-    levels: Levels
-    refused: tuple[float, ...] | None = None
-    """Bounds under which nobody could join; None if somebody could, or it was not asked."""
-    iterations: int = 0
-    """Since it was asked."""
-
-    @classmethod
-    def of(cls, state: SystemState) -> _Ranked:
-        levels = rank_levels(state.running, state.waiting)
-        return cls(state.running.request_id, state.waiting.request_id, levels)
-
-    def is_of(self, state: SystemState) -> bool:
-        return np.array_equal(self.running, state.running.request_id) and np.array_equal(
-            self.waiting, state.waiting.request_id
-        )
-
-    def note(self, state: SystemState, refused: bool) -> None:
-        self.refused = _bounds(state) if refused else None
-        self.iterations = 0
-
-    def still_refuses(self, state: SystemState) -> bool:
-        """While the requests are the same, running ones only grow: it gets no easier to join."""
-        self.iterations += 1
-        return self.iterations < ASK_AGAIN and self.refused == _bounds(state)
-
-
-@dataclass(eq=False)
-class _Standing:
-    """A schedule, and what it was built for."""
-
-    ranked: _Ranked
-    spans: IntArray
-    queue: bool
-    """Whether requests wait that cannot join."""
-    schedule: Schedule
-    iterations: int = 0
-
-    def still_holds(self, ranked: _Ranked, spans: IntArray, queue: bool) -> bool:
-        self.iterations += 1
-        return (
-            self.iterations < ASK_AGAIN
-            and self.ranked is ranked
-            and self.queue == queue
-            and np.array_equal(self.spans, spans)
-        )
+        same = np.array_equal(self.candidates.request_id, candidates.request_id)
+        return same and abs(need - self.solved_need) <= DRIFT * self.solved_need
 
 
 def _bounds(state: SystemState) -> tuple[float, ...]:
@@ -261,7 +184,7 @@ def _need(state: SystemState, tokens: IntArray, shared: IntArray, steps: int) ->
     block = state.memory.block_tokens
     blocks = int(((tokens + (block - 1 + steps)) // block).sum()) + int((-shared // block).sum())
     short = blocks * block + unowned_tokens(state) - state.memory.device_tokens
-    return float(least_span_tokens(state.memory, np.float64(short)))
+    return float(least_evicted(state.memory, short))
 
 
 def _still_good(state: SystemState, plan: _Plan | None) -> bool:
@@ -273,9 +196,9 @@ def _still_good(state: SystemState, plan: _Plan | None) -> bool:
         return least <= 0
     if not plan.is_for(running):
         return False
-    evicted = plan.evicted
-    if least <= evicted:
-        room = (len(plan.span) + 1) * memory.block_tokens
-        return (evicted - least) * (1.0 - memory.staging_overhead) <= room
+    total = int(plan.evicted.sum())
+    if least <= total:
+        room = (len(plan.evicted) + 1) * memory.block_tokens
+        return (total - least) * (1.0 - memory.staging_overhead) <= room
     most = int(evictable_tokens(running, memory.block_tokens).sum())
-    return evicted > min(most, memory.max_restored_tokens) - memory.block_tokens
+    return total > min(most, memory.max_restored_tokens) - memory.block_tokens

@@ -1,10 +1,10 @@
-"""Whose KV to evict: a convex program over the span lengths of all requests.
+"""Whose KV to evict: a convex program over the evicted tokens of all requests.
 
     minimise    Σ w_i (c_i n_i + q n_i²)
     subject to  Σ n_i ≥ need,  0 ≤ n_i ≤ u_i
 
 n_i is the number of request i's tokens to be recomputed in each step, c_i and q the time that
-they take (linear layers and prefix; attention within the span), w_i the request's urgency, u_i
+they take (linear layers and prefix; attention among them), w_i the request's urgency, u_i
 what can be evicted of it, and `need` what memory lacks. Since every cost is positive, Σ n_i = need
 at the optimum, so the bound Σ n_i ≤ `max_restored_tokens` is one on `need`.
 """
@@ -24,7 +24,7 @@ from ellm_sgl.policies.problem.candidates import Candidates
 SIZES = (32, 128, 320)
 """Sizes for which the program is compiled ahead; larger ones double, and are compiled on use."""
 LEAST_CURVATURE = 1e-4
-"""q u is at least this share of c, for the largest u. Attention within a span may cost nothing
+"""q u is at least this share of c, for the largest u. Attention among them may cost nothing
 that a model would notice; a little of it keeps the optimum unique."""
 NEARLY_ALL = 0.999
 """Of what can be evicted: if so much is needed, all is. (Interior-point solvers want an
@@ -35,7 +35,7 @@ model may find recomputation free, but never worth doing."""
 
 
 @dataclass(frozen=True, eq=False)
-class SpanCosts:
+class EvictionCosts:
     """The program's data, one entry per request. All positive, except that u_i may be 0."""
 
     weight: FloatArray
@@ -47,19 +47,15 @@ class SpanCosts:
     limit: IntArray
     """u_i, tokens, in whole blocks."""
 
-    def part(self, positions: IntArray) -> SpanCosts:
+    def __getitem__(self, positions: IntArray) -> EvictionCosts:
         """Of some of the requests."""
-        return SpanCosts(
-            self.weight[positions],
-            self.linear[positions],
-            self.quadratic,
-            self.limit[positions],
-        )
+        weight, linear = self.weight[positions], self.linear[positions]
+        return EvictionCosts(weight, linear, self.quadratic, self.limit[positions])
 
     @classmethod
     def of(
         cls, state: SystemState, candidates: Candidates, weight: FloatArray, need: float
-    ) -> SpanCosts:
+    ) -> EvictionCosts:
         """Costs by the latency model, for evicting about `need` tokens of these requests: the
         mean time per token, and per pair of tokens, that this adds to the step."""
         limit = candidates.evictable.astype(np.float64)
@@ -83,7 +79,7 @@ class SpanCosts:
         return cls(weight, linear, max(within, least), candidates.evictable)
 
 
-class SpanProgram:
+class EvictionProgram:
     """The program, canonicalised once per size and re-solved with new parameters.
 
     In x_i = n_i √(2 w_i q) the quadratic term is |x|²/2, which leaves parameters only where
@@ -95,7 +91,7 @@ class SpanProgram:
     def __init__(self) -> None:
         self._compiled = {size: _Compiled(size) for size in SIZES}
 
-    def solve(self, costs: SpanCosts, need: float) -> FloatArray:
+    def solve(self, costs: EvictionCosts, need: float) -> FloatArray:
         """The n_i at the optimum, float64 [requests]; all of u_i if `need` exceeds their sum.
 
         Most requests can be told to keep all or nothing beforehand (`_fixed`); the program is
@@ -112,7 +108,7 @@ class SpanProgram:
         if left >= NEARLY_ALL * room:
             tokens[free] = costs.limit[free]
         else:
-            tokens[free] = self._of_size(len(free)).solve(costs.part(free), left)
+            tokens[free] = self._of_size(len(free)).solve(costs[free], left)
         return tokens
 
     def _of_size(self, count: int) -> _Compiled:
@@ -125,7 +121,7 @@ class SpanProgram:
         return self._compiled[size]
 
 
-def _fixed(costs: SpanCosts, need: float) -> tuple[FloatArray, IntArray]:
+def _fixed(costs: EvictionCosts, need: float) -> tuple[FloatArray, IntArray]:
     """What the optimum must look like without solving: n_i where it is sure to be 0 or u_i, and
     the positions where it is not.
 
@@ -161,9 +157,9 @@ class _Compiled:
             [self._per_need @ self._x >= 1, self._x >= 0, self._x <= self._limit],
         )
         ones = np.ones(1)
-        self.solve(SpanCosts(ones, ones, 1.0, np.ones(1, np.int64)), need=0.5)
+        self.solve(EvictionCosts(ones, ones, 1.0, np.ones(1, np.int64)), need=0.5)
 
-    def solve(self, costs: SpanCosts, need: float) -> FloatArray:
+    def solve(self, costs: EvictionCosts, need: float) -> FloatArray:
         tokens_per_x = 1 / np.sqrt(2 * costs.weight * costs.quadratic)
         count = len(tokens_per_x)
         # x in units of its typical size, so that the solver sees numbers about 1.
@@ -173,7 +169,7 @@ class _Compiled:
         self._limit.value = self._padded(costs.limit / tokens_per_x / unit, 1.0)
         self._problem.solve(solver=cp.CLARABEL, warm_start=True)  # type: ignore[no-untyped-call]  # so is cvxpy's solve
         if self._x.value is None:
-            raise ArithmeticError(f"the span program was not solved: {self._problem.status}")
+            raise ArithmeticError(f"the eviction program was not solved: {self._problem.status}")
         tokens = self._x.value[:count] * tokens_per_x * unit
         return np.clip(tokens, 0, costs.limit)
 
@@ -183,8 +179,10 @@ class _Compiled:
         return padded
 
 
-def whole_blocks(costs: SpanCosts, tokens: FloatArray, need: float, block_tokens: int) -> IntArray:
-    """Round span lengths to blocks, so that their sum is the least that covers `need`.
+def whole_blocks(
+    costs: EvictionCosts, tokens: FloatArray, need: float, block_tokens: int
+) -> IntArray:
+    """Round evicted tokens to blocks, so that their sum is the least that covers `need`.
 
     From the nearest blocks on, the cheapest further ones are added or the dearest taken back.
     Costs are separable and convex, so where no single exchange helps the result is the optimum
@@ -199,14 +197,13 @@ def whole_blocks(costs: SpanCosts, tokens: FloatArray, need: float, block_tokens
     limit = costs.limit // block_tokens
     blocks = np.minimum(np.rint(tokens / block_tokens).astype(np.int64), limit)
     target = min(-int(-need // block_tokens), int(limit.sum()))
-    short = target - int(blocks.sum())
-    if short:
+    if short := target - int(blocks.sum()):
         _exchange(costs, blocks, limit, short, block_tokens)
     return blocks * block_tokens
 
 
 def _exchange(
-    costs: SpanCosts, blocks: IntArray, limit: IntArray, short: int, block_tokens: int
+    costs: EvictionCosts, blocks: IntArray, limit: IntArray, short: int, block_tokens: int
 ) -> None:
     """Add `short` blocks where they cost least, or take -`short` where they cost most."""
     step = 1 if short > 0 else -1

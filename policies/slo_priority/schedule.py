@@ -83,13 +83,10 @@ NOBODY_PAUSES = Schedule((), 0.0)
 
 
 class Losses:
-    """How much of tokens per second pauses have cost of late, and so may cost now.
-
-    Args:
-        mean: share of tokens per second that they may cost in the mean over LOSS_MEMORY_S.
-    """
+    """How much of tokens per second pauses have cost of late, and so may cost now."""
 
     def __init__(self, mean: float) -> None:
+        """`mean`: share of them that pauses may cost in the mean over LOSS_MEMORY_S."""
         self._allowed_mean = mean
         self._mean = mean
         self._until_s = -math.inf
@@ -117,7 +114,7 @@ def build(state: SystemState, level: IntArray, pressure: bool, allowed_loss: flo
 
     Args:
         level: of each running request.
-        pressure: memory is short or requests wait that cannot join.
+        pressure: memory is short or requests wait that cannot be admitted.
         allowed_loss: share of tokens per second.
     """
     lower = level > level.min(initial=LEVELS)
@@ -141,13 +138,9 @@ def build(state: SystemState, level: IntArray, pressure: bool, allowed_loss: flo
 
 
 def _group(members: IntArray, rate: float, step_s: float) -> Group:
-    """A group of which so many run per step. For less than one, 1 / rate steps are from one
-    token to the next, 1 / rate - 1 of them paused; half a step less allows for steps of unequal
-    time.
-
-    Args:
-        step_s: time of a step without the groups of which not one runs in each step.
-    """
+    """A group of which so many run per step, which takes `step_s` without those groups of which
+    less than one does. There 1 / rate steps are from one token to the next, 1 / rate - 1 of them
+    paused; half a step less allows for steps of unequal time."""
     return Group(
         members,
         run=max(1, round(rate)),
@@ -158,26 +151,23 @@ def _group(members: IntArray, rate: float, step_s: float) -> Group:
 
 def _groups(state: SystemState, level: IntArray) -> list[IntArray]:
     """Positions, in groups: first the most urgent level, then those that alternate, the ones to
-    be thinned out first in front: with spans before without, less urgent before more urgent."""
-    has_span = state.running.uncached_tokens > 0
-    key = np.where(level == level.min(), -1, 2 * (level.max() - level) + 1000 * ~has_span)
+    be thinned out first in front: those with uncached tokens before those without, less urgent
+    before more urgent."""
+    has_uncached = state.running.uncached_tokens > 0
+    key = np.where(level == level.min(), -1, 2 * (level.max() - level) + 1000 * ~has_uncached)
     return [np.flatnonzero(key == k) for k in np.unique(key)]
 
 
 def _rate_choices(sizes: list[int]) -> FloatArray:
     """How many of each group run per step, [choices, groups], from all to the fewest. Each choice
     is one step down from the one before, in the first group that can be thinned out."""
-    rates = [_rates(size) for size in sizes]
-    rates[0] = rates[0][:1]
-    further = [len(r) - 1 for r in rates]
-    columns = np.empty((1 + sum(further), len(sizes)))
-    start = 1
-    for g, (rate, count) in enumerate(zip(rates, further, strict=True)):
-        columns[:start, g] = rate[0]
-        columns[start : start + count, g] = rate[1:]
-        columns[start + count :, g] = rate[-1]
-        start += count
-    return columns
+    chosen = [float(size) for size in sizes]
+    choices = [chosen]
+    for group, size in enumerate(sizes[1:], start=1):
+        for rate in _rates(size)[1:]:
+            chosen = [*chosen[:group], rate, *chosen[group + 1 :]]
+            choices.append(chosen)
+    return np.array(choices)
 
 
 def _rates(size: int) -> list[float]:
@@ -191,32 +181,32 @@ def _rates(size: int) -> list[float]:
 def _expected_work(state: SystemState, members: list[IntArray], rates: FloatArray) -> StepWork:
     """Mean work of a step, for each choice: every group contributes its mean request."""
     running = state.running
-    span = running.uncached_tokens.astype(np.float64)
-    columns = np.stack((running.tokens, span, span * span, span * running.shared_tokens))
+    n = running.uncached_tokens.astype(np.float64)
+    columns = np.stack((running.tokens, n, n * n, n * running.shared_tokens))
     means = np.array([columns[:, g].mean(axis=1) for g in members])
-    tokens, rows, squares, prefix = (rates @ means).T
+    tokens, restored, squares, prefix = (rates @ means).T
     return StepWork(
         decode_rows=rates.sum(axis=1),
         decode_tokens=tokens,
-        restored_tokens=rows,
+        restored_tokens=restored,
         restored_squares=squares,
         restored_prefix=prefix,
-        swap_tokens=rows if state.memory.host_tokens else 0,
+        swap_tokens=restored if state.memory.host_tokens else 0,
     )
 
 
 def _loss(state: SystemState, work: StepWork, seconds: FloatArray) -> FloatArray:
     """Share of tokens per second that each choice loses against the first, the full step.
 
-    A token counts what it takes there: an equal part of the step without spans, and as much of
+    A token counts what it takes there: an equal part of the step with all cached, and as much of
     the rest as it has of the restored tokens. Otherwise it would seem a gain to put off the
     requests that have most to recompute, though they run later.
     """
-    rows, spans = np.asarray(work.decode_rows), np.asarray(work.restored_tokens)
+    rows, restored = np.asarray(work.decode_rows), np.asarray(work.restored_tokens)
     tokens = np.asarray(work.decode_tokens)
     cached = float(state.latency.step_seconds(StepWork(rows[0], tokens[0])))
-    per_span = (seconds[0] - cached) / max(float(spans[0]), 1.0)
-    return np.asarray(1.0 - (rows * cached / rows[0] + spans * per_span) / seconds, np.float64)
+    per_token = (seconds[0] - cached) / max(float(restored[0]), 1.0)
+    return np.asarray(1.0 - (rows * cached / rows[0] + restored * per_token) / seconds, np.float64)
 
 
 def _choose(allowed: npt.NDArray[np.bool_], seconds: FloatArray, target: float) -> int:

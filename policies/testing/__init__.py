@@ -7,10 +7,12 @@
 
 from ellm_sgl.policies.testing.checks import CHECKS, BrokenRuleError, Factory
 from ellm_sgl.policies.testing.conformance import (
+    Check,
     CheckResult,
     ConformanceReport,
     check_policy,
     examine,
+    parametrize_with_checks,
 )
 from ellm_sgl.policies.testing.generate import (
     PROFILES,
@@ -20,7 +22,6 @@ from ellm_sgl.policies.testing.generate import (
     random_state,
     requests,
 )
-from ellm_sgl.policies.testing.parametrize import Check, parametrize_with_checks
 
 __all__ = [
     "CHECKS",

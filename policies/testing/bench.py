@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios, check_split
 from ellm_sgl.policies.planned import step_work
 from ellm_sgl.policies.registry import create
@@ -22,9 +22,9 @@ CALLS = 200
 WARM_UP = 5
 ROOM = (0.85, 1.6)
 """Device memory over what runs: from states in which memory or SLO leave little choice, to states
-in which requests can join."""
+in which requests can be admitted."""
 PRESSED = 0.95
-"""In the steady state: nobody can join, and some of what runs is not cached."""
+"""In the steady state: nobody can be admitted, and some of what runs is not cached."""
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,22 @@ def bench(name: str, options: Mapping[str, object], calls: int = CALLS) -> Polic
     policy = create(name, options)
     rng = np.random.default_rng(0)
     state = busy_state(rng, PRESSED)
-    first = _decide(policy, state)
+    first_s, batch, ratios, plan = _decide(policy, state)
+    answer = policy.split(state, plan)
 
     def check() -> None:
-        check_batch(state, first.batch)
-        check_ratios(state, first.batch, first.ratios)
-        check_split(first.split)
+        check_batch(state, batch)
+        check_ratios(state, batch, ratios)
+        check_split(answer)
 
     def split() -> None:
-        policy.split(state, first.plan)
+        policy.split(state, plan)
 
     check()
     others = (busy_state(rng, rng.uniform(*ROOM)) for _ in range(calls + WARM_UP))
     return PolicyBench(
         name,
-        first_us=first.seconds * 1e6,
+        first_us=first_s * 1e6,
         decision=_timing(policy, others),
         steady=_timing(policy, _one_token_further(state, calls + WARM_UP)),
         split=Timing.of(_seconds(split) for _ in range(calls)),
@@ -141,31 +142,21 @@ def _one_token_further(state: SystemState, count: int) -> Iterator[SystemState]:
         yield replace(state, running=running, now_s=state.now_s + 0.05 * step)
 
 
-@dataclass(frozen=True)
-class _Decision:
-    batch: Batch
-    ratios: Ratios
-    plan: StepWork
-    split: WorkSplit
-    seconds: float
-    """What the three answers took; making the plan is the server's work."""
-
-
-def _decide(policy: Policy, state: SystemState) -> _Decision:
+def _decide(policy: Policy, state: SystemState) -> tuple[float, Batch, Ratios, StepWork]:
+    """What the three answers took, in seconds, and two of them; making the plan is the server's
+    work."""
     start = time.perf_counter()
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
     answered = time.perf_counter()
     plan = step_work(state, batch, ratios)
     planned = time.perf_counter()
-    split = policy.split(state, plan)
-    seconds = (answered - start) + (time.perf_counter() - planned)
-    return _Decision(batch, ratios, plan, split, seconds)
+    policy.split(state, plan)
+    return (answered - start) + (time.perf_counter() - planned), batch, ratios, plan
 
 
 def _timing(policy: Policy, states: Iterable[SystemState]) -> Timing:
-    seconds = [_decide(policy, state).seconds for state in states]
-    return Timing.of(seconds[WARM_UP:])
+    return Timing.of([_decide(policy, state)[0] for state in states][WARM_UP:])
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -7,8 +7,9 @@ import copy
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
-from ellm_sgl.policies.checks import check_batch, check_ratios, check_split
+from ellm_sgl.policies.checks import checked_answers
 from ellm_sgl.policies.planned import planned_tokens, step_work
 from ellm_sgl.policies.testing.generate import Size, random_state
 from ellm_sgl.policies.testing.starvation import SCENES, Server
@@ -30,6 +31,7 @@ from ellm_sgl.policies.testing.states import (
     with_room,
 )
 
+Answers = tuple[Batch, Ratios, WorkSplit]
 Factory = Callable[[], Policy]
 """A class, or whatever else makes a fresh policy without arguments."""
 STATES = 60
@@ -81,8 +83,7 @@ class Subject:
 
     def states(self) -> Iterator[Described]:
         """Generated states, then the extremes."""
-        yield from generated(self.count)
-        yield from extremes()
+        return chain(generated(self.count), extremes())
 
 
 class _StepSecondsOnly(LatencyModel):
@@ -102,8 +103,7 @@ def answers_in_time(subject: Subject) -> None:
     """The median over different busy states, each new to the policy."""
     if subject.budget_ms is None:
         raise DoesNotApplyError("no budget_ms given")
-    policy = subject.make()
-    rng = np.random.default_rng(0)
+    policy, rng = subject.make(), np.random.default_rng(0)
     took_ms: list[float] = []
     for _ in range(TIMED_STATES):
         state = random_state(rng, BUSY, exact_size=True)
@@ -126,10 +126,10 @@ def answers_are_valid(subject: Subject) -> None:
     veteran = subject.make()
     for told, state in subject.states():
         with _on(told):
-            _checked(veteran, state)
+            checked_answers(veteran, state)
     for told, state in extremes():
         with _on(f"{told}, the first one that it is asked about"):
-            _checked(subject.make(), state)
+            checked_answers(subject.make(), state)
 
 
 def state_is_left_alone(subject: Subject) -> None:
@@ -168,21 +168,15 @@ def more_memory_never_less_cached(subject: Subject) -> None:
     for told, state in subject.states():
         if len(state.running) == 0:
             continue
+        slack = state.memory.block_tokens * len(state.running)  # what rounding may move about
         with _on(f"{told}, nobody waiting"):
-            _compare_memory(policy, state)
-
-
-def _compare_memory(policy: Policy, state: SystemState) -> None:
-    totals = [
-        (share, _uncached_target(policy, with_memory(state, share))) for share in MEMORY_STEPS
-    ]
-    slack = state.memory.block_tokens * len(state.running)  # what rounding may move about
-    for (less, before), (more, after) in pairwise(totals):
-        if after > before + slack:
-            raise BrokenRuleError(
-                f"with {more:.0%} of the memory needed it leaves {after:,.0f} tokens uncached, "
-                f"with {less:.0%} only {before:,.0f}"
-            )
+            totals = [_uncached_target(policy, with_memory(state, step)) for step in MEMORY_STEPS]
+            for (less, before), (more, after) in pairwise(zip(MEMORY_STEPS, totals, strict=True)):
+                if after > before + slack:
+                    raise BrokenRuleError(
+                        f"with {more:.0%} of the memory needed it leaves {after:,.0f} tokens "
+                        f"uncached, with {less:.0%} only {before:,.0f}"
+                    )
 
 
 def targets_fit_the_device(subject: Subject) -> None:
@@ -196,7 +190,7 @@ def targets_fit_the_device(subject: Subject) -> None:
         if not some_ratios_fit(state):
             continue
         with _on(told):
-            batch, ratios, _ = _checked(policy, state)
+            batch, ratios, _ = checked_answers(policy, state)
             targets = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
             restored = float(np.delete(targets, list(batch.pause)).sum())
             missing = missing_tokens(state, float(targets.sum()), restored)
@@ -220,10 +214,10 @@ def idle_without_pressure(subject: Subject) -> None:
     for told, state in subject.states():
         if len(state.running) == 0:
             continue
-        _checked(policy, state)  # whatever came before must not matter,
+        checked_answers(policy, state)  # whatever came before must not matter,
         with _on(f"{told}, nobody waiting, room for a block more of each"):
-            _checked(policy, with_memory(state, 2.0))  # but who paused may resume first
-            batch, ratios, _ = _checked(policy, with_room(state))
+            checked_answers(policy, with_memory(state, 2.0))  # but who paused may resume first
+            batch, ratios, _ = checked_answers(policy, with_room(state))
             if batch.pause or ratios.running.any():
                 raise BrokenRuleError(
                     f"it says that it is idle without pressure, but pauses {len(batch.pause)} and "
@@ -253,55 +247,41 @@ def nobody_starves(subject: Subject) -> None:
 TIMED = "answers-in-time"
 """The check that needs a budget, and a quiet machine."""
 CHECKS: dict[str, Callable[[Subject], None]] = {
-    TIMED: answers_in_time,
-    "answers-are-valid": answers_are_valid,
-    "state-is-left-alone": state_is_left_alone,
-    "same-history-same-answers": same_history_same_answers,
-    "more-memory-never-less-cached": more_memory_never_less_cached,
-    "targets-fit-the-device": targets_fit_the_device,
-    "idle-without-pressure": idle_without_pressure,
-    "nobody-starves": nobody_starves,
+    check.__name__.replace("_", "-"): check
+    for check in (
+        answers_in_time,
+        answers_are_valid,
+        state_is_left_alone,
+        same_history_same_answers,
+        more_memory_never_less_cached,
+        targets_fit_the_device,
+        idle_without_pressure,
+        nobody_starves,
+    )
 }
 """Every check by name, in the order in which they run."""
 
 
-class _on:  # noqa: N801 (reads as a word where it is used)
+@contextmanager
+def _on(told: str) -> Iterator[None]:
     """Adds the state to whatever is raised while it is looked at."""
-
-    def __init__(self, told: str) -> None:
-        self._told = told
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            raise BrokenRuleError(f"{told_of(error)}; {self._told}") from error
+    try:
+        yield
+    except Exception as error:
+        raise BrokenRuleError(f"{told_of(error)}; {told}") from error
 
 
 def told_of(error: Exception) -> str:
     return str(error) if isinstance(error, BrokenRuleError) else f"{type(error).__name__}: {error}"
 
 
-def _ask(policy: Policy, state: SystemState) -> tuple[Batch, Ratios, WorkSplit]:
+def _ask(policy: Policy, state: SystemState) -> Answers:
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
     return batch, ratios, policy.split(state, step_work(state, batch, ratios))
 
 
-def _checked(policy: Policy, state: SystemState) -> tuple[Batch, Ratios, WorkSplit]:
-    """The answers, each checked before the next question is asked."""
-    batch = policy.batch(state)
-    check_batch(state, batch)
-    ratios = policy.ratio(state, batch)
-    check_ratios(state, batch, ratios)
-    split = policy.split(state, step_work(state, batch, ratios))
-    check_split(split)
-    return batch, ratios, split
-
-
-def _difference(
-    first: tuple[Batch, Ratios, WorkSplit], second: tuple[Batch, Ratios, WorkSplit]
-) -> str | None:
+def _difference(first: Answers, second: Answers) -> str | None:
     if first[0] != second[0]:
         return f"{first[0]} and {second[0]}"
     for name in ("running", "admitted"):
@@ -323,7 +303,7 @@ def _columns(state: SystemState) -> dict[str, tuple[Any, bool]]:
 
 def _uncached_target(policy: Policy, state: SystemState) -> float:
     """Σ r_i s_i of the running requests, before rounding."""
-    _, ratios, _ = _checked(policy, state)
+    _, ratios, _ = checked_answers(policy, state)
     return float((ratios.running * state.running.tokens).sum())
 
 

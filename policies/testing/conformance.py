@@ -5,8 +5,10 @@
     report = examine(MyPolicy)
 
 In the spirit of scikit-learn's `check_estimator`: named checks over generated states, one report,
-and a failing state told in a line that reproduces it. `ellm-sgl policies check NAME` runs the same,
-and `parametrize_with_checks` makes each check a test of its own.
+and a failing state told in a line that reproduces it. `ellm-sgl policies check NAME` runs the same.
+`parametrize_with_checks`, named after scikit-learn's, makes each check a pytest test of its own:
+`-k nobody-starves` runs one check of every policy, and what a policy's author knows to fail is
+declared, with the reason, where it is tested.
 
 What is asked of every policy is what its server needs: valid answers on any state, no change of
 the state, the same answers for the same history, no request forgotten, answers in time, and that
@@ -17,20 +19,26 @@ answer to memory: for the others (`stock`, `fixed-ratio`) the server's eviction 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.policies.base import Policy
 from ellm_sgl.policies.testing.checks import (
     CHECKS,
     STATES,
+    TIMED,
+    BrokenRuleError,
     DoesNotApplyError,
     Factory,
     Subject,
     TooSlowError,
     told_of,
 )
+
+if TYPE_CHECKING:
+    import pytest
 
 BUDGET_MS = 5.0
 """As the server's --ellm-policy-budget-ms."""
@@ -65,31 +73,23 @@ class ConformanceReport:
         return tuple(r for r in self.results if r.outcome == "failed")
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "policy": self.policy,
-            "ok": self.ok,
-            "checks": [asdict(result) for result in self.results],
-        }
+        checks = [asdict(result) for result in self.results]
+        return {"policy": self.policy, "ok": self.ok, "checks": checks}
 
 
 def check_policy(
     policy: Policy | Factory, *, states: int = STATES, budget_ms: float | None = BUDGET_MS
 ) -> ConformanceReport:
-    """Run every check; for use in a test.
-
-    Args:
-        policy, states, budget_ms: as in `examine`.
+    """`examine`, for use in a test.
 
     Raises:
         AssertionError: some check failed; the message lists each with the failing state.
     """
     report = examine(policy, states=states, budget_ms=budget_ms)
     if not report.ok:
+        count = f"{len(report.failures)} of {len(report.results)}"
         lines = [f"  {r.name}: {r.detail}" for r in report.failures]
-        raise AssertionError(
-            f"{report.policy} fails {len(lines)} of {len(report.results)} checks:\n"
-            + "\n".join(lines)
-        )
+        raise AssertionError("\n".join((f"{report.policy} fails {count} checks:", *lines)))
     return report
 
 
@@ -106,8 +106,7 @@ def examine(
             requests, in the median; None leaves that check out (for machines too busy to time).
     """
     subject = Subject.of(policy, states, budget_ms)
-    results: list[CheckResult] = []
-    hopeless = False
+    results, hopeless = [], False
     for name, check in CHECKS.items():
         start = time.perf_counter()
         outcome, detail = "passed", ""
@@ -134,3 +133,78 @@ def name_of(policy: Policy | Factory) -> str:
         values += [f"{name}={value!r}" for name, value in policy.keywords.items()]
         return f"{name_of(policy.func)}({', '.join(values)})"
     return getattr(policy, "__name__", repr(policy))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check by name; call it with a policy."""
+
+    name: str
+    """As in `CHECKS`."""
+    states: int = STATES
+    """Generated states to try."""
+    budget_ms: float | None = None
+    """As in `examine`."""
+
+    def __call__(self, policy: Policy | Factory) -> None:
+        """Run it, within a test: where it does not apply, the test is skipped with the reason.
+
+        Raises:
+            AssertionError: the policy breaks the rule; the message names the state.
+        """
+        import pytest
+
+        try:
+            CHECKS[self.name](Subject.of(policy, self.states, self.budget_ms))
+        except DoesNotApplyError as reason:
+            pytest.skip(str(reason))
+
+
+def parametrize_with_checks(
+    policies: Sequence[Policy | Factory],
+    *,
+    expected_failures: Mapping[str, str] | None = None,
+    states: int = STATES,
+    budget_ms: float | None = None,
+) -> pytest.MarkDecorator:
+    """A decorator that runs a test once for each policy and check::
+
+        @parametrize_with_checks([ShortestFirst, partial(ShortestFirst, tokens_per_second=50)])
+        def test_it_keeps_the_rules(policy, check):
+            check(policy)
+
+    The ids are like `ShortestFirst-nobody-starves`. A lambda has no name: it is `policy` and its
+    place in the list, from 0.
+
+    Args:
+        policies: classes, or whatever makes a fresh instance without arguments, or instances that
+            have not been asked yet: these are copied.
+        expected_failures: check name to the reason why all of these policies fail it. Such a test
+            is an xfail, and fails once the policy passes.
+        states: generated states per check.
+        budget_ms: as in `examine`. Unless given there is no `answers-in-time`: machines that run
+            tests are busy.
+
+    Raises:
+        ValueError: `expected_failures` names a check that does not exist.
+    """
+    import pytest
+
+    reasons = dict(expected_failures or {})
+    if unknown := sorted(reasons.keys() - CHECKS.keys()):
+        raise ValueError(f"no check {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+
+    marks = {
+        check: pytest.mark.xfail(reason=reason, strict=True, raises=BrokenRuleError)
+        for check, reason in reasons.items()
+    }
+    cases = []
+    for place, policy in enumerate(policies):
+        name = name_of(policy).replace("<lambda>", f"policy{place}")
+        for check in CHECKS:
+            if check != TIMED or budget_ms is not None:
+                called = Check(check, states, budget_ms)
+                cases.append(
+                    pytest.param(policy, called, id=f"{name}-{check}", marks=marks.get(check, ()))
+                )
+    return pytest.mark.parametrize(("policy", "check"), cases)

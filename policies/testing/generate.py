@@ -190,7 +190,6 @@ def random_state(
     """A state drawn at random; equal for equal states of `rng`.
 
     Args:
-        rng: where the randomness comes from.
         size: bounds; `Size()` unless given.
         exact_size: as many running and waiting requests as the bounds allow.
     """

@@ -1,8 +1,8 @@
 """A server in numbers that is never idle, to find requests that a policy forgets.
 
 In each scene a few requests compete with a stream of others that never ends: as soon as one of
-those joins, the next one arrives. Whatever order a policy prefers, one of the scenes offers it
-requests that it likes better, for ever. A policy that lets waiting time count passes.
+those is admitted, the next one arrives. Whatever order a policy prefers, one of the scenes offers
+it requests that it likes better, for ever. A policy that lets waiting time count passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies.base import Batch, Policy, Ratios, Requests, StepReport, SystemState
-from ellm_sgl.policies.checks import check_batch, check_ratios, check_split
+from ellm_sgl.policies.checks import checked_answers
 from ellm_sgl.policies.planned import planned_tokens, select, step_work
 from ellm_sgl.policies.testing.generate import make_state, requests
 
@@ -70,11 +70,11 @@ class _Request:
     request_id: int
     kind: Kind
     arrival_s: float
+    last_token_s: float
+    """When it got its last token; while it waits, when it arrived."""
+    admitted_s: float = 0.0
     uncached: int = 0
     output: int = 0
-    last_token_s: float = 0.0
-    """When it got its last token; while it waits, when it arrived."""
-    joined_s: float = 0.0
 
     @property
     def output_tokens(self) -> int:
@@ -114,29 +114,21 @@ class Server:
             InvalidAnswer: an answer that does not pass its check.
         """
         state = self.state()
-        batch = self.policy.batch(state)
-        check_batch(state, batch)
-        ratios = self.policy.ratio(state, batch)
-        check_ratios(state, batch, ratios)
-        check_split(self.policy.split(state, step_work(state, batch, ratios)))
-
+        batch, ratios, _ = checked_answers(self.policy, state)
         paused = {self.running[i].request_id for i in batch.pause}
         targets = planned_tokens(state.running, ratios.running, BLOCK_TOKENS)
         for request, target in zip(self.running, targets.tolist(), strict=True):
             request.uncached = target
-        joined = self._admit(state, batch, ratios)
-        admitted = len(joined)
-        work = step_work(
-            state,
-            Batch(batch.admit[:admitted], batch.pause),
-            Ratios(ratios.running, ratios.admitted[:admitted]),
-        )
+        admitted = self._admit(state, batch, ratios)
+        batch = Batch(batch.admit[: len(admitted)], batch.pause)
+        ratios = Ratios(ratios.running, ratios.admitted[: len(admitted)])
+        work = step_work(state, batch, ratios)
         seconds = float(self.latency.step_seconds(work))
         self.last_step = StepReport(work, seconds, seconds)
         self.now_s += seconds
         self._decode(paused)
         self._evict()
-        self._arrive(self.scene.stream, sum(r.kind is self.scene.stream for r in joined))
+        self._arrive(self.scene.stream, sum(r.kind is self.scene.stream for r in admitted))
 
     def longest_wait(self) -> tuple[float, _Request]:
         """Of the request that has waited longest for its first or next token, in seconds."""
@@ -159,25 +151,24 @@ class Server:
 
     def _arrive(self, kind: Kind, count: int) -> None:
         for _ in range(count):
-            request = _Request(self.arrived, kind, self.now_s, last_token_s=self.now_s)
-            self.waiting.append(request)
+            self.waiting.append(_Request(self.arrived, kind, self.now_s, self.now_s))
             self.arrived += 1
 
     def _admit(self, state: SystemState, batch: Batch, ratios: Ratios) -> list[_Request]:
         """A prefix of the requests named: as many as fit, and always one if nobody runs."""
-        joining = select(state.waiting, batch.admit)
-        missing = planned_tokens(joining, ratios.admitted, BLOCK_TOKENS).tolist()
-        joined: list[_Request] = []
+        named = select(state.waiting, batch.admit)
+        missing = planned_tokens(named, ratios.admitted, BLOCK_TOKENS).tolist()
+        admitted: list[_Request] = []
         for position, uncached in zip(batch.admit, missing, strict=True):
             request = self.waiting[position]
             full = len(self.running) >= MAX_RUNNING
             if self.running and (full or request.kept - uncached > self._free_tokens()):
                 break
-            request.uncached, request.joined_s = uncached, self.now_s
+            request.uncached, request.admitted_s = uncached, self.now_s
             self.running.append(request)
-            joined.append(request)
-        self.waiting = [r for r in self.waiting if r not in joined]
-        return joined
+            admitted.append(request)
+        self.waiting = [r for r in self.waiting if r not in admitted]
+        return admitted
 
     def _decode(self, paused: set[int]) -> None:
         for request in self.running:
@@ -206,7 +197,7 @@ class Server:
             priority=[r.kind.priority for r in those],
             tpot_slo_s=[r.kind.tpot_slo_s for r in those],
             tpot_s=[
-                (r.last_token_s - r.joined_s) / (r.output - 1) if r.output > 1 else np.nan
+                (r.last_token_s - r.admitted_s) / (r.output - 1) if r.output > 1 else np.nan
                 for r in those
             ],
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +23,6 @@ def generated(count: int) -> Iterator[Described]:
         state = random_state(np.random.default_rng(seed), SMALL)
         made = f"generate.random_state(default_rng({seed}), {SMALL})"
         yield f"state: {_describe(state)}; {made}", state
-
-
-def extremes() -> Iterator[Described]:
-    """What generated states rarely are."""
-    for name, state in _extremes():
-        yield f"state: {name}, {_describe(state)}", state
 
 
 def with_memory(state: SystemState, share: float) -> SystemState:
@@ -80,20 +75,25 @@ def some_ratios_fit(state: SystemState) -> bool:
     return missing_tokens(state, most, most) <= 0
 
 
-def _extremes() -> Iterator[Described]:
+def extremes() -> Iterator[Described]:
+    """What generated states rarely are."""
     busy = random_state(np.random.default_rng(1), Size(4, 6, 2048), exact_size=True)
     nobody = requests([])
-    full = replace(busy.memory, device_free_tokens=0)
-    yield "nothing to do", replace(busy, running=nobody, waiting=nobody)
-    yield "nobody runs", replace(busy, running=nobody)
-    yield "nobody waits", replace(busy, waiting=nobody)
-    yield "no free memory", replace(busy, memory=full)
-    yield "one place, taken", replace(busy, max_running=len(busy.running))
-    yield "an SLO nobody can keep", replace(busy, tpot_slo_s=1e-9)
     one = requests([1], tpot_slo_s=1e-9, ttft_slo_s=1e-9, priority=10**6)
-    yield "requests of one token", replace(busy, running=one, waiting=one)
     huge = requests([10**7], prompt_tokens=[10**6], max_new_tokens=10**7)
-    yield "a request of ten million tokens waits", replace(busy, waiting=huge)
+    changes: dict[str, dict[str, Any]] = {
+        "nothing to do": {"running": nobody, "waiting": nobody},
+        "nobody runs": {"running": nobody},
+        "nobody waits": {"waiting": nobody},
+        "no free memory": {"memory": replace(busy.memory, device_free_tokens=0)},
+        "one place, taken": {"max_running": len(busy.running)},
+        "an SLO nobody can keep": {"tpot_slo_s": 1e-9},
+        "requests of one token": {"running": one, "waiting": one},
+        "a request of ten million tokens waits": {"waiting": huge},
+    }
+    for name, change in changes.items():
+        state = replace(busy, **change)
+        yield f"state: {name}, {_describe(state)}", state
 
 
 def _describe(state: SystemState) -> str:

@@ -57,7 +57,7 @@ class Faulty(Policy):
             time.sleep(1.0)
         if fails and self.how == "b = -1":
             return Batch(admit=(-1,))
-        if self.how == "nobody joins":
+        if self.how == "nobody is admitted":
             return Batch(admit=())
         if fails and self.how == "all pause":
             return Batch(admit=(), pause=tuple(range(len(state.running))))
@@ -74,7 +74,7 @@ class Faulty(Policy):
 
 
 class Turns(Policy):
-    """Requests sit out steps in turn: of `of` steps each runs in `of` - 1."""
+    """Requests pause in turn: of `of` steps each runs in `of` - 1."""
 
     def __init__(self, of: int = 3, ratio: float = 0.0) -> None:
         self.of, self.r, self.calls = of, ratio, 0
@@ -95,7 +95,7 @@ class Turns(Policy):
 
 
 class Holds(Policy):
-    """Requests that may have exactly `tokens` output tokens sit out every step, from the step on
+    """Requests that may have exactly `tokens` output tokens pause for every step, from the step on
     in which `others` other requests run, without `ratio` of their KV."""
 
     def __init__(self, tokens: int, others: int = 1, ratio: float = 0.0) -> None:

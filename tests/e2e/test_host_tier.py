@@ -158,7 +158,7 @@ def test_a_request_of_sixteen_times_the_device(server: ServerProcess, small: Ser
     assert state["fetched_units_total"] > fetched
 
 
-def test_turns_on_the_device_change_no_output(server: ServerProcess, small: ServerProcess) -> None:
+def test_rotation_changes_no_output(server: ServerProcess, small: ServerProcess) -> None:
     lengths = (16, 32, 48, 64, 80)
     bodies = [greedy(p, lengths[i % 5]) for i, p in enumerate(prompts(15, 60, 160, seed=4))]
     expected = token_ids(ask(server.url, bodies))

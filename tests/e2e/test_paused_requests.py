@@ -68,7 +68,7 @@ def server(mixing: ServerProcess) -> Iterator[ServerProcess]:
 
 
 def hold(server: ServerProcess, bodies: list[dict[str, Any]], **options: Any) -> list[Stream]:
-    """Start these, the last of which is to sit out, and wait until it does."""
+    """Start these, the last of which is to be paused, and wait until it is."""
     server.switch_policy("holds", tokens=HELD, **options)
     before = server.state()["pauses_total"]
     streams = [Stream(server, body, f"request {i}") for i, body in enumerate(bodies)]
@@ -77,7 +77,7 @@ def hold(server: ServerProcess, bodies: list[dict[str, Any]], **options: Any) ->
 
 
 def test_a_request_aborted_while_it_sits_out_ends_at_once(server: ServerProcess) -> None:
-    """It would sit out until the other has ended."""
+    """It would be paused until the other has ended."""
     first, second = prompts(2, 40, 60, seed=1)
     runs, sits = hold(server, [greedy(first, LONG), greedy(second, HELD)], ratio=0.9)
     recomputed = server.state()["recomputed_tokens_total"]
@@ -92,13 +92,13 @@ def test_a_request_aborted_while_it_sits_out_ends_at_once(server: ServerProcess)
 
 
 def test_who_sits_out_gets_no_token_in_mixed_steps(server: ServerProcess) -> None:
-    """A prompt of 24 chunks is computed beside one that decodes and one that sits out."""
+    """A prompt of 24 chunks is computed beside one that decodes and one that is paused."""
     [one, other, prompt] = prompts(1, 40, 40) + prompts(1, 50, 50) + prompts(1, 1500, 1500)
     bodies = [greedy(one, LONG), greedy(other, HELD), greedy(prompt, 8)]
     expected = [token_ids(ask(server.url, [body]))[0] for body in bodies]
     server.flush_cache()
     runs, sits = hold(server, bodies[:2])
-    time.sleep(0.2)  # what it got before it sat out has arrived
+    time.sleep(0.2)  # what it got before it was paused has arrived
     before, running = len(sits.output_ids), len(runs.output_ids)
     [answer] = ask(server.url, bodies[2:])
     assert not runs.ended(timeout_s=0)
@@ -111,7 +111,7 @@ def test_who_sits_out_gets_no_token_in_mixed_steps(server: ServerProcess) -> Non
 def test_memory_that_those_who_sit_out_hold_is_had_by_retracting_them(
     server: ServerProcess,
 ) -> None:
-    """Twenty sit out and ten run when the pool shrinks to what the twenty cannot give up."""
+    """Twenty are paused and ten run when the pool shrinks to what the twenty cannot give up."""
     bodies = [greedy(p, 150) for p in prompts(10, 40, 44, seed=2)]
     bodies += [greedy(p, HELD) for p in prompts(20, 40, 44, seed=3)]
     expected = token_ids(ask(server.url, bodies))

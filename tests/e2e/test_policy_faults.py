@@ -62,7 +62,7 @@ def expected(scripted: ServerProcess, bodies: list[dict[str, Any]]) -> list[list
         ("b = -1", "range"),
         ("r = 2", "range"),
         ("all pause", "stall"),
-        ("nobody joins", "stall"),
+        ("nobody is admitted", "stall"),
     ],
 )
 def test_a_faulty_policy_costs_its_own_steps_only(
@@ -139,7 +139,7 @@ def test_policies_of_this_package_change_nothing_under_pressure(
         assert token_ids(ask(scripted.url, longer)) == alone
         state = scripted.state()
         assert state["integrity"] == "ok"
-        # slo-priority lets others wait or sit out before anything has to be evicted.
+        # slo-priority lets others wait or pause before anything has to be evicted.
         assert state["evicted_units_total"] > before or name == "slo-priority"
         assert set(state["policy"]["fallbacks"]) <= {"late"}
     finally:

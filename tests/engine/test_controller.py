@@ -17,7 +17,7 @@ STATE = make_state(requests([100, 200]), requests([]), device_tokens=1000)
 
 
 class Pauses(Stock):
-    """Promises to keep all, and lets a request sit out."""
+    """Promises to keep all, and lets a request pause."""
 
     def batch(self, state: SystemState) -> Batch:
         return Batch(admit=(), pause=(0,))

@@ -134,7 +134,7 @@ def test_a_bad_answer_is_replaced_and_counted(policy: Policy, kind: str) -> None
     assert answer.failure == kind and safe.failures == {kind: 1}
 
 
-def test_nobody_joining_an_idle_server_is_a_stall() -> None:
+def test_nobody_admitted_to_an_idle_server_is_a_stall() -> None:
     """Otherwise those who wait would wait for ever."""
     idle = dataclasses.replace(STATE, running=requests([]))
     nobody = Scripted(batch=lambda: Batch(admit=()),

@@ -138,7 +138,7 @@ def test_a_request_larger_than_the_device_completes_only_in_elastic_mode():
 
 
 def test_steps_at_once_are_the_same_steps():
-    """Where nothing is evicted, only the times at which requests join may differ."""
+    """Where nothing is evicted, only the times at which requests are admitted may differ."""
     load = Load.of(Trace(np.zeros(6), np.full(6, 40), np.array([30, 30, 64, 64, 64, 64])))
     one = simulate(L4, Settings(stride=1), load)
     many = simulate(L4, Settings(stride=16), load)
@@ -261,7 +261,7 @@ def test_slos_are_judged_per_request():
         assert simulate(L4, Settings(), load).summary.slo_attainment == met
 
 
-def test_turns_on_the_device_bring_first_tokens_earlier_at_no_loss():
+def test_rotation_brings_first_tokens_earlier_at_no_loss():
     trace = paper_workload("sharegpt", 40, 0, per_second=30.0).scaled(lengths=0.05)
     load = Load.of(trace, tpot_slo_s=0.2)
     machine = preset("llama2-13b").limited(1000, None)

@@ -108,38 +108,38 @@ class Simulation:
         targets = planned_tokens(state.running, ratios.running, BLOCK)
         for request, target in zip(self.running, targets.tolist(), strict=True):
             request.uncached = target
-        joined = self._admit([self.waiting[i] for i in batch.admit])
-        if joined:
-            self._prefill(joined)
+        admitted = self._admit([self.waiting[i] for i in batch.admit])
+        if admitted:
+            self._prefill(admitted)
         else:
             self._decode(set(batch.pause))
         self._evict()
 
     def _admit(self, wanted: list[Request]) -> list[Request]:
-        joined: list[Request] = []
+        admitted: list[Request] = []
         for request in wanted:
-            alone = not self.running and not joined
-            if not alone and request.tokens + BLOCK > self._free() - sum(map(_held, joined)):
+            alone = not self.running and not admitted
+            if not alone and request.tokens + BLOCK > self._free() - sum(map(_held, admitted)):
                 break
-            joined.append(request)
-        self.waiting = [r for r in self.waiting if r not in joined]
-        return joined
+            admitted.append(request)
+        self.waiting = [r for r in self.waiting if r not in admitted]
+        return admitted
 
-    def _prefill(self, joined: list[Request]) -> None:
-        new = np.array([r.tokens for r in joined], float)
+    def _prefill(self, admitted: list[Request]) -> None:
+        new = np.array([r.tokens for r in admitted], float)
         work = StepWork(0, 0, prefill_rows=new.sum(), prefill_pairs=(new * new).sum() / 2)
         self.now_s += float(self.latency.step_seconds(work))
-        self.running += joined
-        for request in joined:
+        self.running += admitted
+        for request in admitted:
             request.first_s = self.now_s
             self._token(request)
         self._leave()
 
     def _decode(self, paused: set[int]) -> None:
         those = [r for i, r in enumerate(self.running) if i not in paused]
-        spans = np.array([r.uncached for r in those], float)
+        uncached = np.array([r.uncached for r in those], float)
         work = StepWork(
-            len(those), sum(r.tokens for r in those), spans.sum(), (spans * spans).sum()
+            len(those), sum(r.tokens for r in those), uncached.sum(), (uncached * uncached).sum()
         )
         self.now_s += float(self.latency.step_seconds(work))
         for request in self.running:

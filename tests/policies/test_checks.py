@@ -59,7 +59,7 @@ def test_nobody_runs_nobody_pauses() -> None:
     check_batch(make_state(requests([]), device_tokens=64), Batch(admit=()))
 
 
-def test_somebody_must_join_where_nobody_runs() -> None:
+def test_somebody_must_be_admitted_where_nobody_runs() -> None:
     state = make_state(requests([]), requests([10]), device_tokens=64)
     check_batch(state, Batch(admit=(0,)))
     with pytest.raises(InvalidAnswer, match="admit is empty while nothing runs") as raised:

@@ -49,33 +49,33 @@ def answers(state: SystemState, policy: Fcfs | None = None) -> tuple[int, IntArr
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
     assert batch.admit == tuple(range(len(batch.admit))) and batch.pause == ()
-    joining = Requests(**{n: c[: len(batch.admit)] for n, c in vars(state.waiting).items()})
+    admitted = Requests(**{n: c[: len(batch.admit)] for n, c in vars(state.waiting).items()})
     block = state.memory.block_tokens
     return (
         len(batch.admit),
         planned_tokens(state.running, ratios.running, block),
-        planned_tokens(joining, ratios.admitted, block),
+        planned_tokens(admitted, ratios.admitted, block),
     )
 
 
 # Each request of 95 tokens is charged for 10 blocks (100 tokens), 9 of which can be evicted.
 
 
-def test_all_that_fit_join_and_stay_cached() -> None:
-    joined, running, joining = answers(scene(requests([95]), requests([95] * 5), 400, 1.0))
-    assert joined == 3
-    assert not running.any() and not joining.any()
+def test_all_that_fit_are_admitted_and_stay_cached() -> None:
+    count, running, admitted = answers(scene(requests([95]), requests([95] * 5), 400, 1.0))
+    assert count == 3
+    assert not running.any() and not admitted.any()
 
 
-def test_more_join_if_restoring_costs_nothing() -> None:
+def test_more_are_admitted_if_restoring_costs_nothing() -> None:
     # Six requests are charged 600 of 400 tokens: 20 blocks go, of 54.
-    joined, running, joining = answers(scene(requests([95]), requests([95] * 5), 400))
-    assert joined == 5
-    assert running.sum() + joining.sum() == 200
-    assert set(running) | set(joining) <= {30, 40}
+    count, running, admitted = answers(scene(requests([95]), requests([95] * 5), 400))
+    assert count == 5
+    assert running.sum() + admitted.sum() == 200
+    assert set(running) | set(admitted) <= {30, 40}
 
 
-def test_those_that_join_to_be_restored_tell_what_they_will_come_to() -> None:
+def test_those_admitted_to_be_restored_tell_what_they_will_come_to() -> None:
     # Cached, four of the six fit. At 95 + 40 tokens each is charged 14 blocks: 440 of 840 tokens
     # go, of 6 x 135.
     state = scene(requests([95], max_new_tokens=40), requests([95] * 5, max_new_tokens=40), 400)
@@ -87,7 +87,7 @@ def test_those_that_join_to_be_restored_tell_what_they_will_come_to() -> None:
     assert not policy.ratio(ample, policy.batch(ample)).admitted.any()
 
 
-def test_nobody_else_joins_if_restoring_costs_more_than_it_gains() -> None:
+def test_nobody_else_is_admitted_if_restoring_costs_more_than_it_gains() -> None:
     # b / T: 4 / 5 with all cached. A fifth restores 100 tokens: 5 / (6 + 100 c) is less for any
     # c above 0.0025 (5 / 6.25 = 0.8), and a sixth, 6 / (7 + 200 c), for any above 0.0025 too.
     assert answers(scene(requests([95]), requests([95] * 5), 400, 0.0030))[0] == 3
@@ -102,8 +102,8 @@ def test_memory_of_a_step_counts_for_every_token_it_restores() -> None:
 
 def test_a_step_restores_no_more_than_it_may() -> None:
     state = scene(requests([95] * 5), requests([95]), 300, max_restored_tokens=150)
-    joined, running, _ = answers(state)
-    assert joined == 0
+    count, running, _ = answers(state)
+    assert count == 0
     assert running.sum() == 150  # 200 would have to go
 
 
@@ -132,7 +132,7 @@ def test_the_slo_of_a_request_bounds_every_batch_that_it_is_in() -> None:
 
 
 def test_the_slo_bounds_what_is_restored() -> None:
-    # Restoring costs 0.002 ms a token: 5 of 5 would join (b / T), at T = 7.4 ms.
+    # Restoring costs 0.002 ms a token: 5 of 5 would be admitted (b / T), at T = 7.4 ms.
     state = scene(requests([95]), requests([95] * 5), 400, 0.002)
     assert answers(state)[0] == 5
     assert answers(replace(state, tpot_slo_s=0.0073))[0] == 4
@@ -140,16 +140,16 @@ def test_the_slo_bounds_what_is_restored() -> None:
 
 def test_running_requests_stay_where_nothing_keeps_the_slo() -> None:
     state = scene(requests([95] * 5), requests([95]), 400, 0.1, tpot_slo_s=0.001)
-    joined, running, _ = answers(state)
-    assert joined == 0
+    count, running, _ = answers(state)
+    assert count == 0
     assert running.sum() == 100  # the least that fits
 
 
-def test_a_request_that_would_be_alone_joins_whatever_it_needs() -> None:
+def test_a_request_that_would_be_alone_is_admitted_whatever_it_needs() -> None:
     state = scene(requests([]), requests([950, 95]), 400, 0.1, tpot_slo_s=0.001)
-    joined, _, joining = answers(state)
-    assert joined == 1
-    assert list(joining) == [560]  # 96 blocks less 40
+    count, _, admitted = answers(state)
+    assert count == 1
+    assert list(admitted) == [560]  # 96 blocks less 40
 
 
 def test_no_more_than_may_run_at_once() -> None:
@@ -158,7 +158,7 @@ def test_no_more_than_may_run_at_once() -> None:
     assert answers(replace(state, max_running=2))[0] == 0
 
 
-def test_who_joins_must_fit_when_all_have_grown() -> None:
+def test_who_is_admitted_must_fit_when_all_have_grown() -> None:
     # In 128 steps both requests have 230 tokens: 24 blocks each.
     state = scene(requests([102], prompt_tokens=95), requests([102]), 480, token_ms=1.0)
     assert answers(state, Fcfs(lookahead=128))[0] == 1
@@ -198,7 +198,7 @@ def test_the_ratio_follows_a_load_that_changes() -> None:
     assert evicted == [0, 2200, 8200, 2200, 10, 0]
 
 
-def test_nobody_joins_until_something_has_changed() -> None:
+def test_nobody_is_admitted_until_something_has_changed() -> None:
     policy = Fcfs(lookahead=0, pause=False)
     full = scene(requests([95] * 4), requests([95]), 400, 1.0)
     assert answers(full, policy)[0] == 0
@@ -210,21 +210,21 @@ def test_nobody_joins_until_something_has_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "lookahead", "free", "joining"),
+    ("tokens", "lookahead", "free", "admitted"),
     [
         (95, 0, (50, 100), (0, 1)),  # memory that cached prefixes gave back
         (79, 16, (160, 0), (1, 0)),  # or took, before the server has let them in
     ],
 )
 def test_an_answer_is_thought_over_now_and_then(
-    tokens: int, lookahead: int, free: tuple[int, int], joining: tuple[int, int]
+    tokens: int, lookahead: int, free: tuple[int, int], admitted: tuple[int, int]
 ) -> None:
     policy = Fcfs(lookahead=lookahead, pause=False)
     before = scene(requests([tokens] * 3), requests([tokens]), 400, 1.0, device_free_tokens=free[0])
     after = replace(before, memory=replace(before.memory, device_free_tokens=free[1]))
-    assert answers(before, policy)[0] == joining[0]
-    joined = [answers(after, policy)[0] for _ in range(16)]
-    assert joined == [joining[0]] * 15 + [joining[1]]
+    assert answers(before, policy)[0] == admitted[0]
+    count = [answers(after, policy)[0] for _ in range(16)]
+    assert count == [admitted[0]] * 15 + [admitted[1]]
 
 
 def test_a_refusal_ends_when_the_slo_allows_more() -> None:
@@ -238,7 +238,7 @@ def test_a_refusal_ends_when_the_slo_allows_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lookahead", "changes", "joining"),
+    ("lookahead", "changes", "admitted"),
     [
         (16, {}, 1),
         (16, {"waiting": requests([79] * 2)}, 0),  # somebody has come
@@ -248,13 +248,13 @@ def test_a_refusal_ends_when_the_slo_allows_more() -> None:
         (0, {}, 0),  # the paper's problem, which does not look ahead
     ],
 )
-def test_what_ends_an_answer_early(lookahead: int, changes: dict[str, Any], joining: int) -> None:
+def test_what_ends_an_answer_early(lookahead: int, changes: dict[str, Any], admitted: int) -> None:
     policy = Fcfs(lookahead=lookahead, pause=False)
     before = scene(requests([79] * 3), requests([79]), 400, 1.0, device_free_tokens=160)
     before = replace(before, tpot_slo_s=1.0)
     assert answers(before, policy)[0] == 1
     after = replace(before, memory=replace(before.memory, device_free_tokens=0), **changes)
-    assert answers(after, policy)[0] == joining
+    assert answers(after, policy)[0] == admitted
 
 
 # -- over generated states ------------------------------------------------------------------

@@ -62,24 +62,24 @@ class Reference:
     def blocks(self, tokens: int) -> int:
         return (tokens + self.block - 1) // self.block
 
-    def span(self, request: Request, ratio: float) -> int:
+    def evicted_of(self, request: Request, ratio: float) -> int:
         most = max(0, (request.tokens - 1) // self.block - self.blocks(request.shared))
         return min(int(ratio * request.tokens) // self.block, most) * self.block
 
-    def judge(self, spans: list[int]) -> Outcome:
-        """The first len(spans) requests run, and so many tokens of each are evicted."""
-        memory, batch = self.state.memory, self.requests[: len(spans)]
+    def judge(self, tokens_evicted: list[int]) -> Outcome:
+        """The first len(tokens_evicted) requests run, and so many tokens of each are evicted."""
+        memory, batch = self.state.memory, self.requests[: len(tokens_evicted)]
         needed: float = self.others + sum(
             (self.blocks(r.tokens + 1) - self.blocks(r.shared)) * self.block - n
-            for r, n in zip(batch, spans, strict=True)
+            for r, n in zip(batch, tokens_evicted, strict=True)
         )
-        needed += memory.staging_overhead * sum(spans)
+        needed += memory.staging_overhead * sum(tokens_evicted)
         work = StepWork(
             decode_rows=len(batch),
             decode_tokens=sum(r.tokens for r in batch),
-            restored_tokens=sum(spans),
-            restored_squares=sum(n * n for n in spans),
-            restored_prefix=sum(n * r.shared for r, n in zip(batch, spans, strict=True)),
+            restored_tokens=sum(tokens_evicted),
+            restored_squares=sum(n * n for n in tokens_evicted),
+            restored_prefix=sum(n * r.shared for r, n in zip(batch, tokens_evicted, strict=True)),
         )
         seconds = float(self.state.latency.step_seconds(work))
         slo_s = min([self.state.tpot_slo_s, *(r.slo_s for r in batch)])
@@ -87,9 +87,9 @@ class Reference:
         return Outcome(
             value=len(batch) / seconds,
             fits=needed <= memory.device_tokens + 1e-6
-            and sum(spans) <= memory.max_restored_tokens
+            and sum(tokens_evicted) <= memory.max_restored_tokens
             and seconds + waited_s <= slo_s,
-            restores=sum(spans) > 0,
+            restores=sum(tokens_evicted) > 0,
         )
 
     def sizes(self) -> range:
@@ -107,7 +107,9 @@ class Reference:
             for b in self.sizes()
             if b >= fewest
             for k in range(GRID)
-            if (outcome := self.judge([self.span(r, k / GRID) for r in self.requests[:b]])).fits
+            if (
+                outcome := self.judge([self.evicted_of(r, k / GRID) for r in self.requests[:b]])
+            ).fits
         ]
         return max(found, default=0.0), fewest
 
@@ -119,8 +121,8 @@ def evicted(state: SystemState) -> list[int]:
     ratios = policy.ratio(state, batch)
     tokens = np.append(state.running.tokens, state.waiting.tokens[: len(batch.admit)])
     running = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
-    joining = ratios.admitted * tokens[len(running) :] // state.memory.block_tokens
-    return [*running.tolist(), *(joining.astype(int) * state.memory.block_tokens).tolist()]
+    admitted = ratios.admitted * tokens[len(running) :] // state.memory.block_tokens
+    return [*running.tolist(), *(admitted.astype(int) * state.memory.block_tokens).tolist()]
 
 
 @pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 350, 50)])
@@ -130,29 +132,29 @@ def test_the_answer_fits_and_is_within_a_percent_of_the_best(seeds: range) -> No
         reference = Reference(state)
         if not reference.requests:
             continue
-        spans = evicted(state)
-        answer = reference.judge(spans)
+        tokens_evicted = evicted(state)
+        answer = reference.judge(tokens_evicted)
         best, fewest = reference.best()
         if best == 0.0 and not answer.fits:
-            assert len(spans) == reference.sizes().start, seed  # nobody else joins
+            assert len(tokens_evicted) == reference.sizes().start, seed  # nobody else is admitted
             continue
         assert answer.fits, seed
-        assert len(spans) >= fewest, seed
+        assert len(tokens_evicted) >= fewest, seed
         assert answer.value >= 0.99 * best, (seed, answer, best)
 
 
 def test_the_states_put_the_policy_to_the_test() -> None:
     """Enough of them restore, are bounded by the SLO, or have no answer."""
-    kinds = {"cached": 0, "restores": 0, "hopeless": 0, "joins though it restores": 0}
+    kinds = {"cached": 0, "restores": 0, "hopeless": 0, "admits though it restores": 0}
     for seed in range(350):
         state = random_state(np.random.default_rng(seed), SIZE)
         reference = Reference(state)
         if reference.requests:
-            spans = evicted(state)
-            answer = reference.judge(spans)
+            tokens_evicted = evicted(state)
+            answer = reference.judge(tokens_evicted)
             kinds["hopeless"] += not answer.fits
             kinds["restores"] += answer.fits and answer.restores
             kinds["cached"] += answer.fits and not answer.restores
-            joins = len(spans) > reference.sizes().start
-            kinds["joins though it restores"] += answer.fits and answer.restores and joins
+            admits = len(tokens_evicted) > reference.sizes().start
+            kinds["admits though it restores"] += answer.fits and answer.restores and admits
     assert min(kinds.values()) >= 10, kinds

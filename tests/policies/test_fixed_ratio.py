@@ -12,7 +12,7 @@ from ellm_sgl.policies.testing import make_state, requests
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.999])
-def test_all_that_wait_join_and_every_request_has_the_same_ratio(ratio: float) -> None:
+def test_all_that_wait_are_admitted_and_every_request_has_the_same_ratio(ratio: float) -> None:
     policy = FixedRatio(ratio)
     state = make_state(requests([100] * 3), requests([100] * 2), device_tokens=160)
     batch = policy.batch(state)

@@ -105,7 +105,7 @@ def test_fcfs_pauses_and_resumes_them() -> None:
     assert policy.batch(two_left).pause == ()
 
 
-def test_nobody_joins_while_somebody_is_paused() -> None:
+def test_nobody_is_admitted_while_somebody_is_paused() -> None:
     crowded = dataclasses.replace(four(30 * BLOCK, COSTLY), waiting=requests([16]))
     assert Fcfs().batch(crowded).admit == ()
 

@@ -38,7 +38,7 @@ def test_select_keeps_the_order_asked_for() -> None:
     assert len(select(chosen, ())) == 0
 
 
-def test_work_counts_who_runs_and_who_joins() -> None:
+def test_work_counts_who_runs_and_who_is_admitted() -> None:
     state = make_state(
         requests([100, 200, 300], shared_tokens=[32, 0, 0]),
         requests([50, 400]),
@@ -54,7 +54,7 @@ def test_work_counts_who_runs_and_who_joins() -> None:
     assert work.swap_tokens == 0
 
 
-def test_with_a_host_tier_spans_are_fetched() -> None:
+def test_with_a_host_tier_what_is_missing_is_fetched() -> None:
     state = make_state(requests([100]), device_tokens=4096, host_tokens=4096)
     work = step_work(state, Batch(admit=()), Ratios(np.array([0.5]), np.zeros(0)))
     assert work.swap_tokens == work.restored_tokens == 48

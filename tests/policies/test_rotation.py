@@ -104,10 +104,10 @@ class Loop:
         else:
             self._decode(set(batch.pause), targets.tolist())
 
-    def _prefill(self, joining: list[One], waiting: list[One]) -> None:
-        rows = sum(r.prompt for r in joining)
+    def _prefill(self, admitted: list[One], waiting: list[One]) -> None:
+        rows = sum(r.prompt for r in admitted)
         self.now_s += float(Linear().step_seconds(StepWork(0, 0, prefill_rows=rows)))
-        for one in joining:
+        for one in admitted:
             waiting.remove(one)
             one.tokens, one.first_s, one.last_s = one.prompt, self.now_s, self.now_s
             one.done.append(self.now_s)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ellm_sgl.policies import Fcfs, Policy, SystemState
 from ellm_sgl.policies.slo_priority import SloPriority
-from ellm_sgl.policies.slo_priority.prefill_budget import MEMORY_S, SHARE, PrefillBudget
+from ellm_sgl.policies.slo_priority.admission import CONTENDED_S, PREFILL_SHARE, PrefillBudget
 from ellm_sgl.policies.testing import make_state, requests
 from tests.policies.slo_server import CpuServer, Request, Simulation
 
@@ -29,26 +29,26 @@ def scene(now_s: float, urgent_runs: bool = True) -> SystemState:
 def test_a_long_prompt_waits_until_its_time_is_saved_up() -> None:
     policy = SloPriority()
     assert policy.batch(scene(0.0)).admit == ()
-    assert policy.batch(scene(0.5 * 0.1 / SHARE)).admit == ()
-    assert policy.batch(scene(1.5 * 0.1 / SHARE)).admit == (0,)
+    assert policy.batch(scene(0.5 * 0.1 / PREFILL_SHARE)).admit == ()
+    assert policy.batch(scene(1.5 * 0.1 / PREFILL_SHARE)).admit == (0,)
 
 
 def test_what_a_prompt_took_has_to_be_saved_up_again() -> None:
     budget, state = PrefillBudget(), scene(0.0)
     budget.note(state, several=True)
-    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    budget.note(replace(state, now_s=1.0 / PREFILL_SHARE), several=True)
     assert budget.affords(1.0) and not budget.affords(1.1)
     budget.offer(state.running, np.array([0.25, 0.25]))  # both of them run in the next state
-    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    budget.note(replace(state, now_s=1.0 / PREFILL_SHARE), several=True)
     assert budget.affords(0.5) and not budget.affords(0.6)
 
 
 def test_an_offer_that_the_server_did_not_take_costs_nothing() -> None:
     budget, state = PrefillBudget(), scene(0.0)
     budget.note(state, several=True)
-    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    budget.note(replace(state, now_s=1.0 / PREFILL_SHARE), several=True)
     budget.offer(state.waiting, np.full(3, 0.3))
-    budget.note(replace(state, now_s=1.0 / SHARE), several=True)
+    budget.note(replace(state, now_s=1.0 / PREFILL_SHARE), several=True)
     assert budget.affords(1.0)
 
 
@@ -60,7 +60,7 @@ def test_prompts_are_computed_a_few_at_a_time_while_urgent_requests_are_expected
     policy = SloPriority()
     policy.batch(scene(0.0))
     assert policy.batch(scene(1.0, urgent_runs=False)).admit == (0,)
-    assert policy.batch(scene(2 * MEMORY_S, urgent_runs=False)).admit == (0, 1, 2)
+    assert policy.batch(scene(2 * CONTENDED_S, urgent_runs=False)).admit == (0, 1, 2)
 
 
 def test_urgent_requests_decode_through_a_stream_of_long_prompts() -> None:

@@ -62,7 +62,7 @@ def test_urgent_requests_go_first_and_patience_is_bounded() -> None:
     assert queue_order(waiting, level).tolist() == [2, 0, 3, 1]
 
 
-def test_urgent_requests_join_a_full_server() -> None:
+def test_urgent_requests_are_admitted_to_a_full_server() -> None:
     running = requests([256] * 8)
     waiting = requests([256] * 4, request_id=np.arange(8, 12), priority=[0, 0, 1, 0])
     state = make_state(running, waiting, device_tokens=8 * 256 + 64, latency=CpuServer())
@@ -73,9 +73,9 @@ def test_urgent_requests_join_a_full_server() -> None:
 def test_less_urgent_requests_give_up_their_kv_first() -> None:
     running = requests([320] * 8, priority=[0, 1] * 4)
     state = make_state(running, device_tokens=8 * 320 - 640, device_free_tokens=0)
-    span = planned_tokens(running, SloPriority().ratio(state, Batch(())).running, 16)
-    assert span[1::2].sum() == 0
-    assert 640 <= span[::2].sum() < 640 + 8 * 16 + 16
+    evicted = planned_tokens(running, SloPriority().ratio(state, Batch(())).running, 16)
+    assert evicted[1::2].sum() == 0
+    assert 640 <= evicted[::2].sum() < 640 + 8 * 16 + 16
 
 
 def test_everything_is_cached_when_pressure_has_gone() -> None:
@@ -93,11 +93,11 @@ def test_a_steady_load_has_steady_ratios() -> None:
     for step in range(64):
         running = requests(np.full(8, 320 + step))
         state = make_state(running, device_tokens=8 * 300, device_free_tokens=0)
-        span = planned_tokens(running, policy.ratio(state, Batch(())).running, 16)
+        evicted = planned_tokens(running, policy.ratio(state, Batch(())).running, 16)
         if before is not None:
-            assert (span >= before).all()
-            plans += int((span != before).any())
-        before = span
+            assert (evicted >= before).all()
+            plans += int((evicted != before).any())
+        before = evicted
     assert 1 <= plans <= 20
 
 

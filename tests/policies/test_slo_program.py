@@ -1,4 +1,4 @@
-"""The span program against optima found without it, and its rounding against brute force."""
+"""The eviction program against optima found without it, and its rounding against brute force."""
 
 from __future__ import annotations
 
@@ -10,38 +10,43 @@ from scipy.optimize import brentq, minimize
 
 from ellm_sgl.policies.problem.candidates import Candidates
 from ellm_sgl.policies.slo_priority.levels import keep_weights, rank_levels
-from ellm_sgl.policies.slo_priority.program import SIZES, SpanCosts, SpanProgram, whole_blocks
+from ellm_sgl.policies.slo_priority.program import (
+    SIZES,
+    EvictionCosts,
+    EvictionProgram,
+    whole_blocks,
+)
 from ellm_sgl.policies.testing import Size, random_state
 
 STATES = 300
 
 
 @pytest.fixture(scope="module")
-def program() -> SpanProgram:
-    return SpanProgram()
+def program() -> EvictionProgram:
+    return EvictionProgram()
 
 
-def problem(seed: int, size: Size) -> tuple[SpanCosts, int, int]:
+def problem(seed: int, size: Size) -> tuple[EvictionCosts, int, int]:
     """Costs, need and block size, from a generated state and a random need."""
     rng = np.random.default_rng(seed)
     while True:
         state = random_state(rng, size)
-        candidates = Candidates.of(state, slice(0))
+        candidates = Candidates.of(state)
         block, most = state.memory.block_tokens, int(candidates.evictable.sum())
         if most > block:
             break
     need = max(1, int(rng.uniform(0, 1) * most) // block) * block
     level = rank_levels(state.running, state.waiting).running
     weights = keep_weights(level, state.running.tpot_slo_s, state.running.arrival_s)
-    return SpanCosts.of(state, candidates, weights, need), need, block
+    return EvictionCosts.of(state, candidates, weights, need), need, block
 
 
-def total(costs: SpanCosts, tokens: np.ndarray) -> float:
+def total(costs: EvictionCosts, tokens: np.ndarray) -> float:
     """The program's objective at n_i = `tokens`, in weighted seconds."""
     return float((costs.weight * tokens * (costs.linear + costs.quadratic * tokens)).sum())
 
 
-def by_price(costs: SpanCosts, need: float) -> np.ndarray:
+def by_price(costs: EvictionCosts, need: float) -> np.ndarray:
     """The optimum by its dual: at price λ what costs less than λ is evicted of each request."""
 
     def evicted(log_price: float) -> np.ndarray:
@@ -56,7 +61,7 @@ def by_price(costs: SpanCosts, need: float) -> np.ndarray:
     return evicted(price)
 
 
-def test_within_one_percent_of_the_optimum(program: SpanProgram) -> None:
+def test_within_one_percent_of_the_optimum(program: EvictionProgram) -> None:
     for seed in range(STATES):
         costs, need, _ = problem(seed, Size(running=256, waiting=0))
         tokens = program.solve(costs, need)
@@ -65,7 +70,7 @@ def test_within_one_percent_of_the_optimum(program: SpanProgram) -> None:
         assert total(costs, tokens) <= 1.01 * total(costs, by_price(costs, need)), seed
 
 
-def test_within_one_percent_of_a_general_solver(program: SpanProgram) -> None:
+def test_within_one_percent_of_a_general_solver(program: EvictionProgram) -> None:
     """SLSQP knows nothing of prices; it is given small problems, in units of about 1."""
     for seed in range(40):
         costs, need, _ = problem(seed, Size(running=10, waiting=0, longest=4096))
@@ -83,7 +88,7 @@ def test_within_one_percent_of_a_general_solver(program: SpanProgram) -> None:
         assert best.fun >= 0.99, seed
 
 
-def test_rounded_to_the_cheapest_whole_blocks(program: SpanProgram) -> None:
+def test_rounded_to_the_cheapest_whole_blocks(program: EvictionProgram) -> None:
     """Against all ways to evict so many blocks."""
     rng = np.random.default_rng(5)
     for _ in range(100):
@@ -91,7 +96,7 @@ def test_rounded_to_the_cheapest_whole_blocks(program: SpanProgram) -> None:
         limit = rng.integers(0, 5, count)
         if limit.sum() == 0:
             continue
-        costs = SpanCosts(
+        costs = EvictionCosts(
             weight=8.0 ** rng.integers(0, 3, count) * rng.uniform(1, 2, count),
             linear=rng.uniform(1, 1.5, count),
             quadratic=float(rng.choice([1e-5, 1e-2, 1.0])),
@@ -106,7 +111,7 @@ def test_rounded_to_the_cheapest_whole_blocks(program: SpanProgram) -> None:
         assert total(costs, tokens) == pytest.approx(best, rel=1e-9)
 
 
-def test_rounding_follows_a_need_that_has_drifted(program: SpanProgram) -> None:
+def test_rounding_follows_a_need_that_has_drifted(program: EvictionProgram) -> None:
     """From the optimum for one need to another: no dearer than from that one's own optimum."""
     for seed in range(50):
         costs, need, block = problem(seed, Size(running=64, waiting=0))
@@ -117,7 +122,7 @@ def test_rounding_follows_a_need_that_has_drifted(program: SpanProgram) -> None:
             assert total(costs, drifted) <= 1.001 * total(costs, fresh), seed
 
 
-def test_the_program_is_compiled_once(program: SpanProgram) -> None:
+def test_the_program_is_compiled_once(program: EvictionProgram) -> None:
     compiled = program._compiled[SIZES[0]]._problem
     assert compiled.is_dpp()
     seen: list[object] = []
@@ -131,14 +136,14 @@ def test_the_program_is_compiled_once(program: SpanProgram) -> None:
 
 def test_larger_than_what_was_compiled_ahead() -> None:
     count = SIZES[-1] + 1
-    costs = SpanCosts(np.ones(count), np.ones(count), 1.0, np.full(count, 64))
-    tokens = SpanProgram().solve(costs, 32.0 * count)
+    costs = EvictionCosts(np.ones(count), np.ones(count), 1.0, np.full(count, 64))
+    tokens = EvictionProgram().solve(costs, 32.0 * count)
     assert tokens == pytest.approx(np.full(count, 32.0), abs=0.01)
 
 
 @pytest.mark.parametrize(
     ("need", "evicted"), [(0, [0, 0]), (64, [0, 64]), (128, [64, 64]), (999, [64, 64])]
 )
-def test_all_or_nothing(program: SpanProgram, need: int, evicted: list[int]) -> None:
-    costs = SpanCosts(np.array([8.0, 1.0]), np.ones(2), 1e-6, np.array([64, 64]))
+def test_all_or_nothing(program: EvictionProgram, need: int, evicted: list[int]) -> None:
+    costs = EvictionCosts(np.array([8.0, 1.0]), np.ones(2), 1e-6, np.array([64, 64]))
     assert program.solve(costs, need) == pytest.approx(evicted)

@@ -41,9 +41,9 @@ def built(state: SystemState, pressure: bool = True, allowed: float = LOSS) -> S
 def step_s(state: SystemState, paused: tuple[int, ...]) -> float:
     runs = np.ones(len(state.running), bool)
     runs[list(paused)] = False
-    spans = state.running.uncached_tokens[runs].astype(float)
+    uncached = state.running.uncached_tokens[runs].astype(float)
     tokens = state.running.tokens[runs].sum()
-    work = StepWork(runs.sum(), tokens, spans.sum(), (spans * spans).sum())
+    work = StepWork(runs.sum(), tokens, uncached.sum(), (uncached * uncached).sum())
     return float(state.latency.step_seconds(work))
 
 
@@ -100,10 +100,10 @@ def test_only_less_urgent_requests_pause() -> None:
 
 
 @pytest.mark.parametrize("others", [1, 2, 3, 7, 8, 9, 20, 33])
-@pytest.mark.parametrize("spans", [0, 1])
-def test_everybody_runs_now_and_then(others: int, spans: int) -> None:
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_everybody_runs_now_and_then(others: int, lacking: int) -> None:
     """As steps go by everybody pauses for some, and nobody more than the bound."""
-    uncached = [0, *([160] * spans), *([0] * (others - spans))]
+    uncached = [0, *([160] * lacking), *([0] * (others - lacking))]
     state = state_of(1, others, uncached=uncached, slo=1e-6)
     schedule = built(state, allowed=0.9)
     last, gap, longest = np.zeros(others + 1), np.zeros(others + 1, int), 0

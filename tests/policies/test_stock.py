@@ -6,7 +6,7 @@ from ellm_sgl.policies import Stock
 from ellm_sgl.policies.testing import make_state, requests
 
 
-def test_all_that_wait_join_in_order_and_all_is_cached() -> None:
+def test_all_that_wait_are_admitted_in_order_and_all_is_cached() -> None:
     state = make_state(requests([500]), requests([400, 30, 2]), device_tokens=512)
     policy = Stock()
     batch = policy.batch(state)

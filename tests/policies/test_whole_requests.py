@@ -27,12 +27,12 @@ def four(blocks: int, paused: int = 0) -> SystemState:
     )
 
 
-def test_all_run_and_all_join_while_all_fit() -> None:
+def test_all_run_and_all_are_admitted_while_all_fit() -> None:
     batch = WholeRequests().batch(four(44))
     assert batch.pause == () and batch.admit == (0,)
 
 
-def test_the_last_is_evicted_whole_and_nobody_joins() -> None:
+def test_the_last_is_evicted_whole_and_nobody_is_admitted() -> None:
     policy, state = WholeRequests(), four(43)
     batch = policy.batch(state)
     assert batch.pause == (3,) and batch.admit == ()

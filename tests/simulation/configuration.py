@@ -43,7 +43,7 @@ class Configuration:
     """Most tokens of a request; a step may recompute as many rows, or `max_prefill`."""
     max_prefill: int = CONTEXT
     conservativeness: float = 1.0
-    """SGLang's: below 1, requests join for whose outputs there will be no room."""
+    """SGLang's: below 1, requests are admitted for whose outputs there will be no room."""
 
 
 def draw(rng: random.Random) -> Configuration:

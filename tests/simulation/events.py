@@ -21,13 +21,13 @@ class Step:
     ratio: float = 0.0
     """Share of their tokens that those who take part shall miss."""
     resting: float = 0.0
-    """Likewise, those who sit out."""
-    joining: float = 0.0
+    """Likewise, those who are paused."""
+    admitted: float = 0.0
     """Likewise, those admitted: the larger, the more are admitted."""
     admit: int | None = None
     """Most waiting requests that may be admitted; None: all."""
     reverse: bool = False
-    """The last to arrive joins first."""
+    """The last to arrive is admitted first."""
     recompute: int = 0
     """l2, of one layer fetched: 0, 1 or 2. φ = l2 / (1 + l2)"""
     patience: int = LATE

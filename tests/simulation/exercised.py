@@ -40,7 +40,7 @@ EVERYTHING = (
     "aborted: waiting",
     "aborted: between chunks",
     "aborted: decoding",
-    "aborted: sitting out",
+    "aborted: paused",
     "units adopted by the tree",
     "prefixes cut where units were lost",
     "prefix tokens found in the tree",
@@ -130,7 +130,7 @@ class Exercised:
             return "between chunks"
         if req.req_pool_idx is None:
             return "waiting"
-        return "sitting out" if scheduler.is_paused(req) else "decoding"
+        return "paused" if scheduler.is_paused(req) else "decoding"
 
     def end(self) -> None:
         """The life has ended."""

@@ -27,12 +27,12 @@ class Scripted(Policy):
             return Batch(admit=(), pause=tuple(range(len(running))))
         if len(pause) == len(running):
             pause = pause[1:]
-        join = list(range(len(waiting)))
+        admit = list(range(len(waiting)))
         if self.step.reverse:
-            join.reverse()
+            admit.reverse()
         if self.step.admit is not None:
-            join = join[: max(self.step.admit, len(running) == 0)]
-        return Batch(tuple(join), tuple(pause))
+            admit = admit[: max(self.step.admit, len(running) == 0)]
+        return Batch(tuple(admit), tuple(pause))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         failure, self.failure = self.failure, None
@@ -44,7 +44,7 @@ class Scripted(Policy):
             running += np.nan
         if failure == "range":
             running += 1.0
-        return Ratios(running, np.full(len(batch.admit), min(self.step.joining, 0.95)))
+        return Ratios(running, np.full(len(batch.admit), min(self.step.admitted, 0.95)))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         recompute = min(self.step.recompute, 2)

@@ -25,9 +25,9 @@ from tests.simulation.events import (
 )
 
 RATIOS = (0.0, 0.0, 0.3, 0.6)
-JOINING = (0.0, 0.9, 0.95, 0.95)
+ADMITTED = (0.0, 0.9, 0.95, 0.95)
 RESTING = (0.0, 0.01, 0.5, 0.999, 0.999)
-"""Targets of those who sit out: 0.999 gives all up, a lower one has it fetched ahead again."""
+"""Targets of those who are paused: 0.999 gives all up, a lower one has it fetched ahead again."""
 
 
 def draw(rng: random.Random, configuration: Configuration) -> list[Event]:
@@ -42,8 +42,8 @@ class _Author:
         self._known: list[int] = []
         """Names of the requests so far."""
         self._resting: tuple[int, ...] = ()
-        self._step = Step(joining=0.95)
-        """At first all join, and then they outgrow the device."""
+        self._step = Step(admitted=0.95)
+        """At first all are admitted, and then they outgrow the device."""
 
     def story(self) -> Iterator[Event]:
         rng = self._rng
@@ -122,7 +122,7 @@ class _Author:
             pause=self._resting,
             ratio=rng.choice(RATIOS),
             resting=rng.choice(RESTING),
-            joining=rng.choice(JOINING),
+            admitted=rng.choice(ADMITTED),
             admit=rng.choice([None, None, None, 0, 1, 2]),
             reverse=rng.random() < 0.2,
             recompute=rng.choice([0, 0, 1, 2]),

@@ -42,7 +42,7 @@ class Comparison:
     """Those of the fetched ones that came as hidden states."""
     retractions: int
     pauses: int
-    """Times that a running request began to sit out."""
+    """Times that a running request was paused."""
     aborted: int
     """Streams that were given up in the middle."""
     integrity: str

@@ -96,8 +96,8 @@ class Chats:
 @dataclass(frozen=True)
 class Aborts:
     """Streams that share a prefix, the second, fourth, ... of which are given up in the middle: the
-    connection is closed after some tokens, or while the request sits out; or the server is asked to
-    abort it."""
+    connection is closed after some tokens, or while the request is paused; or the server is asked
+    to abort it."""
 
     prefix: Prompt
     tails: Sequence[Prompt]
