@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.engine import Controller, Decided, Iteration, ServerLimits, StepLog
+from ellm_sgl.engine import Controller, InForce, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, RooflineLatencyModel, StepWork
 from ellm_sgl.memory import KVPool, PageTable, PoolShape
 from ellm_sgl.memory.shape import IntArray
@@ -69,7 +69,7 @@ def test_ranks_whose_clocks_differ_fetch_the_same_ahead() -> None:
         link: Any = SimpleNamespace(link_bytes_per_s=12.5 * pool.unit_bytes / 0.005)
         steps: Any = SimpleNamespace(last=SimpleNamespace(seconds=measured_s), model=None)
         iteration = iteration_of(ours, steps, link)
-        iteration.decided = Decided(fetch_ahead_s=0.005)
+        iteration.in_force = InForce(fetch_ahead_s=0.005)
         iteration.plan_decode(ours.planner, [1], paused=[2])
         assert elastic.totals.fetched_ahead_units == 12
         tables.append(table.units)

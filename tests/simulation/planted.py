@@ -59,7 +59,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "each rank fetches ahead as much as its own clock allows",
         f"{_ITERATION}.plan_decode",
-        "self.decided.fetch_ahead_s",
+        "self.in_force.fetch_ahead_s",
         "self.controller.steps.last.seconds / 2",
     ),
     Fault(
