@@ -174,7 +174,7 @@ class Iteration:
             paused: they take no part in the step, which need not restore them.
         """
         ratios = [self.in_force.uncached_ratios.get(seq_id, 0.0) for seq_id in seq_ids]
-        self.elastic.apply_targets(seq_ids, ratios, paused)
+        self.elastic.bring_to_ratios(seq_ids, ratios, paused)
 
     # -- place ------------------------------------------------------------------------------
 

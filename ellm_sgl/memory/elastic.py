@@ -213,7 +213,7 @@ class ElasticMemory:
         self.make_room(len(blocks) * self.table.shape.num_groups)
         return len(blocks) - len(self.table.place(blocks[::-1]))
 
-    def apply_targets(
+    def bring_to_ratios(
         self, seq_ids: Sequence[int], ratios: Sequence[float], paused: bool = False
     ) -> None:
         """Bring every request up to its target ratio: evict its oldest unshared blocks.

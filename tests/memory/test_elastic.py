@@ -192,7 +192,7 @@ def test_admission_counts_on_joining_requests_to_come_to_their_targets(
 ) -> None:
     scene = Scene(room=10, ratios={0: ratio})
     scene.request(0, tokens=4 * BLOCK)
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     now = int((6 + 4 * ratio) * BLOCK)
     assert scene.elastic.admission_tokens(reclaimable=0, ratio=ratio) == (now, factor * now)
 
@@ -225,7 +225,7 @@ def test_room_made_beyond_the_targets_admits_nobody() -> None:
 def test_room_made_to_reach_the_targets_admits_others() -> None:
     scene = Scene(room=10, ratios={0: 0.5})
     scene.request(0, tokens=8 * BLOCK)
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     assert scene.elastic.admission_tokens(0, ratio=0.0) == (6 * BLOCK, 6 * BLOCK)
 
 
@@ -262,11 +262,11 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
     scene, copies = with_host(room=8)
     table, elastic = scene.table, scene.elastic
     out, coming = scene.request(1, 13), scene.request(2, 13)
-    elastic.apply_targets([1, 2], [12 / 13, 12 / 13], paused=True)
+    elastic.bring_to_ratios([1, 2], [12 / 13, 12 / 13], paused=True)
     assert elastic.uncached_tokens([1, 2]).tolist() == [12, 12]
     saved = {h: d for device, host in copies for d, h in zip(device, host, strict=True)}
     assert len(saved) == 12
-    elastic.apply_targets([1, 2], [12 / 13, 0.0], paused=True)
+    elastic.bring_to_ratios([1, 2], [12 / 13, 0.0], paused=True)
     # Six blocks are free, of which three are for those who decode; the link brings two.
     host, device = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=2 * GROUPS + 1)
     assert elastic.uncached_tokens([1, 2]).tolist() == [12, 4]
@@ -282,9 +282,9 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
 def test_what_the_host_lacks_is_not_fetched_ahead() -> None:
     scene, _ = with_host(room=6)
     blocks = scene.request(1, 13)
-    scene.elastic.apply_targets([1], [12 / 13], paused=True)
+    scene.elastic.bring_to_ratios([1], [12 / 13], paused=True)
     scene.table.host.drop(np.array(blocks[:1], np.int32))
-    scene.elastic.apply_targets([1], [0.0], paused=True)
+    scene.elastic.bring_to_ratios([1], [0.0], paused=True)
     host, _ = scene.elastic.fetch_ahead([1], 0, 100)
     assert len(host) == 2 * GROUPS and scene.missing(1) == [0]
 

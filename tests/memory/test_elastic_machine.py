@@ -72,7 +72,7 @@ class ElasticMachine(RuleBasedStateMachine):
         """One step: targets, room, growth, restoration."""
         table, elastic = self.scene.table, self.scene.elastic
         seq_ids = table.sequence_ids
-        targets = self._apply_targets(seq_ids)
+        targets = self._bring_to_ratios(seq_ids)
         begun = [s for s in seq_ids if table.length_of(s) % BLOCK == 0]
         if len(begun) > table.free_blocks:
             return
@@ -122,7 +122,7 @@ class ElasticMachine(RuleBasedStateMachine):
         assert totals.evicted_units - evicted == np.count_nonzero(lost)
         return result
 
-    def _apply_targets(self, seq_ids: list[int]) -> npt.NDArray[np.int64]:
+    def _bring_to_ratios(self, seq_ids: list[int]) -> npt.NDArray[np.int64]:
         """No request goes beyond its target, nor all of them beyond the bound on restored tokens.
 
         Returns the targets, in tokens.
@@ -131,7 +131,7 @@ class ElasticMachine(RuleBasedStateMachine):
         ratios = np.array([self.ratios[s] for s in seq_ids])
         targets = (lengths * ratios).astype(int) // BLOCK * BLOCK
         before = self._uncached(seq_ids)
-        self._protected(lambda: self.scene.apply_targets(seq_ids))
+        self._protected(lambda: self.scene.bring_to_ratios(seq_ids))
         after = self._uncached(seq_ids)
         assert (after <= np.maximum(before, targets)).all()
         assert after.sum() <= max(before.sum(), self.scene.elastic.max_restored_tokens)

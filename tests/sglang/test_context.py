@@ -65,7 +65,7 @@ def test_ranks_whose_clocks_differ_fetch_the_same_ahead() -> None:
             table.map(seq_id, new, blocks * SHAPE.block_tokens)
             table.note_computed([seq_id], [blocks * SHAPE.block_tokens])
         for ratio in (0.99, 0.01):  # the second one has given its KV up, and is to come back
-            elastic.apply_targets([2], [ratio], paused=True)
+            elastic.bring_to_ratios([2], [ratio], paused=True)
         link: Any = SimpleNamespace(link_bytes_per_s=12.5 * pool.unit_bytes / 0.005)
         steps: Any = SimpleNamespace(last=SimpleNamespace(seconds=measured_s), model=None)
         iteration = iteration_of(ours, steps, link)

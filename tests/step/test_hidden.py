@@ -145,7 +145,7 @@ def test_generation_with_evictions_is_generation_without(
             restore=bool(random.integers(2)),
         )
         torch.testing.assert_close(out, server.expected(count), rtol=0, atol=1e-5)
-        server.elastic.apply_targets([0], [float(random.choice([0.0, 0.5, 0.9]))])
+        server.elastic.bring_to_ratios([0], [float(random.choice([0.0, 0.5, 0.9]))])
     assert (server.projected > 0) == (host_blocks > 0)
     if host_blocks == 12:  # whatever is wanted again is there: only the share is recomputed
         assert server.table.depth(server.table.blocks_of(0)[:-1]).max() == 0
@@ -175,7 +175,7 @@ def test_what_is_recomputed_for_want_of_a_copy_gets_one() -> None:
     server.step(list(range(8)))
     blocks = server.table.blocks_of(0).copy()
     server.table.host.drop(blocks)
-    server.elastic.apply_targets([0], [0.5])
+    server.elastic.bring_to_ratios([0], [0.5])
     out = server.step([8], restore=False)
     torch.testing.assert_close(out, server.expected(1), rtol=0, atol=1e-5)
     assert server.recomputed == 4
