@@ -76,7 +76,8 @@ class Iteration:
         """
         now, elastic, requests = self.clock(), self.elastic, self.requests
         lengths = elastic.table.lengths_of(seq_ids)
-        shared, uncached = elastic.shared_tokens(seq_ids), elastic.uncached_tokens(seq_ids)
+        uncached = elastic.table.uncached_tokens(seq_ids)
+        shared = elastic.shared_tokens(seq_ids)
         return self.controller.state(
             now,
             requests.running(running, lengths, shared, uncached, now),

@@ -80,10 +80,6 @@ class ElasticMemory:
         block_tokens = self.table.shape.block_tokens
         return (len(blocks) - fetched) * block_tokens <= self.max_restored_tokens
 
-    def uncached_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
-        """Tokens of each request that a step has to restore."""
-        return self.table.uncached_tokens_of(seq_ids)
-
     def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Tokens of each request in blocks that others use too; these stay cached."""
         if self._shared_at != self.table.sharing_version:
@@ -98,19 +94,14 @@ class ElasticMemory:
 
     def free_tokens(self) -> int:
         """Tokens for whose KV units are free now."""
-        shape = self.table.shape
-        return self.table.free_units // shape.num_groups * shape.block_tokens
+        return self._tokens_in(self.table.free_units)
 
     def device_tokens(self) -> int:
         """Tokens whose KV the device may hold."""
-        shape = self.table.shape
-        return self.table.unit_limit // shape.num_groups * shape.block_tokens
+        return self._tokens_in(self.table.unit_limit)
 
-    def host_tokens(self, free: bool = False) -> int:
-        """Tokens whose KV the host tier holds, or has room for."""
-        shape, host = self.table.shape, self.table.host
-        units = host.free_units if free else host.num_units
-        return units // shape.num_groups * shape.block_tokens
+    def _tokens_in(self, units: int) -> int:
+        return units // self.table.shape.num_groups * self.table.shape.block_tokens
 
     def staging_overhead(self) -> float:
         """M_o: room, in tokens of KV, that a step needs in the pool to restore one token.
@@ -133,8 +124,8 @@ class ElasticMemory:
             block_tokens=self.table.shape.block_tokens,
             device_tokens=max(self.device_tokens() - prefilling, 0),
             device_free_tokens=self.free_tokens() + reclaimable,
-            host_tokens=self.host_tokens(),
-            host_free_tokens=self.host_tokens(free=True),
+            host_tokens=self._tokens_in(self.table.host.num_units),
+            host_free_tokens=self._tokens_in(self.table.host.free_units),
             max_restored_tokens=self.max_restored_tokens,
             staging_overhead=self.staging_overhead(),
         )
@@ -227,7 +218,7 @@ class ElasticMemory:
                     self._targets.pop(seq_id, None)
             return
         block_tokens = self.table.shape.block_tokens
-        uncached = self.table.uncached_tokens_of(seq_ids)
+        uncached = self.table.uncached_tokens(seq_ids)
         room = self.max_restored_tokens - int(uncached.sum())
         if paused:
             room = sum(map(self.table.length_of, seq_ids))
@@ -318,7 +309,7 @@ class ElasticMemory:
     def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Blocks that each request misses beyond its policy's target."""
         targets = np.array([self._targets.get(s, 0) for s in seq_ids], np.int64)
-        excess = np.maximum(self.table.uncached_tokens_of(seq_ids) - targets, 0)
+        excess = np.maximum(self.table.uncached_tokens(seq_ids) - targets, 0)
         return np.asarray(-(-excess // self.table.shape.block_tokens), np.int64)
 
     def _yields(self, ratio: float) -> int:
@@ -347,7 +338,11 @@ class ElasticMemory:
             for s in self.table.sequence_ids
             if (blocks := self._evictable(s, shared).tolist())
         }
-        heap = [(self.table.uncached_tokens(s) - self._targets.get(s, 0), s, 0) for s in queues]
+        uncached = self.table.uncached_tokens(list(queues)).tolist()
+        heap = [
+            (tokens - self._targets.get(s, 0), s, 0)
+            for s, tokens in zip(queues, uncached, strict=True)
+        ]
         heapq.heapify(heap)
         while heap and count > 0:
             excess, seq_id, position = heapq.heappop(heap)

@@ -58,11 +58,6 @@ class HostTier:
         return self._free.capacity
 
     @property
-    def hidden_slots(self) -> int:
-        """Blocks whose hidden states there is room for."""
-        return self._slots.capacity
-
-    @property
     def num_units(self) -> int:
         return self._free.capacity + self._slots.capacity * self.hidden_groups
 

@@ -88,7 +88,8 @@ class PageTable:
         self._free_units = FreeList(num_units)
         self._lent: npt.NDArray[np.bool_] = np.zeros(num_units + 1, np.bool_)
         """Units borrowed for the step in flight."""
-        self._unit_limit = num_units
+        self.unit_limit = num_units
+        """Units that may be used; `limit_units` changes it."""
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._sequences: dict[int, Sequence] = {}
@@ -104,12 +105,8 @@ class PageTable:
 
     @property
     def num_units(self) -> int:
-        """Units that exist; `unit_limit` says how many of them may be used."""
+        """Units that exist."""
         return self._free_units.capacity
-
-    @property
-    def unit_limit(self) -> int:
-        return self._unit_limit
 
     @property
     def used_units(self) -> int:
@@ -118,7 +115,7 @@ class PageTable:
     @property
     def free_units(self) -> int:
         """Units that `place` can give out now; negative while a lowered limit is exceeded."""
-        return self._unit_limit - self.used_units
+        return self.unit_limit - self.used_units
 
     @property
     def free_blocks(self) -> int:
@@ -142,16 +139,12 @@ class PageTable:
         Raises:
             ValueError: fewer than one block's units, or more than exist.
         """
-        self.check_unit_limit(limit)
-        self._unit_limit = limit
-
-    def check_unit_limit(self, limit: int) -> None:
-        """Raise ValueError where `limit_units(limit)` would."""
         if not self.shape.num_groups <= limit <= self.num_units:
             raise ValueError(
                 f"unit limit must be between {self.shape.num_groups} and {self.num_units}, "
                 f"got {limit}"
             )
+        self.unit_limit = limit
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -305,13 +298,10 @@ class PageTable:
             raise IntegrityError(f"copy of block {block}, which has one of {groups.tolist()}")
         return self.host.keep(block, groups, self.units)
 
-    def computed_tokens(self, blocks: Blocks) -> IntArray:
-        """Of each block, tokens from its first that forward passes have computed."""
-        return self._computed[np.asarray(blocks, np.int32)]
-
     def computed_in_full(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
         """Of each block, whether forward passes have computed the KV of all its tokens."""
-        full: npt.NDArray[np.bool_] = self.computed_tokens(blocks) == self.shape.block_tokens
+        computed = self._computed[np.asarray(blocks, np.int32)]
+        full: npt.NDArray[np.bool_] = computed == self.shape.block_tokens
         return full
 
     def misses_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
@@ -394,9 +384,8 @@ class PageTable:
             )
         if len(ids):
             self._refs[ids] += 1
-            self._starts[ids] = np.arange(sequence.count, sequence.count + len(ids)) * (
-                self.shape.block_tokens
-            )
+            places = np.arange(sequence.count, sequence.count + len(ids))
+            self._starts[ids] = places * self.shape.block_tokens
             sequence.append(ids)
         sequence.length = length
 
@@ -454,9 +443,6 @@ class PageTable:
         if sequence is not None:
             self.release(sequence.blocks)
 
-    def __contains__(self, seq_id: object) -> bool:
-        return seq_id in self._sequences
-
     @property
     def sequence_ids(self) -> list[int]:
         return list(self._sequences)
@@ -477,19 +463,8 @@ class PageTable:
         lengths = [self._sequences[s].length for s in seq_ids]
         return np.array(lengths, np.int64)
 
-    def uncached_tokens(self, seq_id: int) -> int:
-        """Tokens of a request in blocks that lack a device unit: what a step must restore."""
-        if self._missing_units == 0:
-            return 0
-        sequence = self._sequences[seq_id]
-        incomplete = np.flatnonzero(self.misses_units(sequence.blocks))
-        starts = incomplete * self.shape.block_tokens
-        ends = np.minimum(starts + self.shape.block_tokens, sequence.length)
-        return int((ends - starts).sum())
-
-    def uncached_tokens_of(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
-        """`uncached_tokens` of many requests at once: an array operation costs as much for all
-        as for one."""
+    def uncached_tokens(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
+        """Tokens of each request in blocks that lack a device unit: what a step must restore."""
         if self._missing_units == 0 or not seq_ids:
             return np.zeros(len(seq_ids), np.int64)
         sequences = [self._sequences[s] for s in seq_ids]
@@ -517,14 +492,13 @@ class PageTable:
     # -- reports ----------------------------------------------------------------------------
 
     def statistics(self) -> PoolStatistics:
-        """What the table holds now. Cheap enough to be asked for between two steps: a few array
-        operations over the blocks of all requests, and only while some block misses a unit."""
+        """What the table holds now. Cheap enough to be asked for between two steps."""
         lengths = self.lengths_of(self.sequence_ids)
-        uncached = self.uncached_tokens_of(self.sequence_ids)
+        uncached = self.uncached_tokens(self.sequence_ids)
         mapped = int(lengths.sum())
         places = sum(s.count for s in self._sequences.values()) * self.shape.block_tokens
         return PoolStatistics(
-            units_total=self._unit_limit,
+            units_total=self.unit_limit,
             units_free=max(self.free_units, 0),
             blocks_total=self.num_blocks,
             blocks_free=len(self._free_blocks),
@@ -535,7 +509,7 @@ class PageTable:
             mapped_tokens=mapped,
             uncached_tokens=int(uncached.sum()),
             cached_ratio_mean=_mean(1 - uncached / np.maximum(lengths, 1)),
-            occupancy=self.used_units / self._unit_limit,
+            occupancy=self.used_units / self.unit_limit,
             fragmentation=1 - mapped / places if places else 0.0,
         )
 

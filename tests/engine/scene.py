@@ -74,4 +74,4 @@ class Scene:
 
     def uncached(self) -> list[int]:
         """Uncached tokens of each request."""
-        return [self.table.uncached_tokens(s) for s in self.table.sequence_ids]
+        return self.table.uncached_tokens(self.table.sequence_ids).tolist()

@@ -263,17 +263,17 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
     table, elastic = scene.table, scene.elastic
     out, coming = scene.request(1, 13), scene.request(2, 13)
     elastic.bring_to_ratios([1, 2], [12 / 13, 12 / 13], paused=True)
-    assert elastic.uncached_tokens([1, 2]).tolist() == [12, 12]
+    assert elastic.table.uncached_tokens([1, 2]).tolist() == [12, 12]
     saved = {h: d for device, host in copies for d, h in zip(device, host, strict=True)}
     assert len(saved) == 12
     elastic.bring_to_ratios([1, 2], [12 / 13, 0.0], paused=True)
     # Six blocks are free, of which three are for those who decode; the link brings two.
     host, device = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=2 * GROUPS + 1)
-    assert elastic.uncached_tokens([1, 2]).tolist() == [12, 4]
+    assert elastic.table.uncached_tokens([1, 2]).tolist() == [12, 4]
     assert host.tolist() == table.host.units[coming[:2]].flatten().tolist()
     assert device.tolist() == table.units[coming[:2]].flatten().tolist()
     host, _ = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=100)
-    assert len(host) == GROUPS and elastic.uncached_tokens([2]).tolist() == [0]
+    assert len(host) == GROUPS and elastic.table.uncached_tokens([2]).tolist() == [0]
     assert elastic.fetch_ahead([1, 2], 0, 100)[0].tolist() == []  # 1 is not to come back
     assert (table.units[out[:3]] == NONE).all() and elastic.totals.fetched_ahead_units == 6
     table.check_integrity()
@@ -297,7 +297,7 @@ def test_a_missing_block_that_two_share_is_fetched_ahead_once() -> None:
     for seq_id in (1, 2):
         scene.request(seq_id, 13, prefix.tolist())
     assert elastic.make_room(12 * GROUPS) is False
-    assert elastic.uncached_tokens([1, 2]).tolist() == [12, 12]
+    assert elastic.table.uncached_tokens([1, 2]).tolist() == [12, 12]
     host, device = elastic.fetch_ahead([1, 2], growth_blocks=0, most_units=100)
     assert len(host) == 4 * GROUPS  # two shared blocks and one of each
     assert len(set(host.tolist())) == len(host) and len(set(device.tolist())) == len(device)

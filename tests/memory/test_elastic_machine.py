@@ -150,7 +150,7 @@ class ElasticMachine(RuleBasedStateMachine):
         assert not restored or table.free_units >= len(seq_ids) * GROUPS
 
     def _uncached(self, seq_ids: list[int]) -> npt.NDArray[np.int64]:
-        return np.array([self.scene.table.uncached_tokens(s) for s in seq_ids])
+        return self.scene.table.uncached_tokens(seq_ids)
 
 
 ElasticMachine.TestCase.settings = settings(stateful_step_count=30)

@@ -91,7 +91,7 @@ def test_what_a_policy_is_told_of_requests_and_memory() -> None:
     scene.evict(shared[:1])
     elastic = scene.elastic
     assert elastic.shared_tokens([1, 0]).tolist() == [2 * BLOCK, 2 * BLOCK]
-    assert elastic.uncached_tokens([1, 0]).tolist() == [BLOCK, BLOCK]
+    assert elastic.table.uncached_tokens([1, 0]).tolist() == [BLOCK, BLOCK]
     assert (elastic.device_tokens(), elastic.free_tokens()) == (10 * BLOCK, 6 * BLOCK)
 
 

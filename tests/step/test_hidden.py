@@ -50,7 +50,7 @@ class Server:
         self.table = PageTable(SHAPE, 12, 24, host_units, hidden_groups)
         self.pool = self._pool(24)
         states = HiddenPool(
-            SHAPE, hidden_groups, self.table.host.hidden_slots, HIDDEN, torch.float32
+            SHAPE, hidden_groups, self.table.host._slots.capacity, HIDDEN, torch.float32
         )
         states.buffer.fill_(torch.nan)
         self.hidden = HiddenStates(states, self.pool)
