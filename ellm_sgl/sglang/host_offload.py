@@ -183,6 +183,5 @@ def make_streamer(
         return DeviceStreamer(host.buffer, pool.buffer, SLOTS, settings.overlap)
     if hidden is None and not load().problem:
         return NativeStreamer(host.buffer, pool.buffer, SLOTS, settings.overlap)
-    copy = choose_copy(device, host.buffer.device)
     project = None if hidden is None else hidden.restore
-    return Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
+    return Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, choose_copy(), project)

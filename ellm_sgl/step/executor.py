@@ -51,12 +51,9 @@ class Executor:
         if self._fusion:
             self._rows = MixedRows(decoder, self._table.shape)
             return
-        streamer, shape = self.streamer, self._table.shape
-        if isinstance(streamer, NativeStreamer | Streamer):
-            self.separate = SeparateRows(decoder, shape, streamer.restart)
-        else:
-            self.separate = SeparateRows(decoder, shape)
-        self._rows = self.separate
+        streamer = self.streamer
+        restart = streamer.restart if isinstance(streamer, NativeStreamer | Streamer) else None
+        self._rows = self.separate = SeparateRows(decoder, self._table.shape, restart)
 
     @contextmanager
     def execute(self, plan: StepPlan) -> Iterator[None]:

@@ -40,10 +40,11 @@ class SeparateRows:
             and returning (hidden, residual).
         shape: layer groups of the pool.
         restart: called between the passes: fetching begins again with the first layer group.
+            None: nothing is fetched.
     """
 
     def __init__(
-        self, decoder: nn.Module, shape: PoolShape, restart: Callable[[], None] = lambda: None
+        self, decoder: nn.Module, shape: PoolShape, restart: Callable[[], None] | None
     ) -> None:
         self._decoder: Any = decoder
         self._shape = shape
@@ -103,7 +104,8 @@ class SeparateRows:
                     plan.recomputed_positions[:rows], hidden[:rows], args[2], residual
                 )
         self._first_pass = False
-        self._restart()
+        if self._restart is not None:
+            self._restart()
 
 
 def spans_only(layout: GroupLayout, new_rows: int) -> GroupLayout:

@@ -31,13 +31,15 @@ def supports(head_dim: int, row_type: torch.dtype, pool_type: torch.dtype) -> bo
     return instruction_set(head_dim, os.environ.get(ISA_VARIABLE)) is not None
 
 
-def instruction_set_name(head_dim: int) -> str:
-    """Of the kernels that run for heads of this size.
+def instruction_set_for(head_dim: int) -> tuple[int, str]:
+    """(index, name) of the instruction set that attention uses for heads of this size.
 
     Raises:
         ValueError: there is none.
     """
-    return _instruction_set(head_dim)[1]
+    if (found := instruction_set(head_dim, os.environ.get(ISA_VARIABLE))) is None:
+        raise ValueError(f"no kernel for heads of {head_dim}")
+    return found
 
 
 def mixed_attention(
@@ -144,7 +146,7 @@ class _Plan:
         self.handle = self.library.ellm_make_plans(ctypes.byref(arguments))
         self.largest_unit: int = arguments.largest_unit
         """Of all groups'."""
-        self.isa, _ = _instruction_set(head_dim)
+        self.isa, _ = instruction_set_for(head_dim)
 
     def __del__(self) -> None:  # weakref.finalize takes as long as all the rest
         self.library.ellm_free_plans(self.handle)
@@ -187,12 +189,6 @@ def _prepare(groups: StackedLayout, block_tokens: int, head_dim: int) -> _Plan:
     plan = _Plan(groups, block_tokens, head_dim)
     _last = groups, block_tokens, head_dim, plan
     return plan
-
-
-def _instruction_set(head_dim: int) -> tuple[int, str]:
-    if (found := instruction_set(head_dim, os.environ.get(ISA_VARIABLE))) is None:
-        raise ValueError(f"no kernel for heads of {head_dim}")
-    return found
 
 
 def _packed_heads(x: torch.Tensor) -> torch.Tensor:

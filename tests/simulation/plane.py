@@ -143,7 +143,7 @@ class Plane:
             host_offload.SLOTS,
             settings.overlap,
             project=None if hidden is None else hidden.restore,
-            worker=self.worker,
+            submit=self.worker.submit,
         )
         return self.streamer
 
