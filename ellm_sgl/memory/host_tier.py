@@ -54,7 +54,7 @@ class HostTier:
 
     @property
     def kv_units(self) -> int:
-        """Units that hold KV."""
+        """Those of `num_units` that hold KV."""
         return self._free.capacity
 
     @property

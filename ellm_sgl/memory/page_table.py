@@ -12,8 +12,7 @@ A block's units return to the free list at the moment its last reference goes; n
 compacted. Only numbers live here; the KV itself is in `KVPool`.
 
 What a unit holds is KV only once a forward pass has computed it: the table is told so
-(`note_computed`), and refuses copies of anything else. It refuses whatever contradicts it: a block
-placed or listed twice, a unit given back that was not lent.
+(`note_computed`), and refuses copies of anything else.
 
 Not thread-safe: one scheduler thread owns the table.
 
@@ -45,11 +44,15 @@ class OutOfBlocksError(RuntimeError):
 
 
 class IntegrityError(RuntimeError):
-    """The page table contradicts itself; the message says where."""
+    """The page table contradicts itself, or is asked to; the message says where."""
 
 
 class PageTable:
     """Bookkeeping of `num_blocks` logical blocks over `num_units` physical units.
+
+    Whatever contradicts what it holds is an `IntegrityError`, before anything is changed: a block
+    that is not allocated or is listed twice, a reference or a loan that nobody has, a copy of what
+    no forward pass has computed in full.
 
     Args:
         shape: how tokens and layers are cut.
@@ -123,7 +126,7 @@ class PageTable:
 
     @property
     def free_block_ids(self) -> IntArray:
-        """The free blocks, in no particular order (a view)."""
+        """In no particular order (a view)."""
         return self._free_blocks.ids
 
     @property
@@ -162,11 +165,7 @@ class PageTable:
         return blocks
 
     def release(self, blocks: Blocks) -> None:
-        """Drop one reference from each block; a block without references is freed at once.
-
-        Raises:
-            IntegrityError: a block is not allocated; nothing was changed.
-        """
+        """Drop one reference from each block; a block without references is freed at once."""
         ids = np.asarray(blocks, np.int32)
         unique, counts = np.unique(ids, return_counts=True)
         if np.any(self._refs[unique] < counts):
@@ -192,9 +191,6 @@ class PageTable:
 
         Returns:
             The leading blocks that are now complete. A block is completed or left as it was.
-
-        Raises:
-            IntegrityError: a block is listed twice, or not allocated; nothing was changed.
         """
         ids = np.asarray(blocks, np.int32)
         _refuse_repeated(ids, "place")
@@ -212,11 +208,7 @@ class PageTable:
         return ids
 
     def borrow_units(self, count: int) -> IntArray:
-        """Take `count` free units for the duration of a step; see `return_units`.
-
-        Raises:
-            IntegrityError: so many are not free; nothing was changed.
-        """
+        """Take `count` free units for the duration of a step; see `return_units`."""
         if count > max(self.free_units, 0):
             raise IntegrityError(f"{count} units to borrow, {self.free_units} free")
         units = self._free_units.take(count)
@@ -224,29 +216,22 @@ class PageTable:
         return units
 
     def return_units(self, units: IntArray) -> None:
-        """Give borrowed units back.
-
-        Raises:
-            IntegrityError: a unit that is not borrowed; nothing was changed.
-        """
+        """Give borrowed units back."""
         _refuse_repeated(units, "return")
         if not self._lent[units].all():
             raise IntegrityError(f"return of a unit that is not borrowed: {units.tolist()}")
         self._lent[units] = False
         self._free_units.give(units)
 
-    def evict(self, block: int, groups: slice | None = None) -> int:
+    def evict(self, block: int, groups: slice = slice(None)) -> int:
         """Drop the units of one block, in `groups` or in all; their KV leaves the device.
 
         Returns:
             Units freed.
-
-        Raises:
-            IntegrityError: the block is not allocated; nothing was changed.
         """
         if self._refs[block] == 0:
             raise IntegrityError(f"evict of block {block}, which is not allocated")
-        row = self._units[block, groups if groups is not None else slice(None)]
+        row = self._units[block, groups]
         held = row[row != NONE]
         self._free_units.give(held)
         row[row != NONE] = NONE
@@ -262,9 +247,6 @@ class PageTable:
 
         Returns:
             Units moved.
-
-        Raises:
-            IntegrityError: a block that no forward pass has computed in full; nothing was changed.
         """
         if not self.computed_in_full([destination, source]).all():
             raise IntegrityError(
@@ -279,14 +261,11 @@ class PageTable:
         return moved
 
     def keep_copies(self, block: int, groups: IntArray) -> IntArray:
-        """Take host units for the KV of these groups of one block (`HostTier.keep`).
+        """Take host units for the KV of these groups of one block: groups that have a unit to copy
+        from, and no copy yet (`HostTier.keep`).
 
         Returns:
             The leading groups that got one, to be filled by the caller.
-
-        Raises:
-            IntegrityError: no forward pass has computed all of the block, a group has no unit to
-                copy from, or has a copy already; nothing was changed.
         """
         if len(groups) == 0:
             return groups
@@ -324,9 +303,8 @@ class PageTable:
     def depth(self, blocks: Blocks) -> IntArray:
         """Groups, from the lowest, that a step must recompute to restore each block.
 
-        0 when every unit is on the device or has a copy on the host; otherwise 1 + the highest
-        group without either, because the KV of a layer can only be recomputed through all
-        layers below it.
+        0 when every unit is on the device or on the host; otherwise 1 + the highest group without
+        either: the KV of a layer can only be recomputed through all layers below it.
         """
         ids = np.asarray(blocks, np.int32)
         missing = (self.units[ids] == NONE) & (self.host.units[ids] == NONE)
@@ -353,7 +331,6 @@ class PageTable:
 
         Raises:
             ValueError: the blocks do not fit the length.
-            IntegrityError: a block is listed twice, or not allocated; nothing was changed.
         """
         ids = np.asarray(blocks, np.int32)
         self._refuse_unmappable(ids)
@@ -372,7 +349,6 @@ class PageTable:
 
         Raises:
             ValueError: the blocks do not fit the length.
-            IntegrityError: as `map`.
         """
         sequence = self._sequences[seq_id]
         ids = np.asarray(blocks, np.int32)
@@ -397,9 +373,7 @@ class PageTable:
             blocks: int32 [n], the block that each one's new token lies in.
 
         Raises:
-            ValueError: a block that the next token cannot lie in; nothing was changed.
-            IntegrityError: two requests begin the same block, or one that is not allocated;
-                nothing was changed.
+            ValueError: a block that the next token cannot lie in.
         """
         block_tokens = self.shape.block_tokens
         sequences = [self._sequences[s] for s in seq_ids]
@@ -514,11 +488,7 @@ class PageTable:
         )
 
     def check_integrity(self) -> None:
-        """Prove that every unit is free or owned exactly once, and every reference is owed.
-
-        Raises:
-            IntegrityError: naming the first contradiction found.
-        """
+        """Prove that every unit is free or owned exactly once, and every reference is owed."""
         owned = self.units[1:][self.units[1:] != NONE]
         lent = np.flatnonzero(self._lent).astype(np.int32)
         accounted = np.concatenate([owned, lent, self._free_units.ids])
@@ -563,7 +533,6 @@ class PageTable:
         self._missing_groups[blocks] = self.shape.num_groups
 
     def _refuse_unmappable(self, blocks: IntArray) -> None:
-        """Raise IntegrityError for blocks that one request cannot have."""
         _refuse_repeated(blocks, "map")
         if np.any(self._refs[blocks] == 0):
             raise IntegrityError(f"map of a block that is not allocated: {blocks.tolist()}")

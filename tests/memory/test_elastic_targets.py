@@ -92,7 +92,8 @@ def test_what_a_policy_is_told_of_requests_and_memory() -> None:
     elastic = scene.elastic
     assert elastic.shared_tokens([1, 0]).tolist() == [2 * BLOCK, 2 * BLOCK]
     assert elastic.table.uncached_tokens([1, 0]).tolist() == [BLOCK, BLOCK]
-    assert (elastic.device_tokens(), elastic.free_tokens()) == (10 * BLOCK, 6 * BLOCK)
+    memory = elastic.memory_state([1, 0])
+    assert (memory.device_tokens, memory.device_free_tokens) == (10 * BLOCK, 6 * BLOCK)
 
 
 def test_blocks_cease_to_be_shared_when_the_other_request_leaves() -> None:
