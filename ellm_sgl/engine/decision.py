@@ -57,13 +57,8 @@ class InForce:
         seq_ids: Sequence[int],
         waiting: Sequence[int],
     ) -> InForce:
-        """A decision on these requests, all in the order in which they were observed.
-
-        Args:
-            running: entries of the running requests, and
-            seq_ids: their numbers in the page table.
-            waiting: entries of the waiting ones.
-        """
+        """A decision on these requests, named by entry, and the running ones also by `seq_id`; all
+        in the order in which they were observed."""
         return InForce(
             uncached_ratios=dict(zip(seq_ids, decision.ratios, strict=True)),
             admitted_ratio=decision.admitted_ratio,

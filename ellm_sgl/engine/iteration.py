@@ -55,7 +55,6 @@ class Iteration:
         self.elastic = elastic
         self.requests = RequestTable()
         self.in_force = InForce()
-        """What is in force."""
         self.clock = clock
         self._unit_bytes = unit_bytes
         self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
@@ -69,8 +68,8 @@ class Iteration:
         """The state that the policy is asked about.
 
         Args:
-            running: entries of the requests that decode, and
-            seq_ids: their numbers in the page table.
+            running: entries of the requests that decode, and their
+            seq_ids: in the same order.
             waiting: entries of those that wait.
             reclaimable: tokens of cached prefixes that nobody uses.
         """
@@ -109,7 +108,7 @@ class Iteration:
         seq_ids: Sequence[int],
         waiting: Sequence[int],
     ) -> None:
-        """From now on `decision` holds. Arguments as in `InForce.of`."""
+        """From now on `decision` holds, on those who were observed."""
         paused_before = self.in_force.pause
         self.in_force = InForce.of(decision, running, seq_ids, waiting)
         self.elastic.totals.pauses += len(self.in_force.pause - paused_before)
@@ -137,12 +136,8 @@ class Iteration:
         self._refused_at = eventually
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
-        """Whether nobody is admitted now: nobody is to be, or there is no more room than when
-        somebody was refused.
-
-        Args:
-            closed: whether nobody was at the last look.
-        """
+        """Whether nobody is admitted now: nobody is to be, or, `closed` before, there is no more
+        room than when somebody was refused."""
         if not self.in_force.admit:
             self._refused_at = None
             return anybody_waits
@@ -169,11 +164,8 @@ class Iteration:
             return room and elastic.fits_one_step([*seq_ids, *beside])
 
     def bring_to_ratios(self, seq_ids: Sequence[int], paused: bool = False) -> None:
-        """Evict from these requests what the decision asks for.
-
-        Args:
-            paused: they take no part in the step, which need not restore them.
-        """
+        """Evict from these requests what the decision asks for. The `paused` take no part in the
+        step, which need not restore them."""
         ratios = [self.in_force.uncached_ratios.get(seq_id, 0.0) for seq_id in seq_ids]
         self.elastic.bring_to_ratios(seq_ids, ratios, paused)
 
@@ -182,12 +174,8 @@ class Iteration:
     def fetch_ahead(
         self, paused: Sequence[int], decoding: int, seconds: float
     ) -> tuple[IntArray, IntArray]:
-        """Place blocks of paused requests that are to resume, to be fetched beside the step.
-
-        Args:
-            paused: `seq_id` of those who sit it out.
-            decoding: how many take part.
-            seconds: time that the link has for it.
+        """Place blocks of paused requests that are to resume, to be fetched beside a step of so
+        many `decoding` requests, in the `seconds` that the link has for it.
 
         Returns:
             Host units, and the device units that they go to.
@@ -237,8 +225,7 @@ class Iteration:
         self.controller.steps.start(work)
 
     def in_step(self, entries: Entries, lengths: npt.NDArray[np.int64]) -> None:
-        """These requests get a token each in the step that is being prepared; `lengths` counts
-        it."""
+        """These requests get a token in the step being prepared; `lengths` counts it."""
         self._in_step = entries, lengths
 
     def report(self) -> None:

@@ -78,7 +78,7 @@ def make_hidden_pool(
     pool = HiddenPool(shape, groups, slots, model.hidden_size, model.dtype, device, file)
     logger.info(
         "eLLM hidden states: %d of %d layer groups, %.1f MB on the %s",
-        groups, shape.num_groups, pool.nbytes / 1e6, settings.hidden_on,
+        groups, shape.num_groups, pool.buffer.nbytes / 1e6, settings.hidden_on,
     )  # fmt: skip
     return pool
 

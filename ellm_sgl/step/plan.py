@@ -167,8 +167,8 @@ def _plan_resident_decode(
     blocks: _Blocks,
     device: str | torch.device,
 ) -> StepPlan | None:
-    """The plan where each request decodes one token, the last of its blocks', and none misses
-    anything: what most steps are. None for others."""
+    """The plan where each request decodes one token and none misses anything: what most steps
+    are. None for others."""
     block_tokens = table.shape.block_tokens
     layouts = []
     for row, (request, (begin, end)) in enumerate(
@@ -198,11 +198,7 @@ def _plan_resident_decode(
 def _missing_spans(
     requests: Sequence[NewTokens], blocks: _Blocks, depth: IntArray, block_tokens: int
 ) -> list[_Span]:
-    """Runs of equal, non-zero depth among each request's blocks before its new tokens.
-
-    Args:
-        depth: of each of `blocks`.
-    """
+    """Runs of equal, non-zero `depth` among each request's blocks before its new tokens."""
     if not depth.any():
         return []
     owner = np.repeat(np.arange(len(requests)), np.diff(blocks.first))
@@ -228,7 +224,7 @@ class _Rows:
     new: int
     """New rows."""
     first_block: list[int]
-    """[requests + 1]: where each request's blocks begin among all blocks."""
+    """As `_Blocks.first`."""
     units: IntArray
     """[blocks, groups]: the unit that a row of the block is written to, or `NONE`."""
     sources: IntArray

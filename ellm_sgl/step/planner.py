@@ -16,8 +16,7 @@ from ellm_sgl.step.restoration import Missing, Restoration, plan_restoration
 
 
 class Planner:
-    """Plans steps. What a plan takes, units that it borrows and host memory for hidden states that
-    it captures, is in the plan.
+    """Plans steps. What a plan borrows and captures is in the plan.
 
     Args:
         elastic: memory, with every block that the step fills already placed.
@@ -40,11 +39,7 @@ class Planner:
 
     def decode(self, seq_ids: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan one more token for each of these requests. Blocks that the step restores anyway are
-        given units for good where there is room.
-
-        Args:
-            split: how layers and processor are divided.
-        """
+        given units for good where there is room."""
         table = self._elastic.table
         new = [NewTokens(s, n - 1, n) for s in seq_ids for n in (table.length_of(s),)]
         missing = None
