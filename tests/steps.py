@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ellm_sgl.kernels.layout import GroupLayout, RowRange
 from ellm_sgl.memory import NONE, PageTable, PoolShape
 from ellm_sgl.memory.shape import IntArray
-from ellm_sgl.step import NewTokens, Restoration, StepPlan, plan_step
+from ellm_sgl.step import NewTokens, StepPlan, plan_step
+from ellm_sgl.step.restoration import Restoration
 
 VOCABULARY = 50
 SHAPES = (

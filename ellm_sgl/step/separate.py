@@ -35,7 +35,7 @@ class SeparateRows:
     """Takes recomputed rows through the model before SGLang's rows; stands in for `MixedRows`.
 
     Args:
-        decoder: a module called as `decoder(input_ids, positions, batch, ...)`, with
+        decoder: an `nn.Module` called as `decoder(input_ids, positions, batch, ...)`, with
             `embed_tokens` and `layers`, these called as `layer(positions, hidden, batch, residual)`
             and returning (hidden, residual).
         shape: layer groups of the pool.
@@ -43,10 +43,8 @@ class SeparateRows:
             None: nothing is fetched.
     """
 
-    def __init__(
-        self, decoder: nn.Module, shape: PoolShape, restart: Callable[[], None] | None
-    ) -> None:
-        self._decoder: Any = decoder
+    def __init__(self, decoder: Any, shape: PoolShape, restart: Callable[[], None] | None) -> None:
+        self._decoder = decoder
         self._shape = shape
         self._restart = restart
         self._plan: StepPlan | None = None

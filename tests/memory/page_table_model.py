@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ellm_sgl.memory import NONE, PageTable, PoolShape, PoolStatistics
+from ellm_sgl.memory import NONE, PageTable, PoolShape
+from ellm_sgl.memory.shape import PoolStatistics
 
 
 @dataclass

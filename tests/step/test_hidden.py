@@ -13,14 +13,14 @@ from ellm_sgl.memory import NONE, ElasticMemory, HiddenPool, KVPool, PageTable, 
 from ellm_sgl.step import (
     HiddenStates,
     Missing,
-    MixedRows,
     NewTokens,
     StepPlan,
     Streamer,
-    plan_capture,
     plan_restoration,
     plan_step,
 )
+from ellm_sgl.step.hidden import plan_capture
+from ellm_sgl.step.rows import MixedRows
 from tests.step.tiny import (
     HEAD_DIM,
     HIDDEN,

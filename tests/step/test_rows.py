@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 
 from ellm_sgl.memory import NONE, KVPool, PageTable, PoolShape
-from ellm_sgl.step import MixedRows, NewTokens, StepPlan, plan_step
+from ellm_sgl.step import NewTokens, StepPlan, plan_step
+from ellm_sgl.step.rows import MixedRows
 from tests.step.tiny import (
     HEAD_DIM,
     HIDDEN,
