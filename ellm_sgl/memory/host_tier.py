@@ -25,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.memory.free_list import FreeList
+from ellm_sgl.memory.ids import FreeList
 from ellm_sgl.memory.shape import NONE, IntArray, read_only
 
 

@@ -28,9 +28,8 @@ from collections.abc import Sequence as SequenceABC
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.memory.free_list import FreeList
 from ellm_sgl.memory.host_tier import HostTier
-from ellm_sgl.memory.sequence import Sequence
+from ellm_sgl.memory.ids import FreeList, Sequence
 from ellm_sgl.memory.shape import NONE, IntArray, PoolShape, PoolStatistics, read_only
 
 Blocks = IntArray | SequenceABC[int]
@@ -96,7 +95,8 @@ class PageTable:
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._sequences: dict[int, Sequence] = {}
-        self._missing_units = 0
+        self.missing_units = 0
+        """(block, group) pairs of allocated blocks without a unit. 0: nothing to restore."""
         self.sharing_version = 0
         """Grows when blocks may have come to be shared, or ceased to be."""
 
@@ -129,11 +129,6 @@ class PageTable:
         """In no particular order (a view)."""
         return self._free_blocks.ids
 
-    @property
-    def missing_units(self) -> int:
-        """(block, group) pairs of allocated blocks without a unit. 0: nothing to restore."""
-        return self._missing_units
-
     def limit_units(self, limit: int) -> None:
         """Use at most `limit` units from now on: the pool shrinks or grows while serving.
 
@@ -161,7 +156,7 @@ class PageTable:
             raise OutOfBlocksError(f"{count} blocks asked for, {len(self._free_blocks)} left")
         blocks = self._free_blocks.take(count)
         self._refs[blocks] = 1
-        self._missing_units += count * self.shape.num_groups
+        self.missing_units += count * self.shape.num_groups
         return blocks
 
     def release(self, blocks: Blocks) -> None:
@@ -174,7 +169,7 @@ class PageTable:
         self.sharing_version += 1
         dead = unique[self._refs[unique] == 0]
         if len(dead):
-            self._missing_units -= int(self._missing_groups[dead].sum())
+            self.missing_units -= int(self._missing_groups[dead].sum())
             self._give_back_units(dead)
             self.host.drop(dead)
             self._computed[dead] = 0
@@ -204,7 +199,7 @@ class PageTable:
         rows, groups = np.nonzero(self.units[ids] == NONE)
         self._units[ids[rows], groups] = self._free_units.take(len(rows))
         self._missing_groups[ids] = 0
-        self._missing_units -= len(rows)
+        self.missing_units -= len(rows)
         return ids
 
     def borrow_units(self, count: int) -> IntArray:
@@ -236,7 +231,7 @@ class PageTable:
         self._free_units.give(held)
         row[row != NONE] = NONE
         self._missing_groups[block] += len(held)
-        self._missing_units += len(held)
+        self.missing_units += len(held)
         return len(held)
 
     def adopt(self, destination: int, source: int) -> int:
@@ -318,7 +313,7 @@ class PageTable:
         self._computed[:] = 0
         self._units[1:] = NONE
         self._missing_groups[1:] = self.shape.num_groups
-        self._missing_units = 0
+        self.missing_units = 0
         self._free_blocks = FreeList(self.num_blocks)
         self._free_units = FreeList(self.num_units)
         self._lent[:] = False
@@ -439,7 +434,7 @@ class PageTable:
 
     def uncached_tokens(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
         """Tokens of each request in blocks that lack a device unit: what a step must restore."""
-        if self._missing_units == 0 or not seq_ids:
+        if self.missing_units == 0 or not seq_ids:
             return np.zeros(len(seq_ids), np.int64)
         sequences = [self._sequences[s] for s in seq_ids]
         counts = np.array([s.count for s in sequences])
@@ -456,7 +451,7 @@ class PageTable:
 
     def missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
         """Blocks of these requests that lack a device unit, ascending, each once."""
-        blocks = [self.blocks_of(s) for s in seq_ids] if self._missing_units else []
+        blocks = [self.blocks_of(s) for s in seq_ids] if self.missing_units else []
         if not blocks:
             return np.empty(0, np.int32)
         every = np.concatenate(blocks)
@@ -476,7 +471,7 @@ class PageTable:
             units_free=max(self.free_units, 0),
             blocks_total=self.num_blocks,
             blocks_free=len(self._free_blocks),
-            missing_units=self._missing_units,
+            missing_units=self.missing_units,
             host_units_total=self.host.num_units,
             host_units_free=self.host.free_units,
             sequences=len(self._sequences),
@@ -504,7 +499,7 @@ class PageTable:
             raise IntegrityError("blocks: a free block still holds units")
         allocated = ~free
         allocated[RESERVED] = False
-        if int(np.count_nonzero(self.units[allocated] == NONE)) != self._missing_units:
+        if int(np.count_nonzero(self.units[allocated] == NONE)) != self.missing_units:
             raise IntegrityError("units: the count of missing units is wrong")
         if np.any(self._missing_groups != np.count_nonzero(self.units == NONE, axis=1)):
             raise IntegrityError("units: the count of units that a block lacks is wrong")

@@ -22,7 +22,7 @@ class Executor:
         table: that borrowed units go back to.
         streamer: fetches units from the host tier; None without one.
         hidden: keeps hidden states on the host; None where it keeps only KV.
-        fusion: recompute in the same pass as the step's own rows.
+        fusion: recompute in the same pass as the step's own rows; else `separate` does.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class Executor:
         self.plan: StepPlan | None = None
         """The step being computed; None between steps."""
         self.separate: SeparateRows | None = None
-        """Recomputes in a pass of its own, where fusion is off."""
         self._rows: MixedRows | SeparateRows | None = None
 
     @property

@@ -62,12 +62,8 @@ def plan_capture(table: PageTable, seq_ids: Sequence[int], plan: StepPlan) -> Ca
 
 
 class HiddenStates:
-    """Captures the hidden states of the lowest layers and turns them into KV again.
-
-    Args:
-        states: where they are kept.
-        pool: where their KV goes.
-    """
+    """Captures the hidden states of the lowest layers in `states`, and turns them into KV again,
+    in `pool`."""
 
     def __init__(self, states: HiddenPool, pool: KVPool) -> None:
         self._states = states

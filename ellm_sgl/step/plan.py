@@ -105,12 +105,6 @@ class _Blocks(NamedTuple):
     first: list[int]
     """[requests + 1]: where each request's blocks begin among all."""
 
-    @staticmethod
-    def of(table: PageTable, requests: Sequence[NewTokens]) -> _Blocks:
-        blocks = [table.blocks_of(r.seq_id) for r in requests]
-        first = [0, *itertools.accumulate(map(len, blocks))]
-        return _Blocks(np.concatenate(blocks), first)
-
 
 def plan_step(
     table: PageTable,
@@ -128,7 +122,8 @@ def plan_step(
         token_ids: gives the tokens of positions that are computed again.
         device: where the tensors go.
     """
-    blocks = _Blocks.of(table, requests)
+    of_each = [table.blocks_of(r.seq_id) for r in requests]
+    blocks = _Blocks(np.concatenate(of_each), [0, *itertools.accumulate(map(len, of_each))])
     if restoration is None:
         if (plan := _plan_resident_decode(table, requests, blocks, device)) is not None:
             return plan

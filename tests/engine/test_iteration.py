@@ -134,7 +134,8 @@ def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> N
     assert iteration.queue_closed(True, True)
     assert not iteration.queue_closed(False, True)
     iteration.elastic.forget(71)
-    server.table.release(np.flatnonzero(server.table.references(np.arange(4 * BLOCKS)) == 1)[-2:])
+    held_once = np.flatnonzero(server.table.references(range(4 * BLOCKS)) == 1)
+    server.table.release(held_once[-2:].tolist())
     assert not iteration.queue_closed(True, True)
 
 

@@ -94,11 +94,8 @@ class FusedAttention:
         out_rows: int | None = None,
         delta: float = 0.5,
     ) -> torch.Tensor:
-        """See `reference.mixed_attention`: same arguments, same result.
-
-        Args:
-            delta: share of the programs, 0..1, that begin with ranges of rows (K1); taken to the
-                nearest 32 of 1,024. The result is the same to the bit for all of them.
+        """See `reference.mixed_attention`: same arguments, same result, to the bit for every
+        `delta` (see `k1_programs`).
 
         Raises:
             ValueError: `supports` says no, or a tensor is not laid out as the reference says.
@@ -150,10 +147,7 @@ class FusedAttention:
         delta: float,
     ) -> torch.Tensor:
         """One launch; nothing here waits for the device or depends on what is in its memory.
-
-        Args:
-            out: [out_rows, heads, head_dim], contiguous; returned.
-        """
+        Returns `out`: [out_rows, heads, head_dim], contiguous."""
         heads, head_dim = q.shape[1:]
         block_tokens, kv_heads = keys.shape[1:3]
         if not supports(head_dim, q.dtype, keys.dtype):

@@ -131,11 +131,8 @@ def _chunks(
     partial_row: int,
     merged: int,
 ) -> tuple[npt.NDArray[np.int64], int, int]:
-    """Cut each tile's KV into chunks of `tokens`, at most `most` of them.
-
-    Returns:
-        (all twelve fields, first free partial row, tiles merged so far).
-    """
+    """Cut each tile's KV into chunks of `tokens`, at most `most` of them. Returns all twelve
+    fields, the first free partial row, and the tiles merged so far."""
     end = tiles[:, 4]
     wanted = np.minimum(-(-end // tokens), most)
     length = -(-end // (wanted * STEP)) * STEP
