@@ -163,24 +163,16 @@ class ElasticMemory:
         return self.make_room(units)
 
     def allocate(self, count: int) -> IntArray:
-        """So many new blocks, with units as far as there are any (`place`).
+        """So many new blocks, with units as far as room can be made. KV of those left without
+        exists only while a step computes it: the first ones, since decoding goes on from the last.
 
         Raises:
             OutOfBlocksError: the logical space is exhausted; nothing was changed.
         """
         blocks = self.table.allocate(count)
-        self.place(blocks)
+        self.make_room(count * self.table.shape.num_groups)
+        self.table.place(blocks[::-1])
         return blocks
-
-    def place(self, blocks: IntArray) -> int:
-        """Give units to new blocks, making room first. The last blocks come first: they are
-        the ones that decoding goes on from.
-
-        Returns:
-            Blocks left without units: their KV exists only while a step computes it.
-        """
-        self.make_room(len(blocks) * self.table.shape.num_groups)
-        return len(blocks) - len(self.table.place(blocks[::-1]))
 
     def bring_to_ratios(
         self, seq_ids: Sequence[int], ratios: Sequence[float], paused: bool = False

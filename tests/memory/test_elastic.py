@@ -134,22 +134,20 @@ def test_a_full_last_block_may_go() -> None:
     assert scene.missing(0) == [0, 1]
 
 
-# -- place ----------------------------------------------------------------------------------
+# -- allocate -------------------------------------------------------------------------------
 
 
 def test_new_blocks_take_the_room_of_old_ones() -> None:
     scene = Scene(room=4)
     scene.request(0, tokens=4 * BLOCK)
-    new = scene.table.allocate(2)
-    assert scene.elastic.place(new) == 0
+    new = scene.elastic.allocate(2)
     assert (scene.table.units[new] != NONE).all() and scene.missing(0) == [0, 1]
 
 
 def test_when_units_run_short_the_earliest_new_blocks_go_without() -> None:
     scene = Scene(room=4)
     scene.request(0, tokens=BLOCK + 1)
-    new = scene.table.allocate(5)
-    assert scene.elastic.place(new) == 2
+    new = scene.elastic.allocate(5)
     complete = (scene.table.units[new] != NONE).all(axis=1)
     assert complete.tolist() == [False, False, True, True, True]
 
@@ -157,7 +155,7 @@ def test_when_units_run_short_the_earliest_new_blocks_go_without() -> None:
 def test_placing_nothing_needs_nothing() -> None:
     scene = Scene(room=1)
     scene.request(0, tokens=BLOCK)
-    assert scene.elastic.place(np.empty(0, np.int32)) == 0
+    assert len(scene.elastic.allocate(0)) == 0 and scene.missing(0) == []
 
 
 # -- the bound on restored tokens ----------------------------------------------------------------

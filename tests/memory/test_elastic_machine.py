@@ -41,9 +41,10 @@ class ElasticMachine(RuleBasedStateMachine):
             prefix = other[: data.draw(st.integers(0, most), "blocks")].tolist()
         if SHAPE.blocks_for(tokens) - len(prefix) > table.free_blocks:
             return
-        blocks = table.allocate(SHAPE.blocks_for(tokens) - len(prefix))
-        without = self._protected(lambda: self.scene.elastic.place(blocks))
+        count = SHAPE.blocks_for(tokens) - len(prefix)
+        blocks = self._protected(lambda: self.scene.elastic.allocate(count))
         missing = (table.units[blocks] == NONE).any(axis=1)
+        without = int(missing.sum())
         assert missing.tolist() == [True] * without + [False] * (len(blocks) - without)
         table.map(self.next_id, [*prefix, *blocks.tolist()], tokens)
         table.note_computed([self.next_id], [tokens - len(prefix) * BLOCK])
@@ -81,8 +82,8 @@ class ElasticMachine(RuleBasedStateMachine):
         assert room == (table.free_units >= units)
         if not room:
             return
-        blocks = table.allocate(len(begun))
-        assert elastic.place(blocks) == 0
+        blocks = elastic.allocate(len(begun))
+        assert not table.misses_units(blocks).any()
         new = dict(zip(begun, blocks.tolist(), strict=True))
         last = [new[s] if s in new else table.blocks_of(s)[-1] for s in seq_ids]
         table.extend_each(seq_ids, np.array(last, np.int32))

@@ -60,8 +60,7 @@ def test_ranks_whose_clocks_differ_fetch_the_same_ahead() -> None:
         ours = Context(EllmConfig(host_kv_tokens=320), table, pool, 4096, streamer=streamer)
         elastic = ours.elastic
         for seq_id, blocks in ((1, 8), (2, 30)):
-            new = table.allocate(blocks)
-            elastic.place(new)
+            new = elastic.allocate(blocks)
             table.map(seq_id, new, blocks * SHAPE.block_tokens)
             table.note_computed([seq_id], [blocks * SHAPE.block_tokens])
         for ratio in (0.99, 0.01):  # the second one has given its KV up, and is to come back

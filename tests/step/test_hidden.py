@@ -85,8 +85,7 @@ class Server:
         table, start = self.table, len(self.tokens)
         self.tokens += tokens
         end = len(self.tokens)
-        added = table.allocate(SHAPE.blocks_for(end) - SHAPE.blocks_for(start))
-        self.elastic.place(added)
+        added = self.elastic.allocate(SHAPE.blocks_for(end) - SHAPE.blocks_for(start))
         if start:
             table.extend(0, end, added)
         else:
