@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -37,38 +38,13 @@ class MixedAttention(Protocol):
     ) -> torch.Tensor: ...
 
 
-class CopyUnits(Protocol):
-    """Copies units between two buffers of the same unit shape, one to one."""
-
-    def __call__(
-        self,
-        target: torch.Tensor,
-        target_units: torch.Tensor,
-        source: torch.Tensor,
-        source_units: torch.Tensor,
-    ) -> None: ...
+CopyUnits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(target, target units, source, source units): see `torch_paged.copy_units`."""
 
 
-def torch_copy_units(
-    target: torch.Tensor,
-    target_units: torch.Tensor,
-    source: torch.Tensor,
-    source_units: torch.Tensor,
-) -> None:
-    """Copy unit `source_units[i]` of `source` to unit `target_units[i]` of `target`, for all i.
-
-    Args:
-        target, source: [units, ...], on any devices.
-        target_units, source_units: int64 [n], each on its buffer's device.
-    """
-    target[target_units] = source[source_units].to(target.device)
-
-
-def choose_copy(target: torch.device, source: torch.device) -> CopyUnits:
-    """What copies units between buffers on these devices."""
-    if target.type == source.type == "cpu" and not load().problem:
-        return cpu.copy_units
-    return torch_copy_units
+def choose_copy() -> CopyUnits:
+    """What copies units between buffers in host memory."""
+    return torch_paged.copy_units if load().problem else cpu.copy_units
 
 
 def choose(
@@ -87,7 +63,7 @@ def choose(
     if (problem := load().problem) or not cpu.supports(head_dim, row_type, pool_type):
         problem = problem or f"none for heads of {head_dim} in {row_type} on {pool_type}"
         return torch_paged.mixed_attention, f"PyTorch's kernels (C++ kernels: {problem})"
-    return cpu.mixed_attention, f"C++ kernels ({cpu.instruction_set_name(head_dim)})"
+    return cpu.mixed_attention, f"C++ kernels ({cpu.instruction_set_for(head_dim)[1]})"
 
 
 def _choose_on_device(

@@ -113,3 +113,9 @@ class GroupLayout(NamedTuple):
     @property
     def write_offsets(self) -> torch.Tensor:
         return self.stacked.write_offsets
+
+
+def packed_heads(x: torch.Tensor) -> torch.Tensor:
+    """Rows [n, heads, head_dim] as kernels take them: they may lie apart (they are cut from one
+    QKV tensor); a row's heads may not."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

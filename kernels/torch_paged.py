@@ -35,6 +35,21 @@ def mixed_attention(
     return out
 
 
+def copy_units(
+    target: torch.Tensor,
+    target_units: torch.Tensor,
+    source: torch.Tensor,
+    source_units: torch.Tensor,
+) -> None:
+    """Copy unit `source_units[i]` of `source` to unit `target_units[i]` of `target`, for all i.
+
+    Args:
+        target, source: [units, ...], on the same device.
+        target_units, source_units: int64 [n].
+    """
+    target[target_units] = source[source_units]
+
+
 def _tokens(
     request: RequestLayout, stored: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from ellm_sgl.kernels.layout import GroupLayout, RowRange
 from ellm_sgl.memory import NONE, PageTable, PoolShape
 from ellm_sgl.memory.shape import IntArray
-from ellm_sgl.step import NewTokens, Restoration, StepPlan, plan_step
+from ellm_sgl.step import NewTokens, StepPlan, plan_step
+from ellm_sgl.step.restoration import Restoration
 
 VOCABULARY = 50
 SHAPES = (
@@ -42,7 +43,7 @@ class Step:
     def plan(self) -> StepPlan:
         blocks = np.concatenate([self.table.blocks_of(r.seq_id) for r in self.requests])
         groups = self.table.shape.num_groups
-        missing = Restoration.recomputing(blocks, np.concatenate(self.depths), groups)
+        missing = recomputing_to(blocks, np.concatenate(self.depths), groups)
         return plan_step(self.table, self.requests, missing, self.token_ids)
 
     def place_of(self, seq_id: int, position: int) -> tuple[int, int]:
@@ -56,9 +57,16 @@ class Step:
         return int(units[self.place_of(seq_id, position)[0], group])
 
 
+def recomputing_to(blocks: IntArray, depths: IntArray, num_groups: int) -> Restoration:
+    """Of these blocks, in any order, each to its depth."""
+    blocks, first = np.unique(blocks, return_index=True)
+    staged = np.full((len(blocks), num_groups), NONE, np.int32)
+    return Restoration(blocks, depths[first], staged, (), np.empty(0, np.int32))
+
+
 def recomputing(table: PageTable, blocks: IntArray) -> Restoration:
     """Of what these blocks miss, by recomputation alone."""
-    return Restoration.recomputing(blocks, table.depth(blocks), table.shape.num_groups)
+    return recomputing_to(blocks, table.depth(blocks), table.shape.num_groups)
 
 
 def rows_of(layout: GroupLayout) -> list[tuple[int, RowRange]]:

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.engine.policy_guard import Answer, PolicyGuard
+from ellm_sgl.engine.decision import Decision
+from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.engine.step_log import StepLog
-from ellm_sgl.latency import (
-    FetchingLatencyModel,
-    HardwareProfile,
-    LatencyModel,
-    ModelShape,
-)
-from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState, WorkSplit
+from ellm_sgl.latency import FetchingLatencyModel, HardwareProfile, ModelShape
+from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What one iteration does. Requests are named by their position in what was observed."""
-
-    admit: tuple[int, ...]
-    """Waiting requests to admit, in this order."""
-    reorders: bool
-    """Whether `admit` departs from the order in which they wait."""
-    pause: frozenset[int]
-    """Running requests that pause for this step."""
-    ratios: tuple[float, ...]
-    """Target uncached ratio of each running request."""
-    admitted_ratio: float
-    """That of the admitted requests, weighted by their tokens; bounds admission."""
-    split: WorkSplit
-    fetch_ahead_s: float
-    """Seconds of the link that the coming step may spend on fetching for requests that sit it
-    out. Decided here because it comes from a clock, and ranks must agree."""
-    stands: bool
-    """Whether it keeps everything and stands while all fits (`Policy.idle_without_pressure`)."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +45,6 @@ class Controller:
         self.guard = PolicyGuard(policy, budget_s)
         self._fetching = FetchingLatencyModel(steps.model)
 
-    @property
-    def latency(self) -> LatencyModel:
-        return self.steps.model
-
     def switch(self, policy: Policy) -> None:
         """Ask `policy` from now on; counters start again. The one before is not waited for."""
         self.guard.close()
@@ -92,7 +61,7 @@ class Controller:
             max_running=self.limits.max_running,
             memory=memory,
             model=self.limits.model,
-            latency=self._fetching if memory.host_tokens else self.latency,
+            latency=self._fetching if memory.host_tokens else self.steps.model,
             hardware=self.limits.hardware,
             tpot_slo_s=self.limits.tpot_slo_s,
             last_step=self.steps.last,
@@ -100,26 +69,18 @@ class Controller:
 
     def decide(self, state: SystemState) -> Decision:
         """Ask about one iteration; never fails, never takes much longer than the budget."""
-        last = self.steps.last
-        ahead_s = 0.0 if last is None else LINK_SHARE * last.seconds
-        return _decision(state, self.guard.answer(state), self.guard.idle_without_pressure, ahead_s)
-
-
-def _decision(
-    state: SystemState, answer: Answer, idle_without_pressure: bool, fetch_ahead_s: float
-) -> Decision:
-    admit = answer.batch.admit
-    keeps_all = not answer.batch.pause and not answer.ratios.running.any()
-    return Decision(
-        admit=admit,
-        reorders=any(a > b for a, b in itertools.pairwise(admit)),
-        pause=frozenset(answer.batch.pause),
-        ratios=tuple(answer.ratios.running.tolist()),
-        admitted_ratio=_weighted(answer.ratios.admitted, state.waiting.tokens[list(admit)]),
-        split=answer.split,
-        fetch_ahead_s=fetch_ahead_s,
-        stands=idle_without_pressure and keeps_all,
-    )
+        answer, last = self.guard.answer(state), self.steps.last
+        batch, ratios = answer.batch, answer.ratios
+        keeps_all = not batch.pause and not ratios.running.any()
+        return Decision(
+            admit=batch.admit,
+            pause=frozenset(batch.pause),
+            ratios=tuple(ratios.running.tolist()),
+            admitted_ratio=_weighted(ratios.admitted, state.waiting.tokens[list(batch.admit)]),
+            split=answer.split,
+            fetch_ahead_s=0.0 if last is None else LINK_SHARE * last.seconds,
+            stands=self.guard.idle_without_pressure and keeps_all,
+        )
 
 
 def _weighted(ratios: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64]) -> float:

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.engine.controller import Controller, Decision
-from ellm_sgl.engine.decided import Decided
+from ellm_sgl.engine.controller import Controller
+from ellm_sgl.engine.decision import Decision, InForce
 from ellm_sgl.engine.request_table import Entries, RequestTable
 from ellm_sgl.latency import StepWork
 from ellm_sgl.memory import ElasticMemory
@@ -54,8 +54,7 @@ class Iteration:
         self.controller = controller
         self.elastic = elastic
         self.requests = RequestTable()
-        self.decided = Decided()
-        """What is in force."""
+        self.in_force = InForce()
         self.clock = clock
         self._unit_bytes = unit_bytes
         self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
@@ -69,14 +68,15 @@ class Iteration:
         """The state that the policy is asked about.
 
         Args:
-            running: entries of the requests that decode, and
-            seq_ids: their numbers in the page table.
+            running: entries of the requests that decode, and their
+            seq_ids: in the same order.
             waiting: entries of those that wait.
             reclaimable: tokens of cached prefixes that nobody uses.
         """
         now, elastic, requests = self.clock(), self.elastic, self.requests
         lengths = elastic.table.lengths_of(seq_ids)
-        shared, uncached = elastic.shared_tokens(seq_ids), elastic.uncached_tokens(seq_ids)
+        uncached = elastic.table.uncached_tokens(seq_ids)
+        shared = elastic.shared_tokens(seq_ids)
         return self.controller.state(
             now,
             requests.running(running, lengths, shared, uncached, now),
@@ -91,8 +91,8 @@ class Iteration:
         all is cached, and there is room for a block more of each of so many requests."""
         table = self.elastic.table
         return (
-            self.decided.stands
-            and not self.decided.admit
+            self.in_force.stands
+            and not self.in_force.admit
             and table.missing_units == 0
             and table.free_units >= running * table.shape.num_groups
         )
@@ -108,20 +108,20 @@ class Iteration:
         seq_ids: Sequence[int],
         waiting: Sequence[int],
     ) -> None:
-        """From now on `decision` holds. Arguments as in `Decided.of`."""
-        paused_before = self.decided.pause
-        self.decided = Decided.of(decision, running, seq_ids, waiting)
-        self.elastic.totals.pauses += len(self.decided.pause - paused_before)
+        """From now on `decision` holds, on those who were observed."""
+        paused_before = self.in_force.pause
+        self.in_force = InForce.of(decision, running, seq_ids, waiting)
+        self.elastic.totals.pauses += len(self.in_force.pause - paused_before)
 
     def decide_nothing(self) -> None:
         """Nobody runs or waits."""
-        self.decided = dataclasses.replace(
-            self.decided, uncached_ratios={}, admit={}, pause=frozenset(), fetch_ahead_s=0.0
+        self.in_force = dataclasses.replace(
+            self.in_force, uncached_ratios={}, admit={}, pause=frozenset(), fetch_ahead_s=0.0
         )
 
     def ask_anew(self) -> None:
         """The policy is another: what the one before promised holds no more."""
-        self.decided = dataclasses.replace(self.decided, stands=False)
+        self.in_force = dataclasses.replace(self.in_force, stands=False)
 
     def idle(self) -> None:
         """The time until the next step is nobody's."""
@@ -129,20 +129,16 @@ class Iteration:
 
     def admission_tokens(self, reclaimable: int = 0) -> tuple[int, int]:
         """(now, eventually): see `ElasticMemory.admission_tokens`."""
-        return self.elastic.admission_tokens(reclaimable, self.decided.admitted_ratio)
+        return self.elastic.admission_tokens(reclaimable, self.in_force.admitted_ratio)
 
     def refused(self, eventually: int) -> None:
         """Those who wait found no room beyond so many tokens."""
         self._refused_at = eventually
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
-        """Whether nobody is admitted now: nobody is to be, or there is no more room than when
-        somebody was refused.
-
-        Args:
-            closed: whether nobody was at the last look.
-        """
-        if not self.decided.admit:
+        """Whether nobody is admitted now: nobody is to be, or, `closed` before, there is no more
+        room than when somebody was refused."""
+        if not self.in_force.admit:
             self._refused_at = None
             return anybody_waits
         if not closed or self._refused_at is None:
@@ -168,25 +164,18 @@ class Iteration:
             return room and elastic.fits_one_step([*seq_ids, *beside])
 
     def bring_to_ratios(self, seq_ids: Sequence[int], paused: bool = False) -> None:
-        """Evict from these requests what the decision asks for.
-
-        Args:
-            paused: they take no part in the step, which need not restore them.
-        """
-        ratios = [self.decided.uncached_ratios.get(seq_id, 0.0) for seq_id in seq_ids]
-        self.elastic.apply_targets(seq_ids, ratios, paused)
+        """Evict from these requests what the decision asks for. The `paused` take no part in the
+        step, which need not restore them."""
+        ratios = [self.in_force.uncached_ratios.get(seq_id, 0.0) for seq_id in seq_ids]
+        self.elastic.bring_to_ratios(seq_ids, ratios, paused)
 
     # -- place ------------------------------------------------------------------------------
 
     def fetch_ahead(
         self, paused: Sequence[int], decoding: int, seconds: float
     ) -> tuple[IntArray, IntArray]:
-        """Place blocks of paused requests that are to resume, to be fetched beside the step.
-
-        Args:
-            paused: `seq_id` of those who sit it out.
-            decoding: how many take part.
-            seconds: time that the link has for it.
+        """Place blocks of paused requests that are to resume, to be fetched beside a step of so
+        many `decoding` requests, in the `seconds` that the link has for it.
 
         Returns:
             Host units, and the device units that they go to.
@@ -201,10 +190,10 @@ class Iteration:
     ) -> StepPlan:
         """Plan one more token for each request, and what is fetched ahead for those paused."""
         with self.elastic.totals.bookkeeping():
-            plan = planner.decode(seq_ids, self.decided.split)
+            plan = planner.decode(seq_ids, self.in_force.split)
             if not paused:
                 return plan
-            ahead = self.fetch_ahead(paused, len(seq_ids), self.decided.fetch_ahead_s)
+            ahead = self.fetch_ahead(paused, len(seq_ids), self.in_force.fetch_ahead_s)
             if not len(ahead[0]):
                 return plan
             return plan._replace(fetched_ahead=GroupTransfer.of(*ahead))
@@ -214,7 +203,7 @@ class Iteration:
     ) -> StepPlan:
         """Plan the last `counts` tokens of each request: a prompt, or a chunk of one."""
         with self.elastic.totals.bookkeeping():
-            return planner.extend(seq_ids, counts, self.decided.split)
+            return planner.extend(seq_ids, counts, self.in_force.split)
 
     # -- execute ----------------------------------------------------------------------------
 
@@ -236,8 +225,7 @@ class Iteration:
         self.controller.steps.start(work)
 
     def in_step(self, entries: Entries, lengths: npt.NDArray[np.int64]) -> None:
-        """These requests get a token each in the step that is being prepared; `lengths` counts
-        it."""
+        """These requests get a token in the step being prepared; `lengths` counts it."""
         self._in_step = entries, lengths
 
     def report(self) -> None:

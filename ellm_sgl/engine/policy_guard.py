@@ -50,19 +50,6 @@ class Answer:
     batch: Batch
     ratios: Ratios
     split: WorkSplit
-    failure: str | None = None
-    """Why the safe answer stands in: a kind that `PolicyGuard.failures` counts by."""
-
-
-def fallback(state: SystemState, failure: str | None = None) -> Answer:
-    """Keep all cached, admit as SGLang does."""
-    waiting = len(state.waiting)
-    return Answer(
-        Batch(admit=tuple(range(waiting))),
-        Ratios(running=np.zeros(len(state.running)), admitted=np.zeros(waiting)),
-        SAFE_SPLIT,
-        failure,
-    )
 
 
 class PolicyGuard:
@@ -162,7 +149,12 @@ class PolicyGuard:
 
     def _failed(self, state: SystemState, kind: str, what: str) -> Answer:
         self._count(kind, f"{what}; this step keeps all cached and admits as SGLang does")
-        return fallback(state, kind)
+        waiting = len(state.waiting)
+        return Answer(
+            Batch(admit=tuple(range(waiting))),
+            Ratios(running=np.zeros(len(state.running)), admitted=np.zeros(waiting)),
+            SAFE_SPLIT,
+        )
 
     def _count(self, kind: str, what: str) -> None:
         self.failures[kind] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -29,20 +30,9 @@ class Arrival:
     ttft_slo_s: float
 
 
-_COLUMNS: tuple[tuple[str, type], ...] = (
-    ("request_id", np.int64),
-    ("tokens", np.int64),
-    ("prompt_tokens", np.int64),
-    ("max_new_tokens", np.int64),
-    ("arrival_s", np.float64),
-    ("priority", np.int64),
-    ("tpot_slo_s", np.float64),
-    ("ttft_slo_s", np.float64),
-    ("waiting_since_s", np.float64),
-    ("first_token_s", np.float64),
-    ("last_token_s", np.float64),
-    ("first_length", np.int64),
-)
+_OF_ARRIVAL = tuple(field.name for field in dataclasses.fields(Arrival))
+_OURS = ("request_id", "waiting_since_s", "first_token_s", "last_token_s", "first_length")
+"""Columns; times (`_s`) are float64, the others int64."""
 
 
 class RequestTable:
@@ -54,7 +44,8 @@ class RequestTable:
 
     def __init__(self) -> None:
         self._columns: dict[str, npt.NDArray[Any]] = {
-            name: np.zeros(64, kind) for name, kind in _COLUMNS
+            name: np.zeros(64, np.float64 if name.endswith("_s") else np.int64)
+            for name in (*_OF_ARRIVAL, *_OURS)
         }
         self._free = list(range(63, -1, -1))
         self._ids = count(1)
@@ -65,14 +56,9 @@ class RequestTable:
             self._grow()
         entry = self._free.pop()
         column = self._columns
+        for name in _OF_ARRIVAL:
+            column[name][entry] = getattr(arrival, name)
         column["request_id"][entry] = next(self._ids)
-        column["tokens"][entry] = arrival.tokens
-        column["prompt_tokens"][entry] = arrival.prompt_tokens
-        column["max_new_tokens"][entry] = arrival.max_new_tokens
-        column["arrival_s"][entry] = arrival.arrival_s
-        column["priority"][entry] = arrival.priority
-        column["tpot_slo_s"][entry] = arrival.tpot_slo_s
-        column["ttft_slo_s"][entry] = arrival.ttft_slo_s
         column["waiting_since_s"][entry] = now_s
         column["first_token_s"][entry] = np.nan
         column["last_token_s"][entry] = np.nan

@@ -21,11 +21,8 @@ class PhaseChanges:
         self._prefilled: bool | None = None
 
     def of(self, prefills: bool) -> int:
-        """`StepWork.phase_changes` of the next step; 0 for the very first.
-
-        Args:
-            prefills: whether it computes prompts.
-        """
+        """`StepWork.phase_changes` of the next step, which computes prompts or does not; 0 for the
+        very first."""
         before, self._prefilled = self._prefilled, prefills
         return int(before is not None and before != prefills)
 

@@ -3,8 +3,6 @@
 Eviction is cheap (the KV is dropped; the next step recomputes it beside its decode rows), and so
 is restoration (a step that recomputes a block anyway writes it to a free unit). So nothing here
 looks ahead: blocks leave when units are needed, oldest first, and return when units are free.
-
-Over 400 lines: whatever changes what is on the device is decided in one class.
 """
 
 from __future__ import annotations
@@ -80,10 +78,6 @@ class ElasticMemory:
         block_tokens = self.table.shape.block_tokens
         return (len(blocks) - fetched) * block_tokens <= self.max_restored_tokens
 
-    def uncached_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
-        """Tokens of each request that a step has to restore."""
-        return self.table.uncached_tokens_of(seq_ids)
-
     def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Tokens of each request in blocks that others use too; these stay cached."""
         if self._shared_at != self.table.sharing_version:
@@ -96,28 +90,9 @@ class ElasticMemory:
                 self._shared[seq_id] = int(blocks) * self.table.shape.block_tokens
         return np.fromiter(map(self._shared.__getitem__, seq_ids), np.int64, len(seq_ids))
 
-    def free_tokens(self) -> int:
-        """Tokens for whose KV units are free now."""
-        shape = self.table.shape
-        return self.table.free_units // shape.num_groups * shape.block_tokens
-
-    def device_tokens(self) -> int:
-        """Tokens whose KV the device may hold."""
-        shape = self.table.shape
-        return self.table.unit_limit // shape.num_groups * shape.block_tokens
-
-    def host_tokens(self, free: bool = False) -> int:
-        """Tokens whose KV the host tier holds, or has room for."""
-        shape, host = self.table.shape, self.table.host
-        units = host.free_units if free else host.num_units
-        return units // shape.num_groups * shape.block_tokens
-
     def staging_overhead(self) -> float:
-        """M_o: room, in tokens of KV, that a step needs in the pool to restore one token.
-
-        Fetched units are borrowed from the pool, `slots` layer groups of them at a time. What is
-        computed again lives in buffers beside the pool, which the pool's size allows for.
-        """
+        """M_o: room, in tokens of KV, that a step needs in the pool to restore one token. What is
+        computed again lives in buffers beside the pool, which the pool's size allows for."""
         return 0.0 if self._save is None else self.slots / self.table.shape.num_groups
 
     def memory_state(self, running: Iterable[int] = (), reclaimable: int = 0) -> MemoryState:
@@ -127,14 +102,15 @@ class ElasticMemory:
             running: requests that decode; what others hold is not the policy's to divide.
             reclaimable: tokens of cached prefixes that nobody uses.
         """
-        others = set(self.table.sequence_ids).difference(running)
-        prefilling = sum(map(self.table.length_of, others))
+        table, shape = self.table, self.table.shape
+        others = set(table.sequence_ids).difference(running)
+        prefilling = sum(map(table.length_of, others))
         return MemoryState(
-            block_tokens=self.table.shape.block_tokens,
-            device_tokens=max(self.device_tokens() - prefilling, 0),
-            device_free_tokens=self.free_tokens() + reclaimable,
-            host_tokens=self.host_tokens(),
-            host_free_tokens=self.host_tokens(free=True),
+            block_tokens=shape.block_tokens,
+            device_tokens=max(shape.tokens_in(table.unit_limit) - prefilling, 0),
+            device_free_tokens=shape.tokens_in(table.free_units) + reclaimable,
+            host_tokens=shape.tokens_in(table.host.num_units),
+            host_free_tokens=shape.tokens_in(table.host.free_units),
             max_restored_tokens=self.max_restored_tokens,
             staging_overhead=self.staging_overhead(),
         )
@@ -151,11 +127,11 @@ class ElasticMemory:
             (now, eventually): tokens that fit fully cached now, with what those that run can
             make room for, and tokens whose requests fit once all are at the ratio. Both fall by
             what is evicted beyond the targets: while requests miss more than the policy wants,
-            none should be admitted. A token restored in each step takes `staging_overhead` all the
-            same.
+            none should be admitted.
         """
-        excess = int(self._excess_blocks(self.table.sequence_ids).sum())
-        free = self.free_tokens() + reclaimable - excess * self.table.shape.block_tokens
+        table, shape = self.table, self.table.shape
+        excess = int(self._excess_blocks(table.sequence_ids).sum())
+        free = shape.tokens_in(table.free_units) + reclaimable - excess * shape.block_tokens
         gained = 1.0 - self.staging_overhead()
         now = free + int(gained * self._yields(ratio))
         return now, int(now / (1.0 - gained * ratio))
@@ -163,12 +139,8 @@ class ElasticMemory:
     # -- decide and apply -------------------------------------------------------------------
 
     def make_room(self, units: int) -> bool:
-        """Free units until `units` can be placed: cached prefixes first, then the oldest
-        unshared blocks of running requests, then shared ones.
-
-        Returns:
-            Whether there is room now.
-        """
+        """Free units until `units` can be placed: cached prefixes first, then the oldest unshared
+        blocks of running requests, then shared ones. Returns whether there is room now."""
         self._reclaim_until(units)
         for shared in (False, True):
             short = units - self.table.free_units
@@ -179,11 +151,8 @@ class ElasticMemory:
 
     def make_room_for_step(self, units: int, seq_ids: Sequence[int]) -> bool:
         """`make_room`, and beyond it, as far as possible, for the units that a decode step of
-        these requests fetches from the host.
-
-        A block sent to the host frees a unit in each of the G groups and occupies one in each
-        of the `slots` groups in flight while a step fetches it.
-        """
+        these requests fetches from the host: a block sent there frees a unit in each of the G
+        groups, and takes one in each of the `slots` in flight while it is fetched."""
         if self.table.missing_units == 0 and units <= self.table.free_units:
             return True
         fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
@@ -194,26 +163,18 @@ class ElasticMemory:
         return self.make_room(units)
 
     def allocate(self, count: int) -> IntArray:
-        """So many new blocks, with units as far as there are any (`place`).
+        """So many new blocks, with units as far as room can be made. KV of those left without
+        exists only while a step computes it: the first ones, since decoding goes on from the last.
 
         Raises:
             OutOfBlocksError: the logical space is exhausted; nothing was changed.
         """
         blocks = self.table.allocate(count)
-        self.place(blocks)
+        self.make_room(count * self.table.shape.num_groups)
+        self.table.place(blocks[::-1])
         return blocks
 
-    def place(self, blocks: IntArray) -> int:
-        """Give units to new blocks, making room first. The last blocks come first: they are
-        the ones that decoding goes on from.
-
-        Returns:
-            Blocks left without units: their KV exists only while a step computes it.
-        """
-        self.make_room(len(blocks) * self.table.shape.num_groups)
-        return len(blocks) - len(self.table.place(blocks[::-1]))
-
-    def apply_targets(
+    def bring_to_ratios(
         self, seq_ids: Sequence[int], ratios: Sequence[float], paused: bool = False
     ) -> None:
         """Bring every request up to its target ratio: evict its oldest unshared blocks.
@@ -227,7 +188,7 @@ class ElasticMemory:
                     self._targets.pop(seq_id, None)
             return
         block_tokens = self.table.shape.block_tokens
-        uncached = self.table.uncached_tokens_of(seq_ids)
+        uncached = self.table.uncached_tokens(seq_ids)
         room = self.max_restored_tokens - int(uncached.sum())
         if paused:
             room = sum(map(self.table.length_of, seq_ids))
@@ -318,7 +279,7 @@ class ElasticMemory:
     def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Blocks that each request misses beyond its policy's target."""
         targets = np.array([self._targets.get(s, 0) for s in seq_ids], np.int64)
-        excess = np.maximum(self.table.uncached_tokens_of(seq_ids) - targets, 0)
+        excess = np.maximum(self.table.uncached_tokens(seq_ids) - targets, 0)
         return np.asarray(-(-excess // self.table.shape.block_tokens), np.int64)
 
     def _yields(self, ratio: float) -> int:
@@ -347,7 +308,11 @@ class ElasticMemory:
             for s in self.table.sequence_ids
             if (blocks := self._evictable(s, shared).tolist())
         }
-        heap = [(self.table.uncached_tokens(s) - self._targets.get(s, 0), s, 0) for s in queues]
+        uncached = self.table.uncached_tokens(list(queues)).tolist()
+        heap = [
+            (tokens - self._targets.get(s, 0), s, 0)
+            for s, tokens in zip(queues, uncached, strict=True)
+        ]
         heapq.heapify(heap)
         while heap and count > 0:
             excess, seq_id, position = heapq.heappop(heap)
@@ -359,18 +324,14 @@ class ElasticMemory:
                 heapq.heappush(heap, (excess, seq_id, position + 1))
 
     def _evict_lowest(self, block: int, count: int) -> int:
-        """Evict up to `count` units of a block from the lowest group up: the layers that are
-        recomputed must be a prefix of the stack."""
+        """Up to `count` units of a block: the layers recomputed must be a prefix of the stack."""
         held = np.flatnonzero(self.table.units[block] != NONE)
         groups = slice(0, int(held[min(count, len(held)) - 1]) + 1) if len(held) else slice(0)
         return self._evict(block, groups)
 
     def _evict(self, block: int, groups: slice) -> int:
         """Take a block's units from the device; what the host can take, it keeps a copy of.
-
-        Returns:
-            Units freed.
-        """
+        Returns units freed."""
         if self._save is not None:
             leaving = np.zeros(self.table.shape.num_groups, bool)
             leaving[groups] = True
@@ -385,17 +346,16 @@ class ElasticMemory:
         return self.table.evict(block, groups)
 
     def _fetched_blocks(self, missing: IntArray) -> int:
-        """How many of these missing blocks the host has, so that a step can fetch them."""
+        """How many of these missing blocks a step can fetch from the host."""
         if self._save is None or len(missing) == 0:
             return 0
         return int(np.count_nonzero(self.table.depth(missing) == 0))
 
     def _evictable(self, seq_id: int, shared: bool) -> IntArray:
-        """Blocks of a request that hold units and may lose them, oldest first: full blocks that
-        have been computed, and unless `shared` only those no other request uses.
+        """Blocks of a request that hold units and may lose them, oldest first.
 
-        A prompt's blocks are mapped before its step computes them, and a mixed step makes room
-        for decoding in between: evicted then, they would have to be computed again at once.
+        Only those that have been computed: a prompt's are mapped before its step, and a mixed step
+        makes room for decoding in between. Unless `shared`, only those no other request uses.
         """
         full = self.table.length_of(seq_id) // self.table.shape.block_tokens
         blocks = self.table.blocks_of(seq_id)[:full]

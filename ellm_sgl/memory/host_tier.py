@@ -25,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.memory.free_list import FreeList
+from ellm_sgl.memory.ids import FreeList
 from ellm_sgl.memory.shape import NONE, IntArray, read_only
 
 
@@ -54,13 +54,8 @@ class HostTier:
 
     @property
     def kv_units(self) -> int:
-        """Units that hold KV."""
+        """Those of `num_units` that hold KV."""
         return self._free.capacity
-
-    @property
-    def hidden_slots(self) -> int:
-        """Blocks whose hidden states there is room for."""
-        return self._slots.capacity
 
     @property
     def num_units(self) -> int:

@@ -12,8 +12,7 @@ A block's units return to the free list at the moment its last reference goes; n
 compacted. Only numbers live here; the KV itself is in `KVPool`.
 
 What a unit holds is KV only once a forward pass has computed it: the table is told so
-(`note_computed`), and refuses copies of anything else. It refuses whatever contradicts it: a block
-placed or listed twice, a unit given back that was not lent.
+(`note_computed`), and refuses copies of anything else.
 
 Not thread-safe: one scheduler thread owns the table.
 
@@ -29,9 +28,8 @@ from collections.abc import Sequence as SequenceABC
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.memory.free_list import FreeList
 from ellm_sgl.memory.host_tier import HostTier
-from ellm_sgl.memory.sequence import Sequence
+from ellm_sgl.memory.ids import FreeList, Sequence
 from ellm_sgl.memory.shape import NONE, IntArray, PoolShape, PoolStatistics, read_only
 
 Blocks = IntArray | SequenceABC[int]
@@ -45,11 +43,15 @@ class OutOfBlocksError(RuntimeError):
 
 
 class IntegrityError(RuntimeError):
-    """The page table contradicts itself; the message says where."""
+    """The page table contradicts itself, or is asked to; the message says where."""
 
 
 class PageTable:
     """Bookkeeping of `num_blocks` logical blocks over `num_units` physical units.
+
+    Whatever contradicts what it holds is an `IntegrityError`, before anything is changed: a block
+    that is not allocated or is listed twice, a reference or a loan that nobody has, a copy of what
+    no forward pass has computed in full.
 
     Args:
         shape: how tokens and layers are cut.
@@ -88,11 +90,13 @@ class PageTable:
         self._free_units = FreeList(num_units)
         self._lent: npt.NDArray[np.bool_] = np.zeros(num_units + 1, np.bool_)
         """Units borrowed for the step in flight."""
-        self._unit_limit = num_units
+        self.unit_limit = num_units
+        """Units that may be used; `limit_units` changes it."""
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._sequences: dict[int, Sequence] = {}
-        self._missing_units = 0
+        self.missing_units = 0
+        """(block, group) pairs of allocated blocks without a unit. 0: nothing to restore."""
         self.sharing_version = 0
         """Grows when blocks may have come to be shared, or ceased to be."""
 
@@ -104,12 +108,8 @@ class PageTable:
 
     @property
     def num_units(self) -> int:
-        """Units that exist; `unit_limit` says how many of them may be used."""
+        """Units that exist."""
         return self._free_units.capacity
-
-    @property
-    def unit_limit(self) -> int:
-        return self._unit_limit
 
     @property
     def used_units(self) -> int:
@@ -118,7 +118,7 @@ class PageTable:
     @property
     def free_units(self) -> int:
         """Units that `place` can give out now; negative while a lowered limit is exceeded."""
-        return self._unit_limit - self.used_units
+        return self.unit_limit - self.used_units
 
     @property
     def free_blocks(self) -> int:
@@ -126,13 +126,8 @@ class PageTable:
 
     @property
     def free_block_ids(self) -> IntArray:
-        """The free blocks, in no particular order (a view)."""
+        """In no particular order (a view)."""
         return self._free_blocks.ids
-
-    @property
-    def missing_units(self) -> int:
-        """(block, group) pairs of allocated blocks without a unit. 0: nothing to restore."""
-        return self._missing_units
 
     def limit_units(self, limit: int) -> None:
         """Use at most `limit` units from now on: the pool shrinks or grows while serving.
@@ -142,16 +137,12 @@ class PageTable:
         Raises:
             ValueError: fewer than one block's units, or more than exist.
         """
-        self.check_unit_limit(limit)
-        self._unit_limit = limit
-
-    def check_unit_limit(self, limit: int) -> None:
-        """Raise ValueError where `limit_units(limit)` would."""
         if not self.shape.num_groups <= limit <= self.num_units:
             raise ValueError(
                 f"unit limit must be between {self.shape.num_groups} and {self.num_units}, "
                 f"got {limit}"
             )
+        self.unit_limit = limit
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -165,15 +156,11 @@ class PageTable:
             raise OutOfBlocksError(f"{count} blocks asked for, {len(self._free_blocks)} left")
         blocks = self._free_blocks.take(count)
         self._refs[blocks] = 1
-        self._missing_units += count * self.shape.num_groups
+        self.missing_units += count * self.shape.num_groups
         return blocks
 
     def release(self, blocks: Blocks) -> None:
-        """Drop one reference from each block; a block without references is freed at once.
-
-        Raises:
-            IntegrityError: a block is not allocated; nothing was changed.
-        """
+        """Drop one reference from each block; a block without references is freed at once."""
         ids = np.asarray(blocks, np.int32)
         unique, counts = np.unique(ids, return_counts=True)
         if np.any(self._refs[unique] < counts):
@@ -182,7 +169,7 @@ class PageTable:
         self.sharing_version += 1
         dead = unique[self._refs[unique] == 0]
         if len(dead):
-            self._missing_units -= int(self._missing_groups[dead].sum())
+            self.missing_units -= int(self._missing_groups[dead].sum())
             self._give_back_units(dead)
             self.host.drop(dead)
             self._computed[dead] = 0
@@ -199,9 +186,6 @@ class PageTable:
 
         Returns:
             The leading blocks that are now complete. A block is completed or left as it was.
-
-        Raises:
-            IntegrityError: a block is listed twice, or not allocated; nothing was changed.
         """
         ids = np.asarray(blocks, np.int32)
         _refuse_repeated(ids, "place")
@@ -215,15 +199,11 @@ class PageTable:
         rows, groups = np.nonzero(self.units[ids] == NONE)
         self._units[ids[rows], groups] = self._free_units.take(len(rows))
         self._missing_groups[ids] = 0
-        self._missing_units -= len(rows)
+        self.missing_units -= len(rows)
         return ids
 
     def borrow_units(self, count: int) -> IntArray:
-        """Take `count` free units for the duration of a step; see `return_units`.
-
-        Raises:
-            IntegrityError: so many are not free; nothing was changed.
-        """
+        """Take `count` free units for the duration of a step; see `return_units`."""
         if count > max(self.free_units, 0):
             raise IntegrityError(f"{count} units to borrow, {self.free_units} free")
         units = self._free_units.take(count)
@@ -231,34 +211,27 @@ class PageTable:
         return units
 
     def return_units(self, units: IntArray) -> None:
-        """Give borrowed units back.
-
-        Raises:
-            IntegrityError: a unit that is not borrowed; nothing was changed.
-        """
+        """Give borrowed units back."""
         _refuse_repeated(units, "return")
         if not self._lent[units].all():
             raise IntegrityError(f"return of a unit that is not borrowed: {units.tolist()}")
         self._lent[units] = False
         self._free_units.give(units)
 
-    def evict(self, block: int, groups: slice | None = None) -> int:
+    def evict(self, block: int, groups: slice = slice(None)) -> int:
         """Drop the units of one block, in `groups` or in all; their KV leaves the device.
 
         Returns:
             Units freed.
-
-        Raises:
-            IntegrityError: the block is not allocated; nothing was changed.
         """
         if self._refs[block] == 0:
             raise IntegrityError(f"evict of block {block}, which is not allocated")
-        row = self._units[block, groups if groups is not None else slice(None)]
+        row = self._units[block, groups]
         held = row[row != NONE]
         self._free_units.give(held)
         row[row != NONE] = NONE
         self._missing_groups[block] += len(held)
-        self._missing_units += len(held)
+        self.missing_units += len(held)
         return len(held)
 
     def adopt(self, destination: int, source: int) -> int:
@@ -269,9 +242,6 @@ class PageTable:
 
         Returns:
             Units moved.
-
-        Raises:
-            IntegrityError: a block that no forward pass has computed in full; nothing was changed.
         """
         if not self.computed_in_full([destination, source]).all():
             raise IntegrityError(
@@ -286,14 +256,11 @@ class PageTable:
         return moved
 
     def keep_copies(self, block: int, groups: IntArray) -> IntArray:
-        """Take host units for the KV of these groups of one block (`HostTier.keep`).
+        """Take host units for the KV of these groups of one block: groups that have a unit to copy
+        from, and no copy yet (`HostTier.keep`).
 
         Returns:
             The leading groups that got one, to be filled by the caller.
-
-        Raises:
-            IntegrityError: no forward pass has computed all of the block, a group has no unit to
-                copy from, or has a copy already; nothing was changed.
         """
         if len(groups) == 0:
             return groups
@@ -305,13 +272,10 @@ class PageTable:
             raise IntegrityError(f"copy of block {block}, which has one of {groups.tolist()}")
         return self.host.keep(block, groups, self.units)
 
-    def computed_tokens(self, blocks: Blocks) -> IntArray:
-        """Of each block, tokens from its first that forward passes have computed."""
-        return self._computed[np.asarray(blocks, np.int32)]
-
     def computed_in_full(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
         """Of each block, whether forward passes have computed the KV of all its tokens."""
-        full: npt.NDArray[np.bool_] = self.computed_tokens(blocks) == self.shape.block_tokens
+        computed = self._computed[np.asarray(blocks, np.int32)]
+        full: npt.NDArray[np.bool_] = computed == self.shape.block_tokens
         return full
 
     def misses_units(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
@@ -334,9 +298,8 @@ class PageTable:
     def depth(self, blocks: Blocks) -> IntArray:
         """Groups, from the lowest, that a step must recompute to restore each block.
 
-        0 when every unit is on the device or has a copy on the host; otherwise 1 + the highest
-        group without either, because the KV of a layer can only be recomputed through all
-        layers below it.
+        0 when every unit is on the device or on the host; otherwise 1 + the highest group without
+        either: the KV of a layer can only be recomputed through all layers below it.
         """
         ids = np.asarray(blocks, np.int32)
         missing = (self.units[ids] == NONE) & (self.host.units[ids] == NONE)
@@ -350,7 +313,7 @@ class PageTable:
         self._computed[:] = 0
         self._units[1:] = NONE
         self._missing_groups[1:] = self.shape.num_groups
-        self._missing_units = 0
+        self.missing_units = 0
         self._free_blocks = FreeList(self.num_blocks)
         self._free_units = FreeList(self.num_units)
         self._lent[:] = False
@@ -363,7 +326,6 @@ class PageTable:
 
         Raises:
             ValueError: the blocks do not fit the length.
-            IntegrityError: a block is listed twice, or not allocated; nothing was changed.
         """
         ids = np.asarray(blocks, np.int32)
         self._refuse_unmappable(ids)
@@ -382,7 +344,6 @@ class PageTable:
 
         Raises:
             ValueError: the blocks do not fit the length.
-            IntegrityError: as `map`.
         """
         sequence = self._sequences[seq_id]
         ids = np.asarray(blocks, np.int32)
@@ -394,9 +355,8 @@ class PageTable:
             )
         if len(ids):
             self._refs[ids] += 1
-            self._starts[ids] = np.arange(sequence.count, sequence.count + len(ids)) * (
-                self.shape.block_tokens
-            )
+            places = np.arange(sequence.count, sequence.count + len(ids))
+            self._starts[ids] = places * self.shape.block_tokens
             sequence.append(ids)
         sequence.length = length
 
@@ -408,9 +368,7 @@ class PageTable:
             blocks: int32 [n], the block that each one's new token lies in.
 
         Raises:
-            ValueError: a block that the next token cannot lie in; nothing was changed.
-            IntegrityError: two requests begin the same block, or one that is not allocated;
-                nothing was changed.
+            ValueError: a block that the next token cannot lie in.
         """
         block_tokens = self.shape.block_tokens
         sequences = [self._sequences[s] for s in seq_ids]
@@ -454,9 +412,6 @@ class PageTable:
         if sequence is not None:
             self.release(sequence.blocks)
 
-    def __contains__(self, seq_id: object) -> bool:
-        return seq_id in self._sequences
-
     @property
     def sequence_ids(self) -> list[int]:
         return list(self._sequences)
@@ -477,20 +432,9 @@ class PageTable:
         lengths = [self._sequences[s].length for s in seq_ids]
         return np.array(lengths, np.int64)
 
-    def uncached_tokens(self, seq_id: int) -> int:
-        """Tokens of a request in blocks that lack a device unit: what a step must restore."""
-        if self._missing_units == 0:
-            return 0
-        sequence = self._sequences[seq_id]
-        incomplete = np.flatnonzero(self.misses_units(sequence.blocks))
-        starts = incomplete * self.shape.block_tokens
-        ends = np.minimum(starts + self.shape.block_tokens, sequence.length)
-        return int((ends - starts).sum())
-
-    def uncached_tokens_of(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
-        """`uncached_tokens` of many requests at once: an array operation costs as much for all
-        as for one."""
-        if self._missing_units == 0 or not seq_ids:
+    def uncached_tokens(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
+        """Tokens of each request in blocks that lack a device unit: what a step must restore."""
+        if self.missing_units == 0 or not seq_ids:
             return np.zeros(len(seq_ids), np.int64)
         sequences = [self._sequences[s] for s in seq_ids]
         counts = np.array([s.count for s in sequences])
@@ -507,7 +451,7 @@ class PageTable:
 
     def missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
         """Blocks of these requests that lack a device unit, ascending, each once."""
-        blocks = [self.blocks_of(s) for s in seq_ids] if self._missing_units else []
+        blocks = [self.blocks_of(s) for s in seq_ids] if self.missing_units else []
         if not blocks:
             return np.empty(0, np.int32)
         every = np.concatenate(blocks)
@@ -517,34 +461,29 @@ class PageTable:
     # -- reports ----------------------------------------------------------------------------
 
     def statistics(self) -> PoolStatistics:
-        """What the table holds now. Cheap enough to be asked for between two steps: a few array
-        operations over the blocks of all requests, and only while some block misses a unit."""
+        """What the table holds now. Cheap enough to be asked for between two steps."""
         lengths = self.lengths_of(self.sequence_ids)
-        uncached = self.uncached_tokens_of(self.sequence_ids)
+        uncached = self.uncached_tokens(self.sequence_ids)
         mapped = int(lengths.sum())
         places = sum(s.count for s in self._sequences.values()) * self.shape.block_tokens
         return PoolStatistics(
-            units_total=self._unit_limit,
+            units_total=self.unit_limit,
             units_free=max(self.free_units, 0),
             blocks_total=self.num_blocks,
             blocks_free=len(self._free_blocks),
-            missing_units=self._missing_units,
+            missing_units=self.missing_units,
             host_units_total=self.host.num_units,
             host_units_free=self.host.free_units,
             sequences=len(self._sequences),
             mapped_tokens=mapped,
             uncached_tokens=int(uncached.sum()),
             cached_ratio_mean=_mean(1 - uncached / np.maximum(lengths, 1)),
-            occupancy=self.used_units / self._unit_limit,
+            occupancy=self.used_units / self.unit_limit,
             fragmentation=1 - mapped / places if places else 0.0,
         )
 
     def check_integrity(self) -> None:
-        """Prove that every unit is free or owned exactly once, and every reference is owed.
-
-        Raises:
-            IntegrityError: naming the first contradiction found.
-        """
+        """Prove that every unit is free or owned exactly once, and every reference is owed."""
         owned = self.units[1:][self.units[1:] != NONE]
         lent = np.flatnonzero(self._lent).astype(np.int32)
         accounted = np.concatenate([owned, lent, self._free_units.ids])
@@ -560,7 +499,7 @@ class PageTable:
             raise IntegrityError("blocks: a free block still holds units")
         allocated = ~free
         allocated[RESERVED] = False
-        if int(np.count_nonzero(self.units[allocated] == NONE)) != self._missing_units:
+        if int(np.count_nonzero(self.units[allocated] == NONE)) != self.missing_units:
             raise IntegrityError("units: the count of missing units is wrong")
         if np.any(self._missing_groups != np.count_nonzero(self.units == NONE, axis=1)):
             raise IntegrityError("units: the count of units that a block lacks is wrong")
@@ -589,7 +528,6 @@ class PageTable:
         self._missing_groups[blocks] = self.shape.num_groups
 
     def _refuse_unmappable(self, blocks: IntArray) -> None:
-        """Raise IntegrityError for blocks that one request cannot have."""
         _refuse_repeated(blocks, "map")
         if np.any(self._refs[blocks] == 0):
             raise IntegrityError(f"map of a block that is not allocated: {blocks.tolist()}")

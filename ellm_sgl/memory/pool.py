@@ -41,10 +41,6 @@ class KVPool:
         size = (num_units + 1, shape.layer_group, 2, shape.block_tokens, kv_heads, head_dim)
         self.buffer = _buffer(size, dtype, device, path, pinned)
 
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.numel() * self.buffer.element_size()
-
     @staticmethod
     def bytes_per_unit(shape: PoolShape, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Size of one unit of such a pool."""
@@ -52,7 +48,7 @@ class KVPool:
 
     @property
     def unit_bytes(self) -> int:
-        return self.nbytes // (self.num_units + 1)
+        return self.buffer[0].nbytes
 
     def keys(self, layer: int) -> torch.Tensor:
         """K of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""
@@ -92,10 +88,6 @@ class HiddenPool:
     def units_of(num_groups: int, num_slots: int) -> int:
         """Units of such a pool, those of its slot of scratch included."""
         return (num_slots + 1) * num_groups
-
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.numel() * self.buffer.element_size()
 
     def states(self, layer: int) -> torch.Tensor:
         """Of one layer, a view `[units, block_tokens, hidden]`."""

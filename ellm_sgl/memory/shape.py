@@ -46,6 +46,10 @@ class PoolShape:
         """Whether `layer` is the last of its group."""
         return layer == self.num_layers - 1 or (layer + 1) % self.layer_group == 0
 
+    def tokens_in(self, units: int) -> int:
+        """Tokens, whole blocks, whose KV so many units hold."""
+        return units // self.num_groups * self.block_tokens
+
     def blocks_for(self, tokens: int) -> int:
         """Token blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)

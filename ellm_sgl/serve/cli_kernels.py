@@ -57,7 +57,7 @@ def bench(
     import torch
 
     from ellm_sgl.kernels import bench as benchmark
-    from ellm_sgl.kernels.cpu.attention import instruction_set_name
+    from ellm_sgl.kernels.cpu.attention import instruction_set_for
     from ellm_sgl.kernels.cpu.library import load
 
     if problem := load().problem:
@@ -79,7 +79,7 @@ def bench(
             case.name, f"{case.batch}×{case.context}", size, f"{ms:.2f}", *_shares(result, 1)
         )
     document = {
-        "instruction_set": instruction_set_name(64),
+        "instruction_set": instruction_set_for(64)[1],
         "threads": torch.get_num_threads(),
         "machine": limits,
         "results": [result.to_json() for result in results],

@@ -22,7 +22,7 @@ from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, 
 from ellm_sgl.latency.fit import fit_profile
 from ellm_sgl.memory import PageTable
 from ellm_sgl.sglang.context import Context
-from ellm_sgl.step import NewTokens, Restoration, StepPlan, plan_step
+from ellm_sgl.step import Missing, NewTokens, StepPlan, plan_restoration, plan_step
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -206,9 +206,9 @@ class SyntheticSteps:
         device = self._pool.buffer.device
         _synchronize(device)
         start = time.perf_counter()
-        blocks = np.concatenate([table.blocks_of(r.seq_id) for r in requests])
-        missing = Restoration.recomputing(blocks, table.depth(blocks), table.shape.num_groups)
-        plan = plan_step(table, requests, missing, _token_ids, device)
+        missing = Missing.of(table, table.sequence_ids)
+        restoration = plan_restoration(table, missing, recompute_share=1.0, slots=1)
+        plan = plan_step(table, requests, restoration, _token_ids, device)
         self._forward(plan, batch)
         _synchronize(device)
         return time.perf_counter() - start

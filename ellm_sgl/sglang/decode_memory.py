@@ -106,7 +106,7 @@ def _beside_prompts(batch: ScheduleBatch, indices: list[int], prompts: Sequence[
     if batch.sampling_info.penalizer_orchestrator.is_required:  # see `EllmScheduler.stepping`
         return indices
     seq_ids = rows_of([batch.reqs[i] for i in indices])
-    missing = context_of(batch).elastic.uncached_tokens(seq_ids)
+    missing = context_of(batch).table.uncached_tokens(seq_ids)
     fewest_first = [indices[i] for i in np.argsort(missing, kind="stable").tolist()]
     while len(fewest_first) > 1 and not _fits(batch, fewest_first, prompts):
         fewest_first.pop()

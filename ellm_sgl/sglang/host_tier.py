@@ -86,7 +86,7 @@ def make_hidden_pool(
     pool = HiddenPool(shape, groups, slots, model.hidden_size, model.dtype, device, file)
     logger.info(
         "eLLM hidden states: %d of %d layer groups, %.1f MB on the %s",
-        groups, shape.num_groups, pool.nbytes / 1e6, settings.hidden_on,
+        groups, shape.num_groups, pool.buffer.nbytes / 1e6, settings.hidden_on,
     )  # fmt: skip
     return pool
 
@@ -220,6 +220,5 @@ def make_streamer(
         return DeviceStreamer(host.buffer, pool.buffer, SLOTS, settings.overlap)
     if hidden is None and not load().problem:
         return NativeStreamer(host.buffer, pool.buffer, SLOTS, settings.overlap)
-    copy = choose_copy(device, host.buffer.device)
     project = None if hidden is None else hidden.restore
-    return Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, copy, project)
+    return Streamer(host.buffer, pool.buffer, SLOTS, settings.overlap, choose_copy(), project)

@@ -92,7 +92,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
         "%d tokens logical",
         units * shape.block_tokens // shape.num_groups, units, shape.layer_group,
-        shape.block_tokens, pool.nbytes / 1e6, logical_tokens,
+        shape.block_tokens, pool.buffer.nbytes / 1e6, logical_tokens,
     )  # fmt: skip
     return EllmKVCache(ours, logical_tokens, configurator)
 
@@ -143,7 +143,7 @@ class EllmKVCache(KVCache):
         self._finalize_allocation_log(pool.num_units // pool.shape.num_groups * self.page_size)
 
     def get_kv_size_bytes(self) -> int:
-        return self.pool.nbytes
+        return self.pool.buffer.nbytes
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.pool.keys(layer_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.engine import Decided
+from ellm_sgl.engine.decision import FETCH_ALL
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.scheduler import scheduler_of
 from ellm_sgl.step import planned_work
@@ -41,7 +41,7 @@ def run_step(
     ours, seq_ids = context_of(runner), getattr(forward_batch, _SEQ_IDS)
     ours.attach(runner.model.model)
     if (iteration := ours.iteration) is None:  # it warms up before its scheduler stands
-        split = Decided().split
+        split = FETCH_ALL
         if mode.is_decode():
             plan = ours.planner.decode(seq_ids, split)
         else:

@@ -24,7 +24,7 @@ class PausedRequests:
     """Those who were paused in the step before."""
 
     def take_out(self, batch: ScheduleBatch, stay: Sequence[int]) -> None:
-        """Keep these requests in `batch` for its next step; the others sit it out."""
+        """Keep these requests in `batch` for its next step; the others are left out."""
         if len(stay) == len(batch.reqs):
             return
         paused = copy.copy(batch)

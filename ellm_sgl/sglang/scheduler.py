@@ -79,11 +79,11 @@ class EllmScheduler:
 
     def rank(self, req: Req) -> int | None:
         """Place of a waiting request among those that may be admitted; None: it may not."""
-        return self.iteration.decided.admit.get(getattr(req, _ENTRY, -1))
+        return self.iteration.in_force.admit.get(getattr(req, _ENTRY, -1))
 
     def is_paused(self, req: Req) -> bool:
         """Whether the decision pauses this running request."""
-        return getattr(req, _ENTRY, -1) in self.iteration.decided.pause
+        return getattr(req, _ENTRY, -1) in self.iteration.in_force.pause
 
     def retracted(self, reqs: Sequence[Req]) -> None:
         """SGLang has sent these requests back to the queue."""
@@ -105,7 +105,7 @@ class EllmScheduler:
         Nobody is paused while some request has penalties: SGLang's penalizers count tokens per
         batch and cannot be taken apart and put together again.
         """
-        if not self.iteration.decided.pause:
+        if not self.iteration.in_force.pause:
             return list(indices)
         stay = [i for i in indices if not self.is_paused(batch.reqs[i])]
         if not stay or batch.sampling_info.penalizer_orchestrator.is_required:
@@ -114,7 +114,7 @@ class EllmScheduler:
 
     def evict_paused(self, reqs: Sequence[Req]) -> None:
         """Those of these requests that are paused lose what the decision asks for."""
-        if not self.iteration.decided.pause:
+        if not self.iteration.in_force.pause:
             return
         if paused := [r for r in reqs if self.is_paused(r)]:
             self.iteration.bring_to_ratios(rows_of(paused), paused=True)
@@ -206,8 +206,8 @@ def order_waiting(_: Any, policy: Any, waiting_queue: list[Req], *args: Any, **k
     """After `SchedulePolicy.calc_priority`: those who may be admitted first, in the policy's order,
     or in SGLang's where the policy has none of its own."""
     ours = scheduler_of(policy.tree_cache)
-    if ours.iteration.decided.reorders:
-        last = len(ours.iteration.decided.admit)
+    if ours.iteration.in_force.reorders:
+        last = len(ours.iteration.in_force.admit)
         waiting_queue.sort(key=lambda req: last if (r := ours.rank(req)) is None else r)
     else:
         waiting_queue.sort(key=lambda req: ours.rank(req) is None)

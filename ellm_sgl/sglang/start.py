@@ -95,7 +95,8 @@ def warm_up(iteration: Iteration) -> None:
     """Ask about some made-up requests under pressure, so that the imports and compilations of a
     policy are not the first step's."""
     elastic, controller = iteration.elastic, iteration.controller
-    memory, tokens = elastic.memory_state(elastic.table.sequence_ids), elastic.device_tokens()
+    memory = elastic.memory_state(elastic.table.sequence_ids)
+    tokens = memory.device_tokens
     table = RequestTable()
     arrival = Arrival(tokens // 2, tokens // 2, 64, 0.0, 0, math.inf, math.inf)
     entries = entries_array(

@@ -22,7 +22,7 @@ class Executor:
         table: that borrowed units go back to.
         streamer: fetches units from the host tier; None without one.
         hidden: keeps hidden states on the host; None where it keeps only KV.
-        fusion: recompute in the same pass as the step's own rows.
+        fusion: recompute in the same pass as the step's own rows; else `separate` does.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class Executor:
         self.plan: StepPlan | None = None
         """The step being computed; None between steps."""
         self.separate: SeparateRows | None = None
-        """Recomputes in a pass of its own, where fusion is off."""
         self._rows: MixedRows | SeparateRows | None = None
 
     @property
@@ -51,12 +50,9 @@ class Executor:
         if self._fusion:
             self._rows = MixedRows(decoder, self._table.shape)
             return
-        streamer, shape = self.streamer, self._table.shape
-        if isinstance(streamer, NativeStreamer | Streamer):
-            self.separate = SeparateRows(decoder, shape, streamer.restart)
-        else:
-            self.separate = SeparateRows(decoder, shape)
-        self._rows = self.separate
+        streamer = self.streamer
+        restart = streamer.restart if isinstance(streamer, NativeStreamer | Streamer) else None
+        self._rows = self.separate = SeparateRows(decoder, self._table.shape, restart)
 
     @contextmanager
     def execute(self, plan: StepPlan) -> Iterator[None]:

@@ -32,16 +32,12 @@ write them to the pool, each [n, kv_heads * head_dim]."""
 
 
 def plan_capture(table: PageTable, seq_ids: Sequence[int], plan: StepPlan) -> Capture:
-    """Take room for the blocks whose first token this step computes, and capture what has room.
+    """Take room in the host tier for the blocks whose first token this step computes, and capture
+    what has room.
 
     Blocks that are full after this step become copies: only the next step may fetch them. Span
     rows count if they go through all hidden groups, so that what was recomputed for want of a copy
     gets one if there is room again.
-
-    Args:
-        table: as the step was planned with; its host tier changes.
-        seq_ids: of the step's requests.
-        plan: of the step.
     """
     host, block_tokens = table.host, table.shape.block_tokens
     layouts = plan.groups[host.hidden_groups - 1].requests
@@ -66,12 +62,8 @@ def plan_capture(table: PageTable, seq_ids: Sequence[int], plan: StepPlan) -> Ca
 
 
 class HiddenStates:
-    """Captures the hidden states of the lowest layers and turns them into KV again.
-
-    Args:
-        states: where they are kept.
-        pool: where their KV goes.
-    """
+    """Captures the hidden states of the lowest layers in `states`, and turns them into KV again,
+    in `pool`."""
 
     def __init__(self, states: HiddenPool, pool: KVPool) -> None:
         self._states = states

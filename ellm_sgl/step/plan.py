@@ -105,12 +105,6 @@ class _Blocks(NamedTuple):
     first: list[int]
     """[requests + 1]: where each request's blocks begin among all."""
 
-    @staticmethod
-    def of(table: PageTable, requests: Sequence[NewTokens]) -> _Blocks:
-        blocks = [table.blocks_of(r.seq_id) for r in requests]
-        first = [0, *itertools.accumulate(map(len, blocks))]
-        return _Blocks(np.concatenate(blocks), first)
-
 
 def plan_step(
     table: PageTable,
@@ -128,7 +122,8 @@ def plan_step(
         token_ids: gives the tokens of positions that are computed again.
         device: where the tensors go.
     """
-    blocks = _Blocks.of(table, requests)
+    of_each = [table.blocks_of(r.seq_id) for r in requests]
+    blocks = _Blocks(np.concatenate(of_each), [0, *itertools.accumulate(map(len, of_each))])
     if restoration is None:
         if (plan := _plan_resident_decode(table, requests, blocks, device)) is not None:
             return plan
@@ -167,8 +162,8 @@ def _plan_resident_decode(
     blocks: _Blocks,
     device: str | torch.device,
 ) -> StepPlan | None:
-    """The plan where each request decodes one token, the last of its blocks', and none misses
-    anything: what most steps are. None for others."""
+    """The plan where each request decodes one token and none misses anything: what most steps
+    are. None for others."""
     block_tokens = table.shape.block_tokens
     layouts = []
     for row, (request, (begin, end)) in enumerate(
@@ -198,11 +193,7 @@ def _plan_resident_decode(
 def _missing_spans(
     requests: Sequence[NewTokens], blocks: _Blocks, depth: IntArray, block_tokens: int
 ) -> list[_Span]:
-    """Runs of equal, non-zero depth among each request's blocks before its new tokens.
-
-    Args:
-        depth: of each of `blocks`.
-    """
+    """Runs of equal, non-zero `depth` among each request's blocks before its new tokens."""
     if not depth.any():
         return []
     owner = np.repeat(np.arange(len(requests)), np.diff(blocks.first))
@@ -228,7 +219,7 @@ class _Rows:
     new: int
     """New rows."""
     first_block: list[int]
-    """[requests + 1]: where each request's blocks begin among all blocks."""
+    """As `_Blocks.first`."""
     units: IntArray
     """[blocks, groups]: the unit that a row of the block is written to, or `NONE`."""
     sources: IntArray

@@ -1,21 +1,22 @@
-"""From what the page table holds to the plan of one step."""
+"""From what the page table holds to the plan of one step, and to its work."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from ellm_sgl.latency import StepWork
 from ellm_sgl.memory import ElasticMemory
 from ellm_sgl.policies import WorkSplit
 from ellm_sgl.step.hidden import plan_capture
 from ellm_sgl.step.plan import NewTokens, StepPlan, TokenIds, plan_step
-from ellm_sgl.step.restoration import Missing, Restoration, plan_restoration
+from ellm_sgl.step.restoration import Missing, plan_restoration
 
 
 class Planner:
-    """Plans steps. What a plan takes, units that it borrows and host memory for hidden states that
-    it captures, is in the plan.
+    """Plans steps. What a plan borrows and captures is in the plan.
 
     Args:
         elastic: memory, with every block that the step fills already placed.
@@ -38,48 +39,69 @@ class Planner:
 
     def decode(self, seq_ids: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan one more token for each of these requests. Blocks that the step restores anyway are
-        given units for good where there is room.
-
-        Args:
-            split: how layers and processor are divided.
-        """
+        given units for good where there is room."""
         table = self._elastic.table
-        new = [NewTokens(s, n - 1, n) for s in seq_ids for n in (table.length_of(s),)]
         missing = None
         if table.missing_units:
             missing = Missing.of(table, seq_ids)
             self._elastic.restore(seq_ids, missing.blocks)
-        plan = self._plan(new, missing, split)
-        table.note_computed(seq_ids, [1] * len(new))
-        return plan
+        return self._plan(seq_ids, [1] * len(seq_ids), missing, split)
 
     def extend(self, seq_ids: Sequence[int], counts: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan the last `counts` tokens of each request: a prompt, or a chunk of one."""
         table = self._elastic.table
-        lengths = table.lengths_of(seq_ids).tolist()
-        new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
         missing = Missing.of(table, seq_ids) if table.missing_units else None
-        plan = self._plan(new, missing, split)
-        table.note_computed(seq_ids, counts)
-        return plan
+        return self._plan(seq_ids, counts, missing, split)
 
     def _plan(
-        self, new: Sequence[NewTokens], missing: Missing | None, split: WorkSplit
+        self,
+        seq_ids: Sequence[int],
+        counts: Sequence[int],
+        missing: Missing | None,
+        split: WorkSplit,
     ) -> StepPlan:
         """`missing`: as before any block was placed for good in this step; None: nothing."""
-        table, totals = self._elastic.table, self._elastic.totals
-        restoration = None if missing is None else self._restoration(missing, split)
+        table, totals, restoration = self._elastic.table, self._elastic.totals, None
+        if missing is not None:
+            slots = self._elastic.slots
+            restoration = plan_restoration(table, missing, split.recompute_share, slots)
+            totals.fetched_units += restoration.fetched_units
+            totals.borrowed_units += len(restoration.borrowed)
+            totals.projected_units += restoration.projected_units
+        lengths = table.lengths_of(seq_ids).tolist()
+        new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
         plan = plan_step(table, new, restoration, self._token_ids, self._device)
         totals.recomputed_tokens += plan.recomputed_rows
         plan = plan._replace(delta=split.delta_share)
         if self._captures:
-            plan = plan._replace(capture=plan_capture(table, [n.seq_id for n in new], plan))
+            plan = plan._replace(capture=plan_capture(table, seq_ids, plan))
+        table.note_computed(seq_ids, counts)
         return plan
 
-    def _restoration(self, missing: Missing, split: WorkSplit) -> Restoration:
-        elastic, totals = self._elastic, self._elastic.totals
-        planned = plan_restoration(elastic.table, missing, split.recompute_share, elastic.slots)
-        totals.fetched_units += planned.fetched_units
-        totals.borrowed_units += len(planned.borrowed)
-        totals.projected_units += planned.projected_units
-        return planned
+
+def planned_work(plan: StepPlan, decoding: bool) -> StepWork:
+    """The work of a step as planned, summed up for a latency model: what its rows compute, what
+    they read, what is fetched.
+
+    Args:
+        decoding: SGLang's own rows are one new token per request, not prompts.
+    """
+    requests = plan.groups[0].requests
+    if decoding and not plan.restored:  # most steps
+        return StepWork(len(requests), sum(r.new.end_position for r in requests))
+    rows = np.array([r.new.size for r in requests])
+    ends = np.array([r.new.end_position for r in requests])
+    counts, starts = np.array(plan.restored, np.int64).reshape(-1, 2).T
+    computed = sum(group.rows - plan.new_rows for group in plan.groups)
+    fetched = plan.fetched_tokens
+    return StepWork(
+        decode_rows=len(rows) if decoding else 0,
+        decode_tokens=int(ends.sum()) if decoding else 0,
+        restored_tokens=int(counts.sum()),
+        restored_squares=float((counts * counts).sum()),
+        restored_prefix=float((counts * starts).sum()),
+        prefill_rows=0 if decoding else int(rows.sum()),
+        prefill_pairs=0.0 if decoding else float((rows * ends - rows * (rows - 1) / 2).sum()),
+        swap_tokens=int(counts.sum()) if fetched else 0,
+        recompute_share=computed / (computed + fetched) if computed + fetched else 1.0,
+    )

@@ -44,7 +44,6 @@ class GroupTransfer:
 
     @staticmethod
     def of(sources: IntArray, targets: IntArray) -> GroupTransfer:
-        """From unit numbers."""
         return GroupTransfer(_index(sources), _index(targets))
 
 
@@ -78,18 +77,6 @@ class Restoration:
     borrowed: IntArray
     """Device units to return after the step."""
 
-    @staticmethod
-    def recomputing(blocks: IntArray, depths: IntArray, num_groups: int) -> Restoration:
-        """Of these blocks, by recomputation alone.
-
-        Args:
-            blocks: [n], any order, each any number of times.
-            depths: [n].
-        """
-        blocks, first = np.unique(blocks, return_index=True)
-        staged = np.full((len(blocks), num_groups), NONE, np.int32)
-        return Restoration(blocks, depths[first], staged, (), np.empty(0, np.int32))
-
     @property
     def fetched_units(self) -> int:
         return sum(len(t.sources) for t in self.transfers)
@@ -121,10 +108,7 @@ class Restoration:
 
 
 def plan_restoration(
-    table: PageTable,
-    missing: Missing,
-    recompute_share: float,
-    slots: int,
+    table: PageTable, missing: Missing, recompute_share: float, slots: int
 ) -> Restoration:
     """Choose, per missing block, the layers to compute again; fetch the rest. Borrows units.
 

@@ -28,20 +28,19 @@ class MixedRows:
     PyTorch's slow way through `__call__`.
 
     Args:
-        decoder: a module called as `decoder(input_ids, positions, ...)` whose `layers` are
+        decoder: an `nn.Module` called as `decoder(input_ids, positions, ...)` whose `layers` are
             called with the rows' tensors as arguments and whose `norm` is called last. Each layer
             calls `post_attention_layernorm(attention output, residual)`.
         shape: layer groups of the pool.
     """
 
-    def __init__(self, decoder: nn.Module, shape: PoolShape) -> None:
-        with_kwargs: list[tuple[nn.Module, Hook]] = [(decoder, _append_rows)]
-        plain: list[tuple[nn.Module, Hook]] = []
-        for index, layer in enumerate(_layers(decoder)):
-            with_kwargs.append((layer, _keep_rows(shape.group_of(index))))
-            plain.append((_child(layer, "post_attention_layernorm"), _match_rows))
-        with_kwargs.append((_child(decoder, "norm"), _keep_rows(shape.num_groups)))
-        self._with_kwargs, self._plain = with_kwargs, plain
+    def __init__(self, decoder: Any, shape: PoolShape) -> None:
+        self._with_kwargs: list[tuple[nn.Module, Hook]] = [
+            (decoder, _append_rows),
+            *((layer, _keep_rows(shape.group_of(i))) for i, layer in enumerate(decoder.layers)),
+            (decoder.norm, _keep_rows(shape.num_groups)),
+        ]
+        self._plain = [layer.post_attention_layernorm for layer in decoder.layers]
 
     @contextmanager
     def running(self, plan: StepPlan) -> Iterator[None]:
@@ -53,8 +52,8 @@ class MixedRows:
             for module, hook in self._with_kwargs:
                 bound = partial(hook, plan)
                 hooks.callback(module.register_forward_pre_hook(bound, with_kwargs=True).remove)
-            for module, hook in self._plain:
-                hooks.callback(module.register_forward_pre_hook(partial(hook, plan)).remove)
+            for module in self._plain:
+                hooks.callback(module.register_forward_pre_hook(_match_rows).remove)
             yield
 
 
@@ -75,22 +74,10 @@ def _keep_rows(group: int) -> Hook:
     return hook
 
 
-def _match_rows(_: StepPlan, __: nn.Module, args: Any) -> Any:
+def _match_rows(_: nn.Module, args: Any) -> Any:
     """A pre-hook that cuts the residual to the rows for which attention gave an output."""
     hidden_states, *residual = args
     return (hidden_states, *(_cut(r, hidden_states.shape[0]) for r in residual))
-
-
-def _layers(decoder: nn.Module) -> list[nn.Module]:
-    layers = decoder.layers
-    assert isinstance(layers, nn.ModuleList)
-    return list(layers)
-
-
-def _child(module: nn.Module, name: str) -> nn.Module:
-    child = getattr(module, name)
-    assert isinstance(child, nn.Module)
-    return child
 
 
 def _cut(value: Any, rows: int) -> Any:

@@ -35,17 +35,16 @@ class SeparateRows:
     """Takes recomputed rows through the model before SGLang's rows; stands in for `MixedRows`.
 
     Args:
-        decoder: a module called as `decoder(input_ids, positions, batch, ...)`, with
+        decoder: an `nn.Module` called as `decoder(input_ids, positions, batch, ...)`, with
             `embed_tokens` and `layers`, these called as `layer(positions, hidden, batch, residual)`
             and returning (hidden, residual).
         shape: layer groups of the pool.
         restart: called between the passes: fetching begins again with the first layer group.
+            None: nothing is fetched.
     """
 
-    def __init__(
-        self, decoder: nn.Module, shape: PoolShape, restart: Callable[[], None] = lambda: None
-    ) -> None:
-        self._decoder: Any = decoder
+    def __init__(self, decoder: Any, shape: PoolShape, restart: Callable[[], None] | None) -> None:
+        self._decoder = decoder
         self._shape = shape
         self._restart = restart
         self._plan: StepPlan | None = None
@@ -103,7 +102,8 @@ class SeparateRows:
                     plan.recomputed_positions[:rows], hidden[:rows], args[2], residual
                 )
         self._first_pass = False
-        self._restart()
+        if self._restart is not None:
+            self._restart()
 
 
 def spans_only(layout: GroupLayout, new_rows: int) -> GroupLayout:

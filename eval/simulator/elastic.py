@@ -77,7 +77,7 @@ class Elastic(Mode):
         decision = iteration.decide(state)
         # Named by their numbers in the load, as the simulator does.
         iteration.put_in_force(decision, running, running, waiting.tolist())
-        return Moves(list(iteration.decided.admit), iteration.decided.pause)
+        return Moves(list(iteration.in_force.admit), iteration.in_force.pause)
 
     def closed(self, closed: bool, anybody_waits: bool) -> bool:
         return self.iteration.queue_closed(closed, anybody_waits)

@@ -18,7 +18,7 @@ from ellm_sgl.kernels.cpu.library import (
     loaded,
 )
 from ellm_sgl.kernels.cpu.transfer import check_buffers, check_units
-from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, StackedLayout
+from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, StackedLayout, packed_heads
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of rows and of the pool, as attention.h numbers them."""
@@ -31,13 +31,15 @@ def supports(head_dim: int, row_type: torch.dtype, pool_type: torch.dtype) -> bo
     return instruction_set(head_dim, os.environ.get(ISA_VARIABLE)) is not None
 
 
-def instruction_set_name(head_dim: int) -> str:
-    """Of the kernels that run for heads of this size.
+def instruction_set_for(head_dim: int) -> tuple[int, str]:
+    """(index, name) of the instruction set that attention uses for heads of this size.
 
     Raises:
         ValueError: there is none.
     """
-    return _instruction_set(head_dim)[1]
+    if (found := instruction_set(head_dim, os.environ.get(ISA_VARIABLE))) is None:
+        raise ValueError(f"no kernel for heads of {head_dim}")
+    return found
 
 
 def mixed_attention(
@@ -68,7 +70,7 @@ def mixed_attention(
     rows = groups.rows if out_rows is None else out_rows
     heads, head_dim = q.shape[1:]
     out = q.new_empty((rows, heads, head_dim))
-    q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
+    q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
     if k.shape[0] < groups.rows or q.shape[0] < rows or len(keys) <= plan.largest_unit:
         raise ValueError(f"fewer rows or units than the layout speaks of: {q.shape}, {keys.shape}")
     if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
@@ -144,7 +146,7 @@ class _Plan:
         self.handle = self.library.ellm_make_plans(ctypes.byref(arguments))
         self.largest_unit: int = arguments.largest_unit
         """Of all groups'."""
-        self.isa, _ = _instruction_set(head_dim)
+        self.isa, _ = instruction_set_for(head_dim)
 
     def __del__(self) -> None:  # weakref.finalize takes as long as all the rest
         self.library.ellm_free_plans(self.handle)
@@ -187,14 +189,3 @@ def _prepare(groups: StackedLayout, block_tokens: int, head_dim: int) -> _Plan:
     plan = _Plan(groups, block_tokens, head_dim)
     _last = groups, block_tokens, head_dim, plan
     return plan
-
-
-def _instruction_set(head_dim: int) -> tuple[int, str]:
-    if (found := instruction_set(head_dim, os.environ.get(ISA_VARIABLE))) is None:
-        raise ValueError(f"no kernel for heads of {head_dim}")
-    return found
-
-
-def _packed_heads(x: torch.Tensor) -> torch.Tensor:
-    """Rows may lie apart (they are cut from one QKV tensor); a row's heads may not."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

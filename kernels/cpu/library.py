@@ -16,6 +16,7 @@ from ctypes import (
     c_void_p,
 )
 from dataclasses import dataclass
+from typing import Any
 
 from ellm_sgl.kernels.cpu.build import FOLDER, LIBRARY, source_hash
 
@@ -60,6 +61,22 @@ class TransferArguments(Structure):
     )
 
 
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ellm_instruction_set": (c_char_p, (c_int, c_int, POINTER(c_int32))),
+    "ellm_make_plans": (c_void_p, (POINTER(PlanArguments),)),
+    "ellm_free_plans": (None, (c_void_p,)),
+    "ellm_attend": (None, (c_void_p, c_int64, POINTER(Call), c_int64)),
+    "ellm_copy_units": (None, (*[c_void_p] * 4, c_int64, c_int64, c_int)),
+    "ellm_make_transfer": (c_void_p, ()),
+    "ellm_transfer_start": (None, (c_void_p, POINTER(TransferArguments))),
+    "ellm_transfer_wait": (c_double, (c_void_p, c_int64)),
+    "ellm_transfer_done": (None, (c_void_p, c_int64)),
+    "ellm_transfer_finish": (None, (c_void_p,)),
+    "ellm_free_transfer": (None, (c_void_p,)),
+}
+"""What each function returns and takes."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What became of loading the library."""
@@ -83,29 +100,9 @@ def load() -> Loaded:
         return Loaded(None, f"{path}: {error}")
     if built_from != source_hash():
         return Loaded(None, f"{path} was built from other sources than those beside it")
-    library.ellm_instruction_set.restype = c_char_p
-    library.ellm_instruction_set.argtypes = (c_int, c_int, POINTER(c_int32))
-    library.ellm_make_plans.restype = c_void_p
-    library.ellm_make_plans.argtypes = (POINTER(PlanArguments),)
-    library.ellm_free_plans.restype = None
-    library.ellm_free_plans.argtypes = (c_void_p,)
-    library.ellm_attend.restype = None
-    library.ellm_attend.argtypes = (c_void_p, c_int64, POINTER(Call), c_int64)
-    library.ellm_copy_units.restype = None
-    library.ellm_copy_units.argtypes = (
-        c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int,
-    )  # fmt: skip
-    library.ellm_make_transfer.restype = c_void_p
-    library.ellm_make_transfer.argtypes = ()
-    library.ellm_transfer_start.restype = None
-    library.ellm_transfer_start.argtypes = (c_void_p, POINTER(TransferArguments))
-    library.ellm_transfer_wait.restype = c_double
-    library.ellm_transfer_wait.argtypes = (c_void_p, c_int64)
-    library.ellm_transfer_done.restype = None
-    library.ellm_transfer_done.argtypes = (c_void_p, c_int64)
-    for function in (library.ellm_transfer_finish, library.ellm_free_transfer):
-        function.restype = None
-        function.argtypes = (c_void_p,)
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return Loaded(library)
 
 

@@ -34,10 +34,8 @@ class Transfer:
     begun it is copied by the caller.
 
     Args:
-        target, source: [units, ...], contiguous, on the host, same dtype and unit size.
-
-    Raises:
-        ValueError: other shapes or types.
+        target, source: [units, ...], contiguous, on the host, same dtype and unit size; else a
+            ValueError.
     """
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -54,10 +54,10 @@ class Scene:
         self.table.note_computed([seq_id], [tokens])
         return blocks
 
-    def apply_targets(self, seq_ids: Sequence[int]) -> None:
+    def bring_to_ratios(self, seq_ids: Sequence[int]) -> None:
         own = self.ratios
         ratios = [own.get(s, 0.0) if isinstance(own, dict) else own for s in seq_ids]
-        self.elastic.apply_targets(seq_ids, ratios)
+        self.elastic.bring_to_ratios(seq_ids, ratios)
 
     def restore(self, seq_ids: Sequence[int]) -> list[int]:
         return self.elastic.restore(seq_ids, self.table.missing_blocks(seq_ids))
@@ -74,4 +74,4 @@ class Scene:
 
     def uncached(self) -> list[int]:
         """Uncached tokens of each request."""
-        return [self.table.uncached_tokens(s) for s in self.table.sequence_ids]
+        return self.table.uncached_tokens(self.table.sequence_ids).tolist()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ellm_sgl.engine import Arrival, Controller, Decision, Iteration, ServerLimits, StepLog
-from ellm_sgl.engine.decided import FETCH_ALL
+from ellm_sgl.engine.decision import FETCH_ALL
 from ellm_sgl.engine.request_table import Entries
 from ellm_sgl.latency import RooflineLatencyModel
 from ellm_sgl.memory import ElasticMemory, PageTable, PoolShape
@@ -19,7 +19,7 @@ from tests.latency.machines import GPU, TINY
 SHAPE = PoolShape(num_layers=4, layer_group=2, block_tokens=4)
 BLOCKS = 10
 KEEP_ALL = Decision(
-    admit=(), reorders=False, pause=frozenset(), ratios=(), admitted_ratio=0.0,
+    admit=(), pause=frozenset(), ratios=(), admitted_ratio=0.0,
     split=WorkSplit(1, 1, 512), fetch_ahead_s=0.0, stands=True,
 )  # fmt: skip
 
@@ -75,17 +75,17 @@ def test_a_decision_on_positions_is_in_force_on_requests() -> None:
         KEEP_ALL, admit=(1, 0), pause=frozenset({1}), ratios=(0.25, 0.5), admitted_ratio=0.1
     )
     server.put_in_force(decision, (first, second))
-    decided = server.iteration.decided
-    assert decided.admit == {second: 0, first: 1}
-    assert decided.pause == {server.running[1]}
-    assert decided.uncached_ratios == {70: 0.25, 71: 0.5}
+    in_force = server.iteration.in_force
+    assert in_force.admit == {second: 0, first: 1}
+    assert in_force.pause == {server.running[1]}
+    assert in_force.uncached_ratios == {70: 0.25, 71: 0.5}
     assert server.iteration.elastic.totals.pauses == 1
     server.put_in_force(decision, (first, second))  # who is paused still has not begun to be again
     assert server.iteration.elastic.totals.pauses == 1
 
 
 def test_before_the_first_decision_all_is_fetched() -> None:
-    assert Server().iteration.decided.split == FETCH_ALL
+    assert Server().iteration.in_force.split == FETCH_ALL
     assert (FETCH_ALL.recompute_share, FETCH_ALL.delta_share) == (0.0, 0.5)
 
 
@@ -117,9 +117,9 @@ def test_nobody_to_decide_for_leaves_what_was_decided_of_the_others() -> None:
     server = Server(2)
     server.put_in_force(dataclasses.replace(KEEP_ALL, pause=frozenset({0}), admitted_ratio=0.3))
     server.iteration.decide_nothing()
-    decided = server.iteration.decided
-    assert not decided.pause and not decided.uncached_ratios and not decided.admit
-    assert (decided.split, decided.admitted_ratio, decided.stands) == (KEEP_ALL.split, 0.3, True)
+    in_force = server.iteration.in_force
+    assert not in_force.pause and not in_force.uncached_ratios and not in_force.admit
+    assert (in_force.split, in_force.admitted_ratio, in_force.stands) == (KEEP_ALL.split, 0.3, True)
 
 
 def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> None:

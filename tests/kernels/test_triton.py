@@ -13,7 +13,6 @@ from hypothesis import given
 
 from ellm_sgl.kernels.experimental.triton.attention import (
     PROGRAMS_PER_PROCESSOR,
-    RECOMPUTE_ROWS,
     k1_programs,
 )
 from ellm_sgl.kernels.experimental.triton.plan import DECODE_CHUNK, Tiles, TileSizes, cut
@@ -59,7 +58,7 @@ def test_compiles_for_devices_that_are_not_there(
 @given(inputs=sizes())
 def test_tiles_cover_every_row_and_all_that_it_sees_once(inputs: Sizes) -> None:
     layout = make(inputs).layout
-    tile_sizes = TileSizes.of(inputs.group, RECOMPUTE_ROWS)
+    tile_sizes = TileSizes.of(inputs.group)
     tiles = cut(layout.requests, tile_sizes)
     ranges = [rows for r in layout.requests for rows in (r.new, *r.spans)]
     _check_cover(tiles, ranges, layout.rows)
@@ -84,7 +83,7 @@ def _check_cover(tiles: Tiles, ranges: list[RowRange], rows: int) -> None:
 
 @given(inputs=sizes())
 def test_partial_results_lie_side_by_side(inputs: Sizes) -> None:
-    tile_sizes = TileSizes.of(inputs.group, RECOMPUTE_ROWS)
+    tile_sizes = TileSizes.of(inputs.group)
     tiles = cut(make(inputs).layout.requests, tile_sizes)
     taken = np.zeros(tiles.partial_rows, int)
     numbers: dict[int, list[int]] = {}

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ellm_sgl.memory import NONE, PageTable, PoolShape, PoolStatistics
+from ellm_sgl.memory import NONE, PageTable, PoolShape
+from ellm_sgl.memory.shape import PoolStatistics
 
 
 @dataclass
@@ -157,7 +158,7 @@ class PageTableModel:
         empty = [NONE] * self.shape.num_groups
         assert set(table.free_block_ids.tolist()) == set(every) - self.blocks.keys()
         assert table.references(every).tolist() == [self.references(b) for b in every]
-        assert table.computed_tokens(every).tolist() == [
+        assert table._computed[1:].tolist() == [
             self.blocks[b].computed if b in self.blocks else 0 for b in every
         ]
         assert table.units[1:].tolist() == [
@@ -167,12 +168,11 @@ class PageTableModel:
     def assert_same_sequences(self, table: PageTable) -> None:
         assert set(table.sequence_ids) == self.sequences.keys()
         every = list(self.sequences)
-        assert table.uncached_tokens_of(every).tolist() == [*map(self.uncached_tokens, every)]
+        assert table.uncached_tokens(every).tolist() == [*map(self.uncached_tokens, every)]
         for seq_id, (blocks, length) in self.sequences.items():
-            assert seq_id in table
             assert table.blocks_of(seq_id).tolist() == blocks
             assert table.length_of(seq_id) == length
-            assert table.uncached_tokens(seq_id) == self.uncached_tokens(seq_id)
+            assert table.uncached_tokens([seq_id]) == self.uncached_tokens(seq_id)
 
     def assert_same_counts(self, table: PageTable) -> None:
         assert table.free_units == self.free_units

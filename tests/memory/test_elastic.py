@@ -134,22 +134,20 @@ def test_a_full_last_block_may_go() -> None:
     assert scene.missing(0) == [0, 1]
 
 
-# -- place ----------------------------------------------------------------------------------
+# -- allocate -------------------------------------------------------------------------------
 
 
 def test_new_blocks_take_the_room_of_old_ones() -> None:
     scene = Scene(room=4)
     scene.request(0, tokens=4 * BLOCK)
-    new = scene.table.allocate(2)
-    assert scene.elastic.place(new) == 0
+    new = scene.elastic.allocate(2)
     assert (scene.table.units[new] != NONE).all() and scene.missing(0) == [0, 1]
 
 
 def test_when_units_run_short_the_earliest_new_blocks_go_without() -> None:
     scene = Scene(room=4)
     scene.request(0, tokens=BLOCK + 1)
-    new = scene.table.allocate(5)
-    assert scene.elastic.place(new) == 2
+    new = scene.elastic.allocate(5)
     complete = (scene.table.units[new] != NONE).all(axis=1)
     assert complete.tolist() == [False, False, True, True, True]
 
@@ -157,7 +155,7 @@ def test_when_units_run_short_the_earliest_new_blocks_go_without() -> None:
 def test_placing_nothing_needs_nothing() -> None:
     scene = Scene(room=1)
     scene.request(0, tokens=BLOCK)
-    assert scene.elastic.place(np.empty(0, np.int32)) == 0
+    assert len(scene.elastic.allocate(0)) == 0 and scene.missing(0) == []
 
 
 # -- the bound on restored tokens ----------------------------------------------------------------
@@ -192,7 +190,7 @@ def test_admission_counts_on_joining_requests_to_come_to_their_targets(
 ) -> None:
     scene = Scene(room=10, ratios={0: ratio})
     scene.request(0, tokens=4 * BLOCK)
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     now = int((6 + 4 * ratio) * BLOCK)
     assert scene.elastic.admission_tokens(reclaimable=0, ratio=ratio) == (now, factor * now)
 
@@ -225,7 +223,7 @@ def test_room_made_beyond_the_targets_admits_nobody() -> None:
 def test_room_made_to_reach_the_targets_admits_others() -> None:
     scene = Scene(room=10, ratios={0: 0.5})
     scene.request(0, tokens=8 * BLOCK)
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     assert scene.elastic.admission_tokens(0, ratio=0.0) == (6 * BLOCK, 6 * BLOCK)
 
 
@@ -262,18 +260,18 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
     scene, copies = with_host(room=8)
     table, elastic = scene.table, scene.elastic
     out, coming = scene.request(1, 13), scene.request(2, 13)
-    elastic.apply_targets([1, 2], [12 / 13, 12 / 13], paused=True)
-    assert elastic.uncached_tokens([1, 2]).tolist() == [12, 12]
+    elastic.bring_to_ratios([1, 2], [12 / 13, 12 / 13], paused=True)
+    assert elastic.table.uncached_tokens([1, 2]).tolist() == [12, 12]
     saved = {h: d for device, host in copies for d, h in zip(device, host, strict=True)}
     assert len(saved) == 12
-    elastic.apply_targets([1, 2], [12 / 13, 0.0], paused=True)
+    elastic.bring_to_ratios([1, 2], [12 / 13, 0.0], paused=True)
     # Six blocks are free, of which three are for those who decode; the link brings two.
     host, device = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=2 * GROUPS + 1)
-    assert elastic.uncached_tokens([1, 2]).tolist() == [12, 4]
+    assert elastic.table.uncached_tokens([1, 2]).tolist() == [12, 4]
     assert host.tolist() == table.host.units[coming[:2]].flatten().tolist()
     assert device.tolist() == table.units[coming[:2]].flatten().tolist()
     host, _ = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=100)
-    assert len(host) == GROUPS and elastic.uncached_tokens([2]).tolist() == [0]
+    assert len(host) == GROUPS and elastic.table.uncached_tokens([2]).tolist() == [0]
     assert elastic.fetch_ahead([1, 2], 0, 100)[0].tolist() == []  # 1 is not to come back
     assert (table.units[out[:3]] == NONE).all() and elastic.totals.fetched_ahead_units == 6
     table.check_integrity()
@@ -282,9 +280,9 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
 def test_what_the_host_lacks_is_not_fetched_ahead() -> None:
     scene, _ = with_host(room=6)
     blocks = scene.request(1, 13)
-    scene.elastic.apply_targets([1], [12 / 13], paused=True)
+    scene.elastic.bring_to_ratios([1], [12 / 13], paused=True)
     scene.table.host.drop(np.array(blocks[:1], np.int32))
-    scene.elastic.apply_targets([1], [0.0], paused=True)
+    scene.elastic.bring_to_ratios([1], [0.0], paused=True)
     host, _ = scene.elastic.fetch_ahead([1], 0, 100)
     assert len(host) == 2 * GROUPS and scene.missing(1) == [0]
 
@@ -297,7 +295,7 @@ def test_a_missing_block_that_two_share_is_fetched_ahead_once() -> None:
     for seq_id in (1, 2):
         scene.request(seq_id, 13, prefix.tolist())
     assert elastic.make_room(12 * GROUPS) is False
-    assert elastic.uncached_tokens([1, 2]).tolist() == [12, 12]
+    assert elastic.table.uncached_tokens([1, 2]).tolist() == [12, 12]
     host, device = elastic.fetch_ahead([1, 2], growth_blocks=0, most_units=100)
     assert len(host) == 4 * GROUPS  # two shared blocks and one of each
     assert len(set(host.tolist())) == len(host) and len(set(device.tolist())) == len(device)

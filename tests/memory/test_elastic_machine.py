@@ -41,9 +41,10 @@ class ElasticMachine(RuleBasedStateMachine):
             prefix = other[: data.draw(st.integers(0, most), "blocks")].tolist()
         if SHAPE.blocks_for(tokens) - len(prefix) > table.free_blocks:
             return
-        blocks = table.allocate(SHAPE.blocks_for(tokens) - len(prefix))
-        without = self._protected(lambda: self.scene.elastic.place(blocks))
+        count = SHAPE.blocks_for(tokens) - len(prefix)
+        blocks = self._protected(lambda: self.scene.elastic.allocate(count))
         missing = (table.units[blocks] == NONE).any(axis=1)
+        without = int(missing.sum())
         assert missing.tolist() == [True] * without + [False] * (len(blocks) - without)
         table.map(self.next_id, [*prefix, *blocks.tolist()], tokens)
         table.note_computed([self.next_id], [tokens - len(prefix) * BLOCK])
@@ -72,7 +73,7 @@ class ElasticMachine(RuleBasedStateMachine):
         """One step: targets, room, growth, restoration."""
         table, elastic = self.scene.table, self.scene.elastic
         seq_ids = table.sequence_ids
-        targets = self._apply_targets(seq_ids)
+        targets = self._bring_to_ratios(seq_ids)
         begun = [s for s in seq_ids if table.length_of(s) % BLOCK == 0]
         if len(begun) > table.free_blocks:
             return
@@ -81,8 +82,8 @@ class ElasticMachine(RuleBasedStateMachine):
         assert room == (table.free_units >= units)
         if not room:
             return
-        blocks = table.allocate(len(begun))
-        assert elastic.place(blocks) == 0
+        blocks = elastic.allocate(len(begun))
+        assert not table.misses_units(blocks).any()
         new = dict(zip(begun, blocks.tolist(), strict=True))
         last = [new[s] if s in new else table.blocks_of(s)[-1] for s in seq_ids]
         table.extend_each(seq_ids, np.array(last, np.int32))
@@ -122,7 +123,7 @@ class ElasticMachine(RuleBasedStateMachine):
         assert totals.evicted_units - evicted == np.count_nonzero(lost)
         return result
 
-    def _apply_targets(self, seq_ids: list[int]) -> npt.NDArray[np.int64]:
+    def _bring_to_ratios(self, seq_ids: list[int]) -> npt.NDArray[np.int64]:
         """No request goes beyond its target, nor all of them beyond the bound on restored tokens.
 
         Returns the targets, in tokens.
@@ -131,7 +132,7 @@ class ElasticMachine(RuleBasedStateMachine):
         ratios = np.array([self.ratios[s] for s in seq_ids])
         targets = (lengths * ratios).astype(int) // BLOCK * BLOCK
         before = self._uncached(seq_ids)
-        self._protected(lambda: self.scene.apply_targets(seq_ids))
+        self._protected(lambda: self.scene.bring_to_ratios(seq_ids))
         after = self._uncached(seq_ids)
         assert (after <= np.maximum(before, targets)).all()
         assert after.sum() <= max(before.sum(), self.scene.elastic.max_restored_tokens)
@@ -150,7 +151,7 @@ class ElasticMachine(RuleBasedStateMachine):
         assert not restored or table.free_units >= len(seq_ids) * GROUPS
 
     def _uncached(self, seq_ids: list[int]) -> npt.NDArray[np.int64]:
-        return np.array([self.scene.table.uncached_tokens(s) for s in seq_ids])
+        return self.scene.table.uncached_tokens(seq_ids)
 
 
 ElasticMachine.TestCase.settings = settings(stateful_step_count=30)

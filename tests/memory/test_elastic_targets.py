@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.engine.scene import BLOCK, GROUPS, Scene
 
-# -- apply_targets --------------------------------------------------------------------------
+# -- bring_to_ratios --------------------------------------------------------------------------
 
 
 @given(tokens=st.integers(1, 60), ratio=st.floats(0, 1, exclude_max=True))
 def test_targets_are_reached_in_whole_blocks(tokens: int, ratio: float) -> None:
     scene = Scene(room=20, ratios=ratio)
     scene.request(0, tokens)
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     assert scene.uncached() == [int(ratio * tokens) // BLOCK * BLOCK]
     assert scene.elastic.totals.evicted_units == scene.table.missing_units
 
@@ -23,7 +23,7 @@ def test_targets_are_reached_in_whole_blocks(tokens: int, ratio: float) -> None:
 def test_targets_take_the_oldest_blocks() -> None:
     scene = Scene(room=10, ratios=0.5)
     scene.request(0, tokens=6 * BLOCK)
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     assert scene.missing(0) == [0, 1, 2]
 
 
@@ -31,7 +31,7 @@ def test_targets_are_each_requests_own() -> None:
     scene = Scene(room=20, ratios={0: 0.25, 2: 0.5})
     for seq_id in range(3):
         scene.request(seq_id, tokens=4 * BLOCK)
-    scene.apply_targets([0, 1, 2])
+    scene.bring_to_ratios([0, 1, 2])
     assert scene.uncached() == [BLOCK, 0, 2 * BLOCK]
 
 
@@ -39,7 +39,7 @@ def test_targets_of_requests_outside_the_batch_are_left_alone() -> None:
     scene = Scene(room=20, ratios=0.5)
     for seq_id in range(2):
         scene.request(seq_id, tokens=4 * BLOCK)
-    scene.apply_targets([1])
+    scene.bring_to_ratios([1])
     assert scene.uncached() == [0, 2 * BLOCK]
 
 
@@ -47,7 +47,7 @@ def test_what_is_missing_already_counts_towards_the_target() -> None:
     scene = Scene(room=10, ratios=0.5)
     blocks = scene.request(0, tokens=6 * BLOCK)
     scene.evict(blocks[4:5])
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     assert scene.missing(0) == [0, 1, 4]
 
 
@@ -55,7 +55,7 @@ def test_a_block_that_lost_some_groups_does_not_count_twice() -> None:
     scene = Scene(room=10, ratios=0.5)
     blocks = scene.request(0, tokens=6 * BLOCK)
     scene.table.evict(blocks[0], slice(0, 1))
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     assert scene.missing(0) == [0, 1, 2]
 
 
@@ -63,7 +63,7 @@ def test_shared_blocks_stay_whatever_the_target() -> None:
     scene = Scene(room=20, ratios=0.75)
     shared = scene.request(0, tokens=7 * BLOCK + 1)[:4]
     scene.request(1, tokens=7 * BLOCK + 1, prefix=shared)
-    scene.apply_targets([0, 1])
+    scene.bring_to_ratios([0, 1])
     assert [scene.missing(s) for s in range(2)] == [[4, 5, 6], [4, 5, 6]]
 
 
@@ -72,7 +72,7 @@ def test_targets_never_outgrow_the_transient_buffer(max_restored: int) -> None:
     scene = Scene(room=20, ratios=0.5, max_restored=max_restored)
     for seq_id in range(2):
         scene.request(seq_id, tokens=8 * BLOCK)
-    scene.apply_targets([0, 1])
+    scene.bring_to_ratios([0, 1])
     assert sum(scene.uncached()) == min(max_restored // BLOCK, 8) * BLOCK
 
 
@@ -80,7 +80,7 @@ def test_the_transient_buffer_counts_what_later_requests_miss() -> None:
     scene = Scene(room=20, ratios=0.5, max_restored=3 * BLOCK)
     scene.request(0, tokens=8 * BLOCK)
     scene.evict(scene.request(1, tokens=8 * BLOCK)[:2])
-    scene.apply_targets([0, 1])
+    scene.bring_to_ratios([0, 1])
     assert scene.uncached() == [BLOCK, 2 * BLOCK]
 
 
@@ -91,8 +91,9 @@ def test_what_a_policy_is_told_of_requests_and_memory() -> None:
     scene.evict(shared[:1])
     elastic = scene.elastic
     assert elastic.shared_tokens([1, 0]).tolist() == [2 * BLOCK, 2 * BLOCK]
-    assert elastic.uncached_tokens([1, 0]).tolist() == [BLOCK, BLOCK]
-    assert (elastic.device_tokens(), elastic.free_tokens()) == (10 * BLOCK, 6 * BLOCK)
+    assert elastic.table.uncached_tokens([1, 0]).tolist() == [BLOCK, BLOCK]
+    memory = elastic.memory_state([1, 0])
+    assert (memory.device_tokens, memory.device_free_tokens) == (10 * BLOCK, 6 * BLOCK)
 
 
 def test_blocks_cease_to_be_shared_when_the_other_request_leaves() -> None:
@@ -148,7 +149,7 @@ def test_cached_prefixes_make_way_for_what_returns() -> None:
 def test_only_what_is_missing_beyond_the_target_returns() -> None:
     scene = Scene(room=20, ratios=0.5)
     blocks = scene.request(0, tokens=8 * BLOCK)
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     scene.evict(blocks[4:6])
     assert scene.restore([0]) == [blocks[5], blocks[4]]
     assert scene.uncached() == [4 * BLOCK]
@@ -158,7 +159,7 @@ def test_a_block_that_returned_for_one_request_counts_for_those_that_share_it() 
     scene = Scene(room=20, ratios=0.5)
     shared = scene.request(0, tokens=4 * BLOCK + 1)[:4]
     scene.request(1, tokens=4 * BLOCK + 1, prefix=shared)
-    scene.apply_targets([0, 1])  # 2 blocks each, but shared ones stay
+    scene.bring_to_ratios([0, 1])  # 2 blocks each, but shared ones stay
     scene.evict(shared)
     assert scene.restore([0, 1]) == [shared[3], shared[2]]
     assert scene.uncached() == [2 * BLOCK, 2 * BLOCK]
@@ -174,16 +175,16 @@ def test_a_last_block_that_is_not_full_returns_too() -> None:
 def test_lower_targets_let_blocks_return() -> None:
     scene = Scene(room=20, ratios=0.5)
     blocks = scene.request(0, tokens=8 * BLOCK)
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     scene.ratios = 0.25
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     assert scene.restore([0]) == [blocks[3], blocks[2]]
 
 
 def test_a_new_request_does_not_inherit_the_target_of_an_old_one() -> None:
     scene = Scene(room=20, ratios=0.5)
     scene.request(0, tokens=8 * BLOCK)
-    scene.apply_targets([0])
+    scene.bring_to_ratios([0])
     scene.elastic.forget(0)
     blocks = scene.request(0, tokens=2 * BLOCK)
     scene.evict(blocks[:1])
@@ -203,7 +204,7 @@ def test_memory_is_taken_first_from_those_whose_target_is_not_reached() -> None:
     scene = Scene(room=16, ratios={0: 0.0, 1: 0.5}, max_restored=2 * BLOCK)
     for seq_id in (0, 1):
         scene.request(seq_id, tokens=8 * BLOCK)
-    scene.apply_targets([0, 1])  # request 1 may miss 4 blocks, but a step may restore only 2
+    scene.bring_to_ratios([0, 1])  # request 1 may miss 4 blocks, but a step may restore only 2
     assert [len(scene.missing(s)) for s in (0, 1)] == [0, 2]
     scene.elastic.make_room(4 * GROUPS)
     assert [len(scene.missing(s)) for s in (0, 1)] == [0, 4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ellm_sgl.memory.free_list import FreeList
+from ellm_sgl.memory.ids import FreeList
 
 
 def test_ids_begin_at_one() -> None:

@@ -88,7 +88,7 @@ def test_a_block_used_again_remembers_nothing() -> None:
     for length in (4, 1):
         blocks = add_sequence(table, seq_id=0, length=length)
         table.note_computed([0], [length])
-        assert table.computed_tokens(blocks).tolist() == [length]
+        assert table._computed[blocks].tolist() == [length]
         table.unmap(0)
         table.release(blocks)
 
@@ -161,7 +161,7 @@ def test_a_sequence_grows_token_by_token() -> None:
     for length in range(2, 25):
         table.extend(0, length, table.allocate(1) if length % 4 == 1 else ())
         table.note_computed([0], [1])
-        assert table.computed_tokens(table.blocks_of(0))[-1] == (length - 1) % 4 + 1
+        assert table._computed[table.blocks_of(0)][-1] == (length - 1) % 4 + 1
     assert len(set(table.blocks_of(0).tolist())) == 6
 
 

@@ -32,7 +32,7 @@ def test_a_unit_both_owned_and_free(table: PageTable) -> None:
 
 def test_a_lost_unit(table: PageTable) -> None:
     table._units[1, 0] = NONE
-    table._missing_units += 1
+    table.missing_units += 1
     with pytest.raises(IntegrityError, match="some unit is lost"):
         table.check_integrity()
 
@@ -68,7 +68,7 @@ def test_a_free_block_with_units(table: PageTable) -> None:
 
 
 def test_a_wrong_count_of_missing_units(table: PageTable) -> None:
-    table._missing_units = 1
+    table.missing_units = 1
     with pytest.raises(IntegrityError, match="count of missing units"):
         table.check_integrity()
 

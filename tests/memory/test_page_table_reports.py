@@ -20,23 +20,23 @@ def table() -> PageTable:
 
 
 def test_uncached_tokens_count_a_block_once_however_much_it_misses(table: PageTable) -> None:
-    assert table.uncached_tokens(7) == 0
+    assert table.uncached_tokens([7]) == 0
     table.evict(1, slice(0, 1))
-    assert table.uncached_tokens(7) == 4
+    assert table.uncached_tokens([7]) == 4
     table.evict(1)
-    assert table.uncached_tokens(7) == 4
+    assert table.uncached_tokens([7]) == 4
 
 
 def test_uncached_tokens_count_the_last_block_as_far_as_it_is_filled(table: PageTable) -> None:
     table.evict(3)
-    assert table.uncached_tokens(7) == 2
+    assert table.uncached_tokens([7]) == 2
 
 
 def test_uncached_tokens_are_the_sequences_own(table: PageTable) -> None:
     """A block that another sequence filled further counts as far as this one uses it."""
     table.map(8, [1], 3)
     table.evict(1)
-    assert (table.uncached_tokens(7), table.uncached_tokens(8)) == (4, 3)
+    assert table.uncached_tokens([7, 8]).tolist() == [4, 3]
 
 
 def test_fragmentation_is_the_share_of_empty_places(table: PageTable) -> None:

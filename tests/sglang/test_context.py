@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.engine import Controller, Decided, Iteration, ServerLimits, StepLog
+from ellm_sgl.engine import Controller, InForce, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, RooflineLatencyModel, StepWork
 from ellm_sgl.memory import KVPool, PageTable, PoolShape
 from ellm_sgl.memory.shape import IntArray
@@ -60,16 +60,15 @@ def test_ranks_whose_clocks_differ_fetch_the_same_ahead() -> None:
         ours = Context(EllmConfig(host_kv_tokens=320), table, pool, 4096, streamer=streamer)
         elastic = ours.elastic
         for seq_id, blocks in ((1, 8), (2, 30)):
-            new = table.allocate(blocks)
-            elastic.place(new)
+            new = elastic.allocate(blocks)
             table.map(seq_id, new, blocks * SHAPE.block_tokens)
             table.note_computed([seq_id], [blocks * SHAPE.block_tokens])
         for ratio in (0.99, 0.01):  # the second one has given its KV up, and is to come back
-            elastic.apply_targets([2], [ratio], paused=True)
+            elastic.bring_to_ratios([2], [ratio], paused=True)
         link: Any = SimpleNamespace(link_bytes_per_s=12.5 * pool.unit_bytes / 0.005)
         steps: Any = SimpleNamespace(last=SimpleNamespace(seconds=measured_s), model=None)
         iteration = iteration_of(ours, steps, link)
-        iteration.decided = Decided(fetch_ahead_s=0.005)
+        iteration.in_force = InForce(fetch_ahead_s=0.005)
         iteration.plan_decode(ours.planner, [1], paused=[2])
         assert elastic.totals.fetched_ahead_units == 12
         tables.append(table.units)

@@ -34,7 +34,7 @@ def test_hidden_states_on_the_device_take_half_of_their_kv(groups: int) -> None:
     taken = (20 + 1) * groups / 2  # a slot of scratch; no heads share KV: half of it
     assert taken <= 300 - left < taken + 1
     pool = HiddenPool(SHAPE, groups, 20, HIDDEN, torch.float32)
-    assert (300 - left) * UNIT >= pool.nbytes > (300 - left - 1) * UNIT
+    assert (300 - left) * UNIT >= pool.buffer.nbytes > (300 - left - 1) * UNIT
 
 
 def test_elsewhere_they_take_nothing_of_it() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ellm_sgl.config import ConfigError, EllmConfig
-from ellm_sgl.memory import HostTier, KVPool, PoolShape
+from ellm_sgl.memory import KVPool, PoolShape
+from ellm_sgl.memory.host_tier import HostTier
 from ellm_sgl.sglang.host_tier import check_files, files, make_hidden_pool, make_streamer
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.step import HiddenStates

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.config.ranges import shown
-from ellm_sgl.engine import Controller, Decided, Iteration, ServerLimits, StepLog
+from ellm_sgl.engine import Controller, InForce, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import RooflineLatencyModel
 from ellm_sgl.memory import KVPool, PageTable, PoolShape
 from ellm_sgl.policies import Fcfs, FixedRatio
@@ -70,7 +70,7 @@ class Server:
     def facts(self) -> tuple[Any, ...]:
         """What an adjustment changes."""
         policy = self.iteration.controller.guard.policy
-        stands = self.iteration.decided.stands
+        stands = self.iteration.in_force.stands
         return self.table.unit_limit, policy, self.policy_name(), stands
 
 
@@ -193,11 +193,11 @@ def test_ranks_other_than_the_first_are_asked_nothing_and_agree_all_the_same(
     settled = []
     for rank in range(2):
         server = Server(rank)
-        server.iteration.decided = Decided(stands=True)
+        server.iteration.in_force = InForce(stands=True)
         before = server.iteration.controller.guard
         server.control("policy", name="fcfs", options=options)
         assert (server.iteration.controller.guard is before) == (rank > 0 or bool(options))
-        settled.append(server.iteration.decided.stands)
+        settled.append(server.iteration.in_force.stands)
     assert settled == [False, False]
 
 

@@ -106,7 +106,7 @@ class Plane:
                 self.streamer._stream.put(spoil)
         if (hidden := self.context.executor.hidden) is not None:
             owned = table.host._slots_of(np.arange(table.num_blocks + 1, dtype=np.int32))
-            free = np.setdiff1d(np.arange(table.host.hidden_slots + 1), owned[owned != NONE])
+            free = np.setdiff1d(np.arange(table.host._slots.capacity + 1), owned[owned != NONE])
             for layer in range(hidden.num_layers):
                 hidden._states.slots(layer)[torch.from_numpy(free)] = POISON
 
@@ -143,7 +143,7 @@ class Plane:
             host_tier.SLOTS,
             settings.overlap,
             project=None if hidden is None else hidden.restore,
-            worker=self.worker,
+            submit=self.worker.submit,
         )
         return self.streamer
 

@@ -59,7 +59,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "each rank fetches ahead as much as its own clock allows",
         f"{_ITERATION}.plan_decode",
-        "self.decided.fetch_ahead_s",
+        "self.in_force.fetch_ahead_s",
         "self.controller.steps.last.seconds / 2",
     ),
     Fault(
@@ -71,8 +71,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a block evicted in part is counted as evicted as a whole",
         f"{_TABLE}.evict",
-        "self._missing_units += len(held)",
-        "self._missing_units += self.shape.num_groups",
+        "self.missing_units += len(held)",
+        "self.missing_units += self.shape.num_groups",
     ),
     Fault(
         "adopted units stay with the block that gave them",

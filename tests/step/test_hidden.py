@@ -13,14 +13,14 @@ from ellm_sgl.memory import NONE, ElasticMemory, HiddenPool, KVPool, PageTable, 
 from ellm_sgl.step import (
     HiddenStates,
     Missing,
-    MixedRows,
     NewTokens,
     StepPlan,
     Streamer,
-    plan_capture,
     plan_restoration,
     plan_step,
 )
+from ellm_sgl.step.hidden import plan_capture
+from ellm_sgl.step.rows import MixedRows
 from tests.step.tiny import (
     HEAD_DIM,
     HIDDEN,
@@ -50,7 +50,7 @@ class Server:
         self.table = PageTable(SHAPE, 12, 24, host_units, hidden_groups)
         self.pool = self._pool(24)
         states = HiddenPool(
-            SHAPE, hidden_groups, self.table.host.hidden_slots, HIDDEN, torch.float32
+            SHAPE, hidden_groups, self.table.host._slots.capacity, HIDDEN, torch.float32
         )
         states.buffer.fill_(torch.nan)
         self.hidden = HiddenStates(states, self.pool)
@@ -85,8 +85,7 @@ class Server:
         table, start = self.table, len(self.tokens)
         self.tokens += tokens
         end = len(self.tokens)
-        added = table.allocate(SHAPE.blocks_for(end) - SHAPE.blocks_for(start))
-        self.elastic.place(added)
+        added = self.elastic.allocate(SHAPE.blocks_for(end) - SHAPE.blocks_for(start))
         if start:
             table.extend(0, end, added)
         else:
@@ -145,7 +144,7 @@ def test_generation_with_evictions_is_generation_without(
             restore=bool(random.integers(2)),
         )
         torch.testing.assert_close(out, server.expected(count), rtol=0, atol=1e-5)
-        server.elastic.apply_targets([0], [float(random.choice([0.0, 0.5, 0.9]))])
+        server.elastic.bring_to_ratios([0], [float(random.choice([0.0, 0.5, 0.9]))])
     assert (server.projected > 0) == (host_blocks > 0)
     if host_blocks == 12:  # whatever is wanted again is there: only the share is recomputed
         assert server.table.depth(server.table.blocks_of(0)[:-1]).max() == 0
@@ -175,7 +174,7 @@ def test_what_is_recomputed_for_want_of_a_copy_gets_one() -> None:
     server.step(list(range(8)))
     blocks = server.table.blocks_of(0).copy()
     server.table.host.drop(blocks)
-    server.elastic.apply_targets([0], [0.5])
+    server.elastic.bring_to_ratios([0], [0.5])
     out = server.step([8], restore=False)
     torch.testing.assert_close(out, server.expected(1), rtol=0, atol=1e-5)
     assert server.recomputed == 4

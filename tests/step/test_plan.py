@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ellm_sgl.kernels.layout import RowRange
 from ellm_sgl.memory import NONE, PageTable, PoolShape
 from ellm_sgl.memory.page_table import RESERVED
-from ellm_sgl.step import NewTokens, Restoration, StepPlan, plan_step
-from tests.steps import Step, recomputing, rows_of, steps
+from ellm_sgl.step import NewTokens, StepPlan, plan_step
+from tests.steps import Step, recomputing, recomputing_to, rows_of, steps
 
 
 def tensors_of(plan: StepPlan) -> list[torch.Tensor]:
@@ -38,7 +38,7 @@ def test_a_decode_step_that_misses_nothing_is_planned_as_any_other(
     new = [NewTokens(s, n - 1, n) for s, n in enumerate(lengths)]
     none = np.empty(0, np.int32)
     short = plan_step(table, new, None, no_tokens)
-    usual = plan_step(table, new, Restoration.recomputing(none, none, groups), no_tokens)
+    usual = plan_step(table, new, recomputing_to(none, none, groups), no_tokens)
     assert short.new_rows == usual.new_rows == len(lengths) and short.recomputed_rows == 0
     assert all(map(torch.equal, tensors_of(short), tensors_of(usual)))
     for one, other in zip(short.groups, usual.groups, strict=True):

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 
 from ellm_sgl.memory import NONE, KVPool, PageTable, PoolShape
-from ellm_sgl.step import MixedRows, NewTokens, Restoration, StepPlan, plan_step
+from ellm_sgl.step import NewTokens, StepPlan, plan_step
+from ellm_sgl.step.rows import MixedRows
 from tests.step.tiny import (
     HEAD_DIM,
     HIDDEN,
@@ -20,7 +21,7 @@ from tests.step.tiny import (
     attend_paged,
     compute_fully,
 )
-from tests.steps import VOCABULARY, Step, recomputing, steps
+from tests.steps import VOCABULARY, Step, recomputing, recomputing_to, steps
 
 SHAPE = PoolShape(num_layers=5, layer_group=2, block_tokens=4)
 
@@ -122,7 +123,7 @@ def test_generation_with_evictions_at_every_step_is_generation_without(seed: int
         depth = table.depth(blocks)
         table.place(random.permutation(blocks))  # as many as fit: never all
         new = NewTokens(0, start, length)
-        missing = Restoration.recomputing(blocks, depth, SHAPE.num_groups)
+        missing = recomputing_to(blocks, depth, SHAPE.num_groups)
         plan = plan_step(table, [new], missing, lambda _, a, b: np.array(tokens[a:b]))
         out = run(decoder, mixed, plan, pool, tokens[start:], range(start, length))
         expected = compute_fully(decoder, tokens)[0][start:]

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 
 from ellm_sgl.kernels.torch_paged import mixed_attention
 from ellm_sgl.memory import NONE, KVPool, PageTable, PoolShape
-from ellm_sgl.step import NewTokens, SeparateRows, StepPlan, plan_step
+from ellm_sgl.step import NewTokens, StepPlan, plan_step
+from ellm_sgl.step.separate import SeparateRows
 from tests.step.tiny import (
     HEAD_DIM,
     HIDDEN,

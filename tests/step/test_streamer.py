@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ellm_sgl.kernels.choose import choose_copy, torch_copy_units
+from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.kernels.cpu.attention import copy_units
 from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.step.restoration import GroupTransfer
@@ -17,7 +17,6 @@ from ellm_sgl.step.transfer.native import NativeStreamer
 from ellm_sgl.step.transfer.python import Streamer
 
 UNIT = (2, 2, 4, 1, 8)
-CPU = torch.device("cpu")
 Kind = Callable[..., Any]
 COMPILED = load().library is not None
 needs_library = pytest.mark.skipif(not COMPILED, reason=load().problem or "built")
@@ -180,5 +179,4 @@ def test_units_out_of_range_are_refused(sources: list[int], targets: list[int]) 
 
 @needs_library
 def test_where_the_compiled_kernels_are_they_copy() -> None:
-    assert choose_copy(CPU, CPU) is copy_units
-    assert choose_copy(torch.device("meta"), CPU) is torch_copy_units
+    assert choose_copy() is copy_units

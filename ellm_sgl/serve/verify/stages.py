@@ -35,7 +35,7 @@ TURNS = ("fcfs", {"rotate": True})
 NO_HURRY = ("--ellm-tpot-slo-ms", "60000")
 """with an SLO so far off that time decides nothing."""
 FULL = ("fixed-ratio", {"ratio": 0.0})
-"""All that fits is cached, and nobody sits out by choice."""
+"""All that fits is cached, and nobody is paused by choice."""
 MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
 TWO_RANKS = "chats, two ranks"
 RESTORED = ("evicted_units", "fetched_units")
@@ -108,7 +108,7 @@ def _fixed_ratio(settings: tuple[Setting, ...], device_tokens: int, *arguments: 
 
 def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     """Settings in which requests that share a prefix get in each other's way: the device holds a
-    part of them, beside a host tier, and some sit out steps while others run. In fp32 all
+    part of them, beside a host tier, and some pause while others run. In fp32 all
     of them, of which `quick` leaves one; in 16 bits those on one rank without mixed chunks, and
     none if `quick`."""
     device, host = sizes.crowded(CHATS), sizes.load_tokens[CHATS]
@@ -118,7 +118,7 @@ def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
 
     def paused(name: str) -> Setting:
         # While the pool is tight, blocks that several requests share are evicted as well; when it
-        # is not, those who sit out get them back.
+        # is not, those who are paused get them back.
         return Setting(name, (*RESTORED, "pauses"), CHATS, TURNS, swing=swing)
 
     if quick:

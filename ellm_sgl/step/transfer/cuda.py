@@ -25,14 +25,7 @@ from ellm_sgl.step.restoration import GroupTransfer
 
 
 class DeviceStreamer:
-    """What `Streamer` does, without a thread.
-
-    Args:
-        host: buffer of the host pool, in pinned memory.
-        device: buffer of the device pool, of the same unit shape.
-        slots: groups whose units the device holds at once.
-        overlap: copy ahead while layers compute; else each group when its first layer asks.
-    """
+    """What `Streamer` does, without a thread. `host` is in pinned memory."""
 
     stall_s = 0.0
 

@@ -18,14 +18,7 @@ from ellm_sgl.step.restoration import GroupTransfer
 
 
 class NativeStreamer:
-    """Copies a step's units; one per scheduler process.
-
-    Args:
-        host: buffer of the host pool, `[units + 1, F, 2, block_tokens, kv_heads, head_dim]`.
-        device: buffer of the device pool, of the same unit shape.
-        slots: groups whose units the device holds at once.
-        overlap: copy ahead while layers compute.
-    """
+    """Copies a step's units. Arguments and methods as those of `Streamer`."""
 
     def __init__(
         self, host: torch.Tensor, device: torch.Tensor, slots: int, overlap: bool = True
@@ -48,8 +41,7 @@ class NativeStreamer:
     def running(
         self, groups: Sequence[GroupTransfer], ahead: GroupTransfer | None = None
     ) -> Iterator[None]:
-        """The step inside this context fetches `groups`, and `ahead` for a later step: that has
-        arrived, too, when the context is left."""
+        """As `Streamer.running`."""
         self._groups = groups if ahead is None else (*groups, ahead)
         self._own, self.stall_s = len(groups), 0.0
         self.restart()

@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 
-from ellm_sgl.kernels.choose import CopyUnits, torch_copy_units
+from ellm_sgl.kernels import torch_paged
+from ellm_sgl.kernels.choose import CopyUnits
 from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.step.restoration import GroupTransfer
 
@@ -29,10 +29,8 @@ Project = Callable[[int, GroupTransfer], None]
 """Projects the hidden states of a layer group to KV, in the transfer's device units."""
 
 
-class Worker(Protocol):
-    """Does one job after the other, in the order in which they were submitted."""
-
-    def submit(self, function: Callable[..., None], /, *args: Any) -> Future[None]: ...
+Submit = Callable[..., Future[None]]
+"""Takes a function and its arguments. Jobs are done one after the other, in that order."""
 
 
 class Streamer:
@@ -45,7 +43,7 @@ class Streamer:
         overlap: copy ahead while layers compute.
         copy: copies units between the buffers.
         project: brings units of which the host has hidden states.
-        worker: copies while layers compute; a thread of its own unless given.
+        submit: copies while layers compute; a thread of its own unless given.
     """
 
     def __init__(
@@ -54,17 +52,17 @@ class Streamer:
         device: torch.Tensor,
         slots: int,
         overlap: bool = True,
-        copy: CopyUnits = torch_copy_units,
+        copy: CopyUnits = torch_paged.copy_units,
         project: Project | None = None,
-        worker: Worker | None = None,
+        submit: Submit | None = None,
     ) -> None:
         self._host, self._device = host, device
         self._copy_units = copy
         self._project = project
         self._slots = slots
-        self._worker: Worker | None = None
+        self._submit: Submit | None = None
         if overlap:
-            self._worker = worker or ThreadPoolExecutor(1, "ellm-transfer")
+            self._submit = submit or ThreadPoolExecutor(1, "ellm-transfer").submit
         self._groups: Sequence[GroupTransfer] = ()
         self._arriving: dict[int, Future[None]] = {}
         self._ahead: GroupTransfer | None = None
@@ -112,7 +110,7 @@ class Streamer:
         if group >= len(self._groups) or len(self._groups[group].sources) == 0:
             return
         began = time.perf_counter()
-        if self._worker is None:
+        if self._submit is None:
             self._bring(group, self._groups[group])
         else:
             self._arriving.pop(group).result()
@@ -133,13 +131,13 @@ class Streamer:
         self.stall_s += time.perf_counter() - began
 
     def _send(self, group: int) -> None:
-        if self._worker is None:
+        if self._submit is None:
             return
         if group >= len(self._groups):
             if self._ahead is not None and self._ahead_arriving is None:
-                self._ahead_arriving = self._worker.submit(self._copy, self._ahead)
+                self._ahead_arriving = self._submit(self._copy, self._ahead)
         elif len(self._groups[group].sources):
-            self._arriving[group] = self._worker.submit(self._bring, group, self._groups[group])
+            self._arriving[group] = self._submit(self._bring, group, self._groups[group])
 
     def _bring(self, group: int, transfer: GroupTransfer) -> None:
         if transfer.positions is None:

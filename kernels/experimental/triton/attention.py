@@ -19,13 +19,11 @@ from ellm_sgl.kernels.experimental.triton.plan import (
     cut,
     span_blocks,
 )
-from ellm_sgl.kernels.layout import GroupLayout
+from ellm_sgl.kernels.layout import GroupLayout, packed_heads
 from ellm_sgl.kernels.upload import upload
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
-RECOMPUTE_ROWS = 64
-"""Rows of a K1 tile: what one warp group of a Hopper device multiplies at once."""
 WARPS = 4
 STAGES = 2
 PROGRAMS_PER_PROCESSOR = 2
@@ -96,11 +94,8 @@ class FusedAttention:
         out_rows: int | None = None,
         delta: float = 0.5,
     ) -> torch.Tensor:
-        """See `reference.mixed_attention`: same arguments, same result.
-
-        Args:
-            delta: share of the programs, 0..1, that begin with ranges of rows (K1); taken to the
-                nearest 32 of 1,024. The result is the same to the bit for all of them.
+        """See `reference.mixed_attention`: same arguments, same result, to the bit for every
+        `delta` (see `k1_programs`).
 
         Raises:
             ValueError: `supports` says no, or a tensor is not laid out as the reference says.
@@ -113,26 +108,24 @@ class FusedAttention:
         return self.run(q, k, v, keys, values, prepared, scale, out, delta)
 
     def prepare(self, layout: GroupLayout, block_tokens: int, group: int) -> Prepared:
-        """Upload a layout's tiles. Layers of a group follow one another, so the last one is kept,
-        and groups with the same rows share tiles.
-
-        Args:
-            group: query heads per KV head.
-        """
+        """Upload a layout's tiles, for so many query heads per KV head (`group`). Layers of a group
+        follow one another, so the last one is kept, and groups with the same rows share tiles."""
         last = self._last
         if last is not None and last[0] is layout and last[1:3] == (block_tokens, group):
             return last[3]
-        same = last is not None and last[0].requests is layout.requests and last[2] == group
-        if same and last is not None:
+        if last is not None and last[0].requests is layout.requests and last[2] == group:
             tiles, rows, merged = last[3].tiles, last[3].partial_rows, last[3].merged
         else:
-            cut_tiles = cut(layout.requests, TileSizes.of(group, RECOMPUTE_ROWS))
+            cut_tiles = cut(layout.requests, TileSizes.of(group))
             tiles = upload(packed(cut_tiles), self._device)
             rows, merged = cut_tiles.partial_rows, cut_tiles.merged
+        write_rows = layout.write_rows
+        if isinstance(write_rows, slice):
+            write_rows = torch.arange(write_rows.start, write_rows.stop, device=self._device)
         prepared = Prepared(
             tiles,
             self._blocks(layout, block_tokens),
-            _row_numbers(layout, self._device),
+            write_rows,
             layout.write_units,
             layout.write_offsets,
             rows,
@@ -154,10 +147,7 @@ class FusedAttention:
         delta: float,
     ) -> torch.Tensor:
         """One launch; nothing here waits for the device or depends on what is in its memory.
-
-        Args:
-            out: [out_rows, heads, head_dim], contiguous; returned.
-        """
+        Returns `out`: [out_rows, heads, head_dim], contiguous."""
         heads, head_dim = q.shape[1:]
         block_tokens, kv_heads = keys.shape[1:3]
         if not supports(head_dim, q.dtype, keys.dtype):
@@ -165,7 +155,7 @@ class FusedAttention:
         if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
             raise ValueError(f"strides of keys and values: {keys.stride()}, {values.stride()}")
         self.make_room(work.partial_rows * kv_heads, work.merged * kv_heads, block_of(head_dim))
-        q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
+        q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
         fused_attention[(self.programs,)](
             q, k, v, keys, values, out, work.write_rows, work.write_units, work.write_offsets,
             work.blocks, work.tiles, self._queues, self._arrived, self._sums, self._stats,
@@ -201,7 +191,7 @@ def constants(
     kv_heads: int, group: int, head_dim: int, block_tokens: int, element_size: int
 ) -> dict[str, int]:
     """What a kernel is compiled for. `element_size`: bytes of an element of rows and pool."""
-    sizes = TileSizes.of(group, RECOMPUTE_ROWS)
+    sizes = TileSizes.of(group)
     row_bytes = block_of(head_dim) * element_size
     return {
         "KV_HEADS": kv_heads,
@@ -228,15 +218,3 @@ def packed(tiles: Tiles) -> npt.NDArray[np.int32]:
 def block_of(head_dim: int) -> int:
     """Elements of a head as the kernel's tiles hold it, a power of 2."""
     return max(16, int(triton.next_power_of_2(head_dim)))
-
-
-def _row_numbers(layout: GroupLayout, device: torch.device) -> torch.Tensor:
-    rows = layout.write_rows
-    if isinstance(rows, slice):
-        return torch.arange(rows.start, rows.stop, device=device)
-    return rows
-
-
-def _packed_heads(x: torch.Tensor) -> torch.Tensor:
-    """Rows may lie apart (they are cut from one QKV tensor); a row's heads may not."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from ellm_sgl.kernels.experimental.triton.attention import (
-    RECOMPUTE_ROWS,
     FusedAttention,
     Prepared,
     block_of,
@@ -48,7 +47,7 @@ class GraphSteps:
         block_tokens, kv_heads, head_dim = pool.shape[1:]
         device = pool.device
         self._kernel = kernel
-        self._sizes = TileSizes.of(heads // kv_heads, RECOMPUTE_ROWS)
+        self._sizes = TileSizes.of(heads // kv_heads)
         self._most_blocks = most_blocks
         most_tiles = most_rows + most_blocks * block_tokens // DECODE_CHUNK
         self._partial_rows, self._merged = most_tiles * self._sizes.decode, most_rows

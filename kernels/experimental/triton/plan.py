@@ -13,6 +13,8 @@ IntArray = npt.NDArray[np.int32]
 
 FIELDS = 12
 """int32 fields of a tile."""
+RECOMPUTE_ROWS = 64
+"""Rows of a K1 tile: what one warp group of a Hopper device multiplies at once."""
 DECODE_CHUNK = 512
 """Tokens of one request that a K2 tile attends to at most."""
 RECOMPUTE_CHUNK = 4096
@@ -20,8 +22,6 @@ RECOMPUTE_CHUNK = 4096
 FEW_TILES = 32
 """K1 tiles below which each may be cut into chunks: otherwise there is enough to do at once, and
 partial results of 64 rows are large."""
-
-
 MAX_CHUNKS = 1 << 20
 STEP = 64
 """Chunks begin at multiples of so many tokens, the kernel's step."""
@@ -39,10 +39,10 @@ class TileSizes:
     """The same for K2."""
 
     @staticmethod
-    def of(group: int, recompute: int) -> TileSizes:
-        """K2's tiles as small as the tensor cores take them, K1's `recompute` or `group`."""
+    def of(group: int) -> TileSizes:
+        """K2's tiles as small as the tensor cores take them."""
         smallest = max(16, 1 << (group - 1).bit_length())
-        return TileSizes(group, max(recompute, smallest), smallest)
+        return TileSizes(group, max(RECOMPUTE_ROWS, smallest), smallest)
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,8 @@ def _chunks(
     partial_row: int,
     merged: int,
 ) -> tuple[npt.NDArray[np.int64], int, int]:
-    """Cut each tile's KV into chunks of `tokens`, at most `most` of them.
-
-    Returns:
-        (all twelve fields, first free partial row, tiles merged so far).
-    """
+    """Cut each tile's KV into chunks of `tokens`, at most `most` of them. Returns all twelve
+    fields, the first free partial row, and the tiles merged so far."""
     end = tiles[:, 4]
     wanted = np.minimum(-(-end // tokens), most)
     length = -(-end // (wanted * STEP)) * STEP

@@ -1,11 +1,11 @@
-"""A decision, by request."""
+"""What one iteration does: as decided, and by request, as it is in force."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ellm_sgl.engine.controller import Decision
 from ellm_sgl.policies import WorkSplit
 from ellm_sgl.policies.base import ALL_THREADS
 
@@ -13,13 +13,33 @@ FETCH_ALL = WorkSplit(swap_layers=1, recompute_layers=0, delta=ALL_THREADS // 2)
 
 
 @dataclass(frozen=True)
-class Decided:
-    """What one iteration does, until the next decision."""
+class Decision:
+    """What one iteration does. Requests are named by their position in what was observed, which
+    is the same on all ranks."""
+
+    admit: tuple[int, ...]
+    """Waiting requests to admit, in this order."""
+    pause: frozenset[int]
+    """Running requests that pause for this step."""
+    ratios: tuple[float, ...]
+    """Target uncached ratio of each running request."""
+    admitted_ratio: float
+    """That of the admitted requests, weighted by their tokens; bounds admission."""
+    split: WorkSplit
+    fetch_ahead_s: float
+    """Seconds of the link that the coming step may spend on fetching for requests that
+    pause. Decided here because it comes from a clock, and ranks must agree."""
+    stands: bool
+    """Whether it keeps everything and stands while all fits (`Policy.idle_without_pressure`)."""
+
+
+@dataclass(frozen=True)
+class InForce:
+    """A `Decision` by request; it holds until the next one."""
 
     uncached_ratios: Mapping[int, float] = field(default_factory=dict)
     """Target uncached ratio by `seq_id` of the running requests."""
     admitted_ratio: float = 0.0
-    """That of the requests to admit, weighted by their tokens."""
     admit: Mapping[int, int] = field(default_factory=dict)
     """Rank by entry (`RequestTable`) of the waiting requests that may be admitted."""
     reorders: bool = False
@@ -28,9 +48,7 @@ class Decided:
     """Entries of the running requests paused for the step."""
     split: WorkSplit = FETCH_ALL
     fetch_ahead_s: float = 0.0
-    """Seconds of the link that the step may spend on those who sit it out."""
     stands: bool = False
-    """Keeps all, by a policy that promises to go on so while all fits."""
 
     @staticmethod
     def of(
@@ -38,19 +56,14 @@ class Decided:
         running: Sequence[int],
         seq_ids: Sequence[int],
         waiting: Sequence[int],
-    ) -> Decided:
-        """A decision on requests named by position.
-
-        Args:
-            running: entries of the running requests, and
-            seq_ids: their numbers in the page table, in the order in which they were observed.
-            waiting: entries of the waiting ones, likewise.
-        """
-        return Decided(
+    ) -> InForce:
+        """A decision on these requests, named by entry, and the running ones also by `seq_id`; all
+        in the order in which they were observed."""
+        return InForce(
             uncached_ratios=dict(zip(seq_ids, decision.ratios, strict=True)),
             admitted_ratio=decision.admitted_ratio,
             admit={waiting[position]: rank for rank, position in enumerate(decision.admit)},
-            reorders=decision.reorders,
+            reorders=any(a > b for a, b in itertools.pairwise(decision.admit)),
             pause=frozenset(running[position] for position in decision.pause),
             split=decision.split,
             fetch_ahead_s=decision.fetch_ahead_s,
