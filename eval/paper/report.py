@@ -182,6 +182,6 @@ assumption (ShareGPT: sigma 1, L-Eval: 0.5).</li>
 <li>There is no prefix cache, and copying to host memory costs nothing. Host memory is not
 bounded. Tensor-parallel ranks pay two all-reduces per layer of 20 µs each.</li>
 <li>The baselines share SGLang's admission with eLLM; what each keeps of its original is told in
-<code>ellm_sgl/eval/simulator/whole.py</code>.</li>
+<code>ellm_sgl/eval/simulator/modes.py</code>.</li>
 <li>Up to 8 decode steps (4 on llama3-8b) follow one decision: on llama3-8b, where it matters most,
 up to 1 % of the tokens per second and 7 % of the TTFT against one step per decision.</li></ul>"""
