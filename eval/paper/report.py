@@ -10,7 +10,7 @@ from ellm_sgl import __version__
 from ellm_sgl.eval.paper import plots
 from ellm_sgl.eval.paper.bounds import bounds
 from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
-from ellm_sgl.eval.paper.local import TOKENS, decisions, table_times
+from ellm_sgl.eval.paper.local import TOKENS, table_seconds
 from ellm_sgl.eval.paper.measured import Measured
 from ellm_sgl.eval.paper.plan import (
     EAGER,
@@ -26,6 +26,7 @@ from ellm_sgl.eval.paper.results import Results
 from ellm_sgl.eval.paper.table import Row, rows
 from ellm_sgl.eval.simulator import Settings, preset
 from ellm_sgl.eval.simulator.machines import PRESETS
+from ellm_sgl.policies.testing.bench import bench
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
@@ -55,7 +56,8 @@ def evaluate(
         tick: called as each is done.
     """
     # First, while this machine is quiet.
-    timed, tables = decisions(), table_times(preset(SMALL), GROUPS)
+    timed = {name: bench(name, {}, calls=100) for name in ("fcfs", "slo-priority")}
+    tables = {group: table_seconds(preset(SMALL).shape.layers, group) for group in GROUPS}
     jobs = plan(scale, latency_model)
     begin(len(distinct(jobs)))
     done = run_all(jobs, workers, tick)
@@ -115,39 +117,32 @@ def _table(found: Sequence[Row]) -> str:
 
 def _figures(results: Results) -> Iterator[str]:
     yield "<h2>Figures</h2>"
-    latencies = [
-        ("output tokens/s", plots.throughput),
-        ("mean TTFT, s", plots.ttft),
-        ("mean TPOT, ms", plots.tpot_ms),
-    ]
     yield _plot(
-        plots.lines(results.variants("3"), "target uncached ratio r", latencies),
+        plots.lines(results.variants("3"), "target uncached ratio r", *plots.LATENCIES),
         f"Figs. 3-4. {MODEL}, ShareGPT: the same uncached ratio for every request, restored by "
         "recomputation, by swapping, or by the faster mix of both.",
     )
     for compared in results.comparisons():
-        about = f"{compared.machine}, {compared.data_set}"
         yield _plot(
             plots.comparison(compared),
-            f"Figs. 10 and 12. {about}, the paper's arrivals. Each server at SGLang's default "
-            f"conservativeness, 1, and at {EAGER:g}.",
+            f"Figs. 10 and 12. {compared.load}, the paper's arrivals. Each server at SGLang's "
+            f"default conservativeness, 1, and at {EAGER:g}.",
         )
         yield _plot(
             plots.running(compared),
-            f"Fig. 11. {about}: requests that decode together, each server at its better setting, "
-            "and how much of them eLLM restores.",
+            f"Fig. 11. {compared.load}: requests that decode together, each server at its better "
+            "setting, and how much of them eLLM restores.",
         )
     for machine in dict.fromkeys(d.job.machine for d in results.of("13")):
         group = [d for d in results.of("13") if d.job.machine == machine]
-        panels = [(label, [value(d) for d in group]) for label, value in latencies]
         yield _plot(
-            plots.bars([d.job.variant for d in group], panels),
+            plots.runs([d.job.variant for d in group], group, *plots.LATENCIES),
             f"Fig. 13. {machine}, ShareGPT: eLLM with parts left out.",
         )
     yield _plot(
         plots.lines(
             results.variants("14"), f"arrival rate, multiples of {UNIT_RATE:g} requests/s",
-            [*latencies[:2], ("SLO attainment, %", plots.attainment)],
+            "output tokens/s", "mean TTFT, s", "SLO attainment, %",
         ),
         f"Fig. 14. {MODEL}, ShareGPT: load sweep, each server at its better setting. SLOs: TTFT "
         f"{TTFT_SLO_S:g} s, TPOT {SLO_SCALE:g} times the step of a full memory (this report's; the "
@@ -163,11 +158,14 @@ def _figures(results: Results) -> Iterator[str]:
         "other requests each time (decision), or one token later (steady).",
     )
     yield _plot(
-        plots.lines(results.variants("6.6"), "error of the policy's latency model (share)", [
-            ("output tokens/s", plots.throughput), ("p99 TPOT, ms", plots.tpot_p99_ms),
-        ]),
+        plots.lines(
+            results.variants("6.6"),
+            "error of the policy's latency model (share)",
+            "output tokens/s",
+            "p99 TPOT, ms",
+        ),
         "§6.6. The policy's model is wrong by up to 20 %, and does not learn.",
-    )  # fmt: skip
+    )
 
 
 def _plot(svg: str, caption: str) -> str:

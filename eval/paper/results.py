@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from ellm_sgl.eval.paper.bounds import Bounds
 from ellm_sgl.eval.paper.jobs import Done
-from ellm_sgl.eval.paper.local import TableTime
 from ellm_sgl.eval.paper.measured import Measured
+from ellm_sgl.eval.simulator import MODES
 from ellm_sgl.policies.testing.bench import PolicyBench
 
-BASELINES = ("recompute", "swap", "hcache")
+BASELINES = MODES[1:]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,9 @@ class Results:
     done: Sequence[Done]
     bounds: Sequence[Bounds]
     decisions: dict[str, PolicyBench]
-    table_times: Sequence[TableTime]
+    """Times of the policies' answers, on this machine."""
+    table_seconds: dict[int, float]
+    """By F: the page table's bookkeeping of one decode step, on this machine."""
     latency_model: str
     scale: float
     measured: Measured
@@ -64,6 +66,10 @@ class Comparison:
     machine: str
     data_set: str
     runs: Sequence[Done]
+
+    @property
+    def load(self) -> str:
+        return f"{self.machine}, {self.data_set}"
 
     def best(self, mode: str) -> Done:
         """The better of a mode's two settings, by tokens per second."""
