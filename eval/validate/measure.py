@@ -121,9 +121,10 @@ def validate(
             say(f"starting mode {server.mode}")
             process = ServerProcess(server.arguments(model_path), {"OMP_NUM_THREADS": "1"})
             servers[server] = stack.enter_context(process)
-        unfitted = Machine(str(model_path), shape, _profile(servers[Server(ELLM)]), POOL_TOKENS,
-                           host_tokens=POOL_TOKENS)  # fmt: skip
-        taught = _teach(servers[Server(ELLM)], unfitted, say)
+        teacher = servers[Server(ELLM)]
+        profile = HardwareProfile(**teacher.state()["hardware"])
+        unfitted = Machine(str(model_path), shape, profile, POOL_TOKENS, host_tokens=POOL_TOKENS)
+        taught = _teach(teacher, unfitted, say)
         order = [configurations[:: 1 - 2 * (r % 2)] for r in range(rounds)]
         runs, slownesses = _run_all(servers, taught, list(chain.from_iterable(order)), say)
     say("predicting")
@@ -141,23 +142,19 @@ def validate(
     )
 
 
-def _profile(server: ServerProcess) -> HardwareProfile:
-    return HardwareProfile(**server.state()["hardware"])
-
-
 def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     say("learning the machine: how much it serves")
     _replay(server, REFERENCE, BURST.trace(1.0, OTHER_SEED), OTHER_SEED)  # the first is slow
     burst = _replay(server, REFERENCE, BURST.trace(1.0, TEACHING_SEED), TEACHING_SEED)
     reference = REFERENCE.cell.trace(burst.tokens_per_s, TEACHING_SEED)
     lessons: list[tuple[_Run, Trace]] = []
+    steps: list[tuple[StepWork, float]] = []
     for configuration in TEACHING:
         say(f"learning the machine: {configuration}")
         trace = configuration.cell.trace(burst.tokens_per_s, TEACHING_SEED)
         for lesson, of in ((configuration, trace), (REFERENCE, reference)):
-            known = _steps_of(lessons)
-            lessons.append((_run(server, lesson, of, TEACHING_SEED, known), of))
-    steps = _steps_of(lessons)
+            lessons.append((_run(server, lesson, of, TEACHING_SEED, tuple(steps)), of))
+            steps += lessons[-1][0].steps
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
     pace = _pace(machine, steps)
@@ -180,10 +177,6 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
         left_out.append((run.measured.ttft.mean - simulated.ttft.mean) / pace.slowdown)
     # The median: where requests queue, one that joins a step later than simulated is no HTTP.
     return dataclasses.replace(taught, request_s=statistics.median(left_out))
-
-
-def _steps_of(lessons: Sequence[tuple[_Run, Trace]]) -> Steps:
-    return [step for run, _ in lessons for step in run.steps]
 
 
 def _run(
