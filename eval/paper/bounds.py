@@ -39,9 +39,9 @@ def bounds(machine: Machine, tokens: int, settings: Settings) -> Bounds:
     apart = device_model(machine, replace(settings, restore="recompute", fused=False))
     requests = max(machine.kv_tokens // tokens, 1)
 
-    def work(share: float, count: int = requests) -> StepWork:
+    def work(share: float) -> StepWork:
         n = share * tokens
-        return StepWork(count, float(count * tokens), count * n, count * n * n)
+        return StepWork(requests, float(requests * tokens), requests * n, requests * n * n)
 
     step_s = float(fused.step_seconds(work(0.0)))
     fixed_s = max(float(fused.step_seconds(StepWork(1, 1.0))), 1e-12)

@@ -25,10 +25,9 @@ class LoadSpec:
     """None: the paper's rate."""
     tpot_slo_s: float = float("inf")
     ttft_slo_s: float = float("inf")
-    seed: int = 0
 
     def draw(self) -> Load:
-        trace = paper_workload(self.data_set, self.requests, self.seed, self.per_second)
+        trace = paper_workload(self.data_set, self.requests, 0, self.per_second)
         return Load.of(trace, MAX_NEW_TOKENS[self.data_set], self.tpot_slo_s, self.ttft_slo_s)
 
 

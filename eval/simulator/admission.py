@@ -73,16 +73,8 @@ class Admitted:
     """Memory or places ran out before the queue did."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Tokens that there is room for."""
-
-    now: int
-    eventually: int
-
-
 def admit(
-    budget: Budget,
+    room: tuple[int, int],
     candidates: Iterable[Candidate],
     under_way: Candidate | None,
     *,
@@ -95,17 +87,17 @@ def admit(
     """The prefill batch of one iteration.
 
     Args:
-        budget: memory before anything is admitted.
+        room: in tokens, now and eventually, before anything is admitted.
         candidates: waiting requests in the order of their turn.
         under_way: a prompt that is not finished; it goes first, whatever memory says.
         chunk_tokens: that one step may prefill.
         reserved: tokens that running requests are expected to need.
         places: requests that may be admitted.
-        alone: nothing runs; the first request may then be larger than the budget.
+        alone: nothing runs; the first request may then be larger than the room.
     """
     block, left = block_tokens, chunk_tokens
     chunks: list[Chunk] = []
-    now, eventually = float(budget.now), budget.eventually - reserved
+    now, eventually = float(room[0]), room[1] - reserved
     if under_way is not None:
         end = min(under_way.tokens, under_way.begin + left)
         last = end == under_way.tokens

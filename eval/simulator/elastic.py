@@ -8,7 +8,7 @@ import numpy as np
 
 from ellm_sgl.client.traces import IntArray
 from ellm_sgl.engine import Arrival, Controller, Iteration
-from ellm_sgl.eval.simulator.admission import Budget, Chunk
+from ellm_sgl.eval.simulator.admission import Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
 from ellm_sgl.eval.simulator.modes import Mode, Moves, Span
 from ellm_sgl.memory import ElasticMemory, PageTable
@@ -69,11 +69,11 @@ class Elastic(Mode):
     def closed(self, closed: bool, anybody_waits: bool) -> bool:
         return self.iteration.queue_closed(closed, anybody_waits)
 
-    def budget(self) -> Budget:
-        return Budget(*self.iteration.admission_tokens())
+    def admission_tokens(self) -> tuple[int, int]:
+        return self.iteration.admission_tokens()
 
-    def refused(self, budget: Budget) -> None:
-        self.iteration.refused(budget.eventually)
+    def refused(self, eventually: int) -> None:
+        self.iteration.refused(eventually)
 
     def enter(self, chunk: Chunk) -> Span:
         super().enter(chunk)

@@ -53,7 +53,7 @@ class Simulation:
         self.progress = Progress(load)
         self.clock = VirtualClock()
         self.mode = build_mode(machine, settings, load, self.progress, self.clock)
-        self.record = Record(len(load))
+        self.record = Record()
         self._device = device_model(machine, settings)
         self._turns = PhaseChanges()
         self._step_noise = np.array(settings.step_noise or [1.0])
@@ -68,8 +68,8 @@ class Simulation:
         self._step_s = 0.0
         """Time of the latest decode step."""
 
-    def run(self, tick: Tick | None = None) -> Record:
-        """Serve everything; returns what happened."""
+    def run(self, tick: Tick | None = None) -> None:
+        """Serve everything; `record` and `progress` then tell what happened."""
         began = time.perf_counter()
         while self.record.ended < len(self.load):
             self._iterate()
@@ -79,7 +79,6 @@ class Simulation:
             for column in (self.progress.first_s, self.progress.last_s):
                 column[:] = self.record.one_step_late(column)
         self.record.wall_s = time.perf_counter() - began
-        return self.record
 
     # -- one iteration ----------------------------------------------------------------------
 
@@ -111,12 +110,11 @@ class Simulation:
             if self._impossible(request):
                 self.progress.refused[request] = True
                 self.record.ended += 1
-                continue
-            self.mode.arrived(request)
-            taken.append(request)
+            else:
+                self.mode.arrived(request)
+                taken.append(request)
         self._arrived = due
-        if taken:
-            self._waiting = np.concatenate((self._waiting, np.array(taken, np.int64)))
+        self._waiting = np.concatenate((self._waiting, np.array(taken, np.int64)))
 
     def _impossible(self, request: int) -> bool:
         """Whether all of it together would be more than the device holds, where that matters."""
@@ -140,11 +138,11 @@ class Simulation:
             wanted = []
         if not wanted and self._under_way is None:
             return ()
-        budget = self.mode.budget()
+        room = self.mode.admission_tokens()
         running = np.array(self._running, np.int64)
         remaining = self.load.max_new_tokens[running] - self.progress.generated[running]
         admitted = admit(
-            budget,
+            room,
             map(self._candidate, wanted),
             self._under_way,
             block_tokens=self.settings.block_tokens,
@@ -155,7 +153,7 @@ class Simulation:
         )
         if admitted.full:
             self._full = True
-            self.mode.refused(budget)
+            self.mode.refused(room[1])
         self._started(admitted.chunks)
         return admitted.chunks
 

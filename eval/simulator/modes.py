@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ellm_sgl.client.traces import IntArray
-from ellm_sgl.eval.simulator.admission import Budget, Chunk
+from ellm_sgl.eval.simulator.admission import Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
 from ellm_sgl.memory import PageTable
 from ellm_sgl.memory.shape import IntArray as Ids
@@ -107,13 +107,13 @@ class Mode:
         """Whether SGLang looks at nobody who waits, as `closed` says it has until now."""
         return closed
 
-    def budget(self) -> Budget:
-        """Room for those admitted."""
+    def admission_tokens(self) -> tuple[int, int]:
+        """Tokens that there is room for: (now, eventually)."""
         free = self._free_blocks() * self.table.shape.block_tokens
-        return Budget(free, free)
+        return free, free
 
-    def refused(self, budget: Budget) -> None:
-        """Memory or places ran out before the queue did."""
+    def refused(self, eventually: int) -> None:
+        """Memory (of so many `admission_tokens`) or places ran out before the queue did."""
 
     def prefill_tokens(self, request: int) -> int:
         """What has to be computed, or fetched, before a waiting request can decode."""

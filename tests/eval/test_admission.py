@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ellm_sgl.eval.simulator.admission import (
-    Budget,
     Candidate,
     Chunk,
     NewTokenRatio,
@@ -16,7 +15,7 @@ from ellm_sgl.eval.simulator.admission import (
 def run(room: int, *tokens: int, max_new: int = 64, **given):
     options = {"reserved": 0.0, "places": 8, "alone": False, "under_way": None} | given
     waiting = [Candidate(i, n, max_new, 0) for i, n in enumerate(tokens)]
-    return admit(Budget(room, room), waiting, block_tokens=16, chunk_tokens=256, **options)
+    return admit((room, room), waiting, block_tokens=16, chunk_tokens=256, **options)
 
 
 def test_requests_join_in_order_while_prompt_and_output_fit():
