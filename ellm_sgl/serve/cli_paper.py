@@ -54,7 +54,8 @@ def paper(
     said, what the simulator says, what was measured here, and why they differ.
     """
     from ellm_sgl.eval.paper.measured import read_measured
-    from ellm_sgl.eval.paper.report import evaluate, render
+    from ellm_sgl.eval.paper.report import render
+    from ellm_sgl.eval.paper.results import evaluate
     from ellm_sgl.eval.paper.table import rows
     from ellm_sgl.eval.plotting import require_matplotlib
 

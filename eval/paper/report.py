@@ -1,32 +1,17 @@
-"""`ellm-sgl paper`: runs everything and writes one HTML file that needs no network."""
+"""The report of `ellm-sgl paper`: one HTML file that needs no network."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from ellm_sgl import __version__
 from ellm_sgl.eval.paper import plots
-from ellm_sgl.eval.paper.bounds import bounds
-from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
-from ellm_sgl.eval.paper.local import TOKENS, table_seconds
-from ellm_sgl.eval.paper.measured import Measured
-from ellm_sgl.eval.paper.plan import (
-    EAGER,
-    GROUPS,
-    MODEL,
-    SLO_SCALE,
-    SMALL,
-    TTFT_SLO_S,
-    UNIT_RATE,
-    plan,
-)
+from ellm_sgl.eval.paper.bounds import TOKENS
+from ellm_sgl.eval.paper.plan import EAGER, MODEL, SLO_SCALE, TTFT_SLO_S, UNIT_RATE
 from ellm_sgl.eval.paper.results import Results
 from ellm_sgl.eval.paper.table import Row, rows
-from ellm_sgl.eval.simulator import Settings, preset
-from ellm_sgl.eval.simulator.machines import PRESETS
-from ellm_sgl.policies.testing.bench import bench
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
@@ -35,35 +20,6 @@ padding: .3rem .5rem; text-align: left; vertical-align: top } th { background: #
 td.n { text-align: right; white-space: nowrap } figure { margin: 1.5rem 0 }
 figcaption { color: #444; font-size: 13px } svg { max-width: 100%; height: auto }
 """
-
-
-def evaluate(
-    scale: float,
-    latency_model: str,
-    workers: int,
-    measured: Measured,
-    begin: Callable[[int], None],
-    tick: Callable[[Done], None],
-) -> Results:
-    """Simulate and measure all that the report shows.
-
-    Args:
-        scale: of the number of requests; 1 is the full evaluation.
-        latency_model: "roofline" or "paper".
-        workers: processes.
-        measured: what real servers did.
-        begin: called with the number of simulations.
-        tick: called as each is done.
-    """
-    # First, while this machine is quiet.
-    timed = {name: bench(name, {}, calls=100) for name in ("fcfs", "slo-priority")}
-    tables = {group: table_seconds(preset(SMALL).shape.layers, group) for group in GROUPS}
-    jobs = plan(scale, latency_model)
-    begin(len(distinct(jobs)))
-    done = run_all(jobs, workers, tick)
-    settings = Settings(latency_model=latency_model)
-    limits = [bounds(preset(name), TOKENS, settings) for name in PRESETS]
-    return Results(done, limits, timed, tables, latency_model, scale, measured)
 
 
 def render(results: Results) -> str:
