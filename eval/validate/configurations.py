@@ -105,7 +105,7 @@ TEACHING = (
     Configuration(Cell(4000, 1.0), policy="fixed-ratio", ratio=0.4),
 )
 """Loads that the machine's profile is fitted to besides `REFERENCE`, with a seed of their own."""
-BURST = Cell(POOL_TOKENS, 1e6)
+BURST = Configuration(Cell(POOL_TOKENS, 1e6), policy="stock")
 """All at once: what the machine is capable of."""
 REFERENCE = Configuration(AMPLE, policy="stock")
 """What is run now and then between configurations, to know how fast the machine is by then."""

@@ -82,8 +82,6 @@ class _Taught:
     """Output tokens per second with ample memory."""
     request_s: float
     """Time of a request's way to the scheduler and of a token's way back, that no step explains."""
-    reference: Trace
-    """A load that was among those learnt from: run again, it tells the machine's speed."""
     latency_model: float
     """MAPE of the fitted latency model over the steps it was fitted to."""
     pace: _Pace
@@ -95,6 +93,7 @@ class _Run:
     """One replay of one configuration."""
 
     configuration: Configuration
+    trace: Trace
     measured: Summary
     steps: Steps
     observed_steps: Steps
@@ -144,17 +143,16 @@ def validate(
 
 def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     say("learning the machine: how much it serves")
-    _replay(server, REFERENCE, BURST.trace(1.0, OTHER_SEED), OTHER_SEED)  # the first is slow
-    burst = _replay(server, REFERENCE, BURST.trace(1.0, TEACHING_SEED), TEACHING_SEED)
-    reference = REFERENCE.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-    lessons: list[tuple[_Run, Trace]] = []
+    for seed in (OTHER_SEED, TEACHING_SEED):  # the first is slow
+        burst = _replay(server, BURST, BURST.cell.trace(1.0, seed), seed)
+    capacity = burst.tokens_per_s
+    lessons: list[_Run] = []
     steps: list[tuple[StepWork, float]] = []
     for configuration in TEACHING:
         say(f"learning the machine: {configuration}")
-        trace = configuration.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-        for lesson, of in ((configuration, trace), (REFERENCE, reference)):
-            lessons.append((_run(server, lesson, of, TEACHING_SEED, tuple(steps)), of))
-            steps += lessons[-1][0].steps
+        for lesson in (configuration, REFERENCE):
+            lessons.append(_run(server, lesson, capacity, TEACHING_SEED, tuple(steps)))
+            steps += lessons[-1].steps
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
     pace = _pace(machine, steps)
@@ -163,17 +161,16 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
         machine=machine,
         calibrated=unfitted.profile,
         steps=steps,
-        capacity=burst.tokens_per_s,
+        capacity=capacity,
         request_s=0.0,
-        reference=reference,
         latency_model=error,
         pace=pace,
     )
     # What the simulator leaves out of a TTFT, given how long each step took, is what HTTP takes.
     left_out = []
-    for run, trace in lessons:
+    for run in lessons:
         pace = _pace(machine, run.steps)
-        simulated = _simulate(taught, run.configuration, trace, pace, run.observed_steps)
+        simulated = _simulate(taught, run, pace)
         left_out.append((run.measured.ttft.mean - simulated.ttft.mean) / pace.slowdown)
     # The median: where requests queue, one that joins a step later than simulated is no HTTP.
     return dataclasses.replace(taught, request_s=statistics.median(left_out))
@@ -182,7 +179,7 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
 def _run(
     server: ServerProcess,
     configuration: Configuration,
-    trace: Trace,
+    capacity: float,
     seed: int,
     observed_steps: Steps,
 ) -> _Run:
@@ -191,6 +188,7 @@ def _run(
     Raises:
         ServerError: requests failed, or the server has not kept all of the steps.
     """
+    trace = configuration.cell.trace(capacity, seed)
     before = server.state()["steps_total"]
     summary = _replay(server, configuration, trace, seed)
     new = server.state()["steps_total"] - before
@@ -201,7 +199,7 @@ def _run(
     ]
     if len(steps) != new:
         raise ServerError(f"{configuration}: of {new} steps the server has kept {len(steps)}")
-    return _Run(configuration, summary, steps, observed_steps)
+    return _Run(configuration, trace, summary, steps, observed_steps)
 
 
 def _pace(machine: Machine, steps: Steps) -> _Pace:
@@ -221,22 +219,21 @@ def _run_all(
     quarter, and say nothing of each other (docs/evaluation.md)."""
     learnt = list(taught.steps)
 
-    def run(configuration: Configuration, trace: Trace, seed: int) -> _Run:
+    def run(configuration: Configuration, seed: int) -> _Run:
         server = servers[configuration.server]
-        done = _run(server, configuration, trace, seed, tuple(learnt))
+        done = _run(server, configuration, taught.capacity, seed, tuple(learnt))
         if configuration.mode == ELLM:
             learnt.extend(done.steps)
         return done
 
     def slowdown() -> float:
-        done = run(REFERENCE, taught.reference, TEACHING_SEED)
-        return _pace(taught.machine, done.steps).slowdown
+        return _pace(taught.machine, run(REFERENCE, TEACHING_SEED).steps).slowdown
 
     slownesses = [slowdown()]
     runs = []
     for number, configuration in enumerate(configurations, 1):
         say(str(configuration))
-        runs.append(run(configuration, configuration.cell.trace(taught.capacity, seed=0), 0))
+        runs.append(run(configuration, seed=0))
         if number % BETWEEN == 0:
             slownesses.append(slowdown())
     return runs, slownesses
@@ -263,8 +260,7 @@ def _measures(summary: Summary) -> dict[str, float]:
 
 
 def _predict(taught: _Taught, run: _Run, pace: _Pace) -> dict[str, float]:
-    trace = run.configuration.cell.trace(taught.capacity, seed=0)
-    found = _measures(_simulate(taught, run.configuration, trace, pace, run.observed_steps))
+    found = _measures(_simulate(taught, run, pace))
     return found | {"ttft": found["ttft"] + taught.request_s * pace.slowdown}
 
 
@@ -286,10 +282,9 @@ def _replay(
     return summary
 
 
-def _simulate(
-    taught: _Taught, configuration: Configuration, trace: Trace, pace: _Pace, observed_steps: Steps
-) -> Summary:
-    """What the simulator says of these requests."""
+def _simulate(taught: _Taught, run: _Run, pace: _Pace) -> Summary:
+    """What the simulator says of the requests of a replay, were steps of this pace."""
+    configuration = run.configuration
     settings = Settings(
         mode=configuration.mode,
         policy=configuration.policy,
@@ -300,9 +295,9 @@ def _simulate(
         late_results=True,
         step_noise=tuple(pace.step_noise.tolist()),
         calibrated=taught.calibrated,
-        observed_steps=tuple(observed_steps),
+        observed_steps=tuple(run.observed_steps),
         stride=1,
     )
     machine = taught.machine.limited(configuration.cell.device_tokens, None)
     machine = dataclasses.replace(machine, profile=slower(machine.profile, pace.slowdown))
-    return simulate(machine, settings, Load.of(trace)).summary
+    return simulate(machine, settings, Load.of(run.trace)).summary
