@@ -154,7 +154,11 @@ class Simulation:
         if admitted.full:
             self._full = True
             self.mode.refused(room[1])
-        self._started(admitted.chunks)
+        joined = [c.request for c in admitted.chunks if c.begin == 0]
+        self._waiting = self._waiting[~np.isin(self._waiting, joined)]
+        self._under_way = None
+        if admitted.chunks and not (last := admitted.chunks[-1]).last:
+            self._under_way = self._candidate(last.request, last.end)
         return admitted.chunks
 
     def _candidate(self, request: int, begin: int = 0) -> Candidate:
@@ -169,15 +173,6 @@ class Simulation:
             generated=int(self.progress.generated[request]),
             begin=begin,
         )
-
-    def _started(self, chunks: tuple[Chunk, ...]) -> None:
-        """Take those admitted out of the queue, and note what is left of the last one's prompt."""
-        joined = [c.request for c in chunks if c.begin == 0]
-        if joined:
-            self._waiting = self._waiting[~np.isin(self._waiting, joined)]
-        self._under_way = None
-        if chunks and not chunks[-1].last:
-            self._under_way = self._candidate(chunks[-1].request, chunks[-1].end)
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -216,14 +211,10 @@ class Simulation:
         self.record.prefill(self.clock.now_s, int(rows))
         for chunk in chunks:
             if chunk.last:
-                self._prefilled(chunk)
-
-    def _prefilled(self, chunk: Chunk) -> None:
-        request = chunk.request
-        self.progress.kv_tokens[request] = chunk.end
-        self._running.append(request)
-        self._tokens_came(np.array([request]), np.array([self.clock.now_s]))
-        self._end_finished()
+                self.progress.kv_tokens[chunk.request] = chunk.end
+                self._running.append(chunk.request)
+                self._tokens_came(np.array([chunk.request]), np.array([self.clock.now_s]))
+                self._end_finished()
 
     def _decode(self, pause: frozenset[int]) -> None:
         decoding = [i for i in self._running if i not in pause] or self._running
