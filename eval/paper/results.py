@@ -61,24 +61,21 @@ class Results:
 
     def comparisons(self) -> Iterator[Comparison]:
         """eLLM beside the best baseline, per load of Figs. 10 and 12."""
-        groups: dict[tuple[str, str], list[Done]] = {}
+        groups: dict[str, list[Done]] = {}
         for done in self.of("10"):
-            groups.setdefault((done.job.machine, done.job.load.data_set), []).append(done)
-        for (machine, data_set), group in groups.items():
-            yield Comparison(machine, data_set, group)
+            load = f"{done.job.machine}, {done.job.load.data_set}"
+            groups.setdefault(load, []).append(done)
+        for load, runs in groups.items():
+            yield Comparison(load, runs)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One load, all modes, each at two settings of SGLang's conservativeness."""
 
-    machine: str
-    data_set: str
+    load: str
+    """Machine and data set."""
     runs: Sequence[Done]
-
-    @property
-    def load(self) -> str:
-        return f"{self.machine}, {self.data_set}"
 
     def best(self, mode: str) -> Done:
         """The better of a mode's two settings, by tokens per second."""

@@ -54,7 +54,7 @@ def rows(results: Results) -> list[Row]:
 def _gains(results: Results) -> Iterator[Row]:
     ceilings = {b.machine: b for b in results.bounds}
     for compared in results.comparisons():
-        bound = ceilings[compared.machine]
+        bound = ceilings[compared.runs[0].job.machine]
         where, load = "Figs. 10, 12", compared.load
         best = min(compared.gains, key=compared.gains.__getitem__)
         refused = (

@@ -76,7 +76,7 @@ def sum_up(simulation: Simulation) -> SimReport:
         if isinstance(mode, Elastic)
         else {},
         wall_s=record.wall_s,
-        series=_thinned(record.samples),
+        series=tuple(record.samples[:: max(len(record.samples) // SERIES_POINTS, 1)]),
     )
 
 
@@ -105,7 +105,3 @@ def _summary(simulation: Simulation, record: Record) -> Summary:
 
 def _over(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _thinned(samples: list[Sample]) -> tuple[Sample, ...]:
-    return tuple(samples[:: max(len(samples) // SERIES_POINTS, 1)])

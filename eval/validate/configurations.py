@@ -80,14 +80,9 @@ class Configuration:
     def server(self) -> Server:
         return Server(self.mode, *([self.cell.device_tokens] if self.mode == RECOMPUTE else []))
 
-    @property
-    def name(self) -> str:
-        if self.mode != ELLM:
-            return self.mode
-        return self.policy if self.ratio is None else f"{self.policy} {self.ratio:g}"
-
     def __str__(self) -> str:
-        return f"{self.name}, {self.cell}"
+        ratio = "" if self.ratio is None else f" {self.ratio:g}"
+        return f"{self.policy if self.mode == ELLM else self.mode}{ratio}, {self.cell}"
 
 
 AMPLE = Cell(POOL_TOKENS, 3.0)

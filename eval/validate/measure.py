@@ -82,10 +82,6 @@ class _Taught:
     """Output tokens per second with ample memory."""
     request_s: float
     """Time of a request's way to the scheduler and of a token's way back, that no step explains."""
-    latency_model: float
-    """MAPE of the fitted latency model over the steps it was fitted to."""
-    pace: _Pace
-    """Of those steps, in the order in which they ran: it is met by steps of any size."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +127,11 @@ def validate(
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         slowdown = statistics.fmean(slownesses)
         compared = tuple(pool.map(partial(_compare, taught, slowdown), of_each))
+    pace = _pace(taught.machine, taught.steps)
     return Validation(
         model_path=str(model_path),
         hardware=taught.machine.profile,
-        latency_model=taught.latency_model,
+        latency_model=float(np.abs(1 / (pace.slowdown * pace.step_noise) - 1).mean()),
         request_s=taught.request_s,
         slownesses=slownesses,
         comparisons=compared,
@@ -155,17 +152,7 @@ def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
             steps += lessons[-1].steps
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
-    pace = _pace(machine, steps)
-    error = float(np.abs(1 / (pace.slowdown * pace.step_noise) - 1).mean())
-    taught = _Taught(
-        machine=machine,
-        calibrated=unfitted.profile,
-        steps=steps,
-        capacity=capacity,
-        request_s=0.0,
-        latency_model=error,
-        pace=pace,
-    )
+    taught = _Taught(machine, unfitted.profile, steps, capacity, request_s=0.0)
     # What the simulator leaves out of a TTFT, given how long each step took, is what HTTP takes.
     left_out = []
     for run in lessons:
@@ -242,7 +229,8 @@ def _run_all(
 def _compare(taught: _Taught, slowdown: float, runs: Sequence[_Run]) -> Comparison:
     """All replays of one configuration, what was to be expected of it at the machine's slowdown,
     and what is to be expected of each replay knowing how long its steps took."""
-    pace = dataclasses.replace(taught.pace, slowdown=slowdown)
+    # The fitted steps' pace, in the order in which they ran: it is met by steps of any size.
+    pace = dataclasses.replace(_pace(taught.machine, taught.steps), slowdown=slowdown)
     expected = [
         _predict(taught, runs[draw % len(runs)], pace.beginning_at(draw / DRAWS))
         for draw in range(DRAWS)
