@@ -91,11 +91,12 @@ class Settings:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r}: give one of {', '.join(known)}")
-        for name in ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride"):
-            if getattr(self, name) not in TOKENS:
-                raise ConfigError(f"{name} {shown(getattr(self, name))}: give {TOKENS}")
-        if self.conservativeness not in FACTOR:
-            raise ConfigError(f"conservativeness {self.conservativeness}: give {FACTOR}")
+        counts = ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride")
+        ranges = dict.fromkeys(counts, TOKENS)
+        ranges |= {"conservativeness": FACTOR, "model_error": MODEL_ERROR}
+        for name, allowed in ranges.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} {shown(getattr(self, name))}: give {allowed}")
         if not self.tpot_slo_s > 0:
             raise ConfigError(f"tpot_slo_s {self.tpot_slo_s}: give seconds above 0, or none")
         if self.chunk_tokens < self.block_tokens:
@@ -110,8 +111,6 @@ class Settings:
             raise ConfigError(
                 "calibrated, observed_steps: only a model that meets step_noise learns"
             )
-        if self.model_error not in MODEL_ERROR:
-            raise ConfigError(f"model_error {self.model_error}: give {MODEL_ERROR}")
 
 
 def policy_model(machine: Machine, settings: Settings) -> LatencyModel:
