@@ -54,13 +54,10 @@ the weights. Each further request's KV has to be read like any other's, and rest
 
 def _table(found: Sequence[Row]) -> str:
     def line(row: Row) -> str:
-        return (
-            f"<tr><td>{html.escape(row.where)}</td><td>{html.escape(row.quantity)}</td>"
-            f'<td class="n">{row.cell(row.paper)}</td>'
-            f'<td class="n">{row.cell(row.simulated)}</td><td class="n">'
-            f'{row.ratio(row.simulated)}</td><td class="n">{row.cell(row.measured)}</td>'
-            f'<td class="n">{row.ratio(row.measured)}</td><td>{html.escape(row.why)}</td></tr>'
-        )
+        ours = (f(v) for v in (row.simulated, row.measured) for f in (row.cell, row.ratio))
+        figures = "".join(f'<td class="n">{text}</td>' for text in (row.cell(row.paper), *ours))
+        where, quantity, why = map(html.escape, (row.where, row.quantity, row.why))
+        return f"<tr><td>{where}</td><td>{quantity}</td>{figures}<td>{why}</td></tr>"
 
     return (
         "<h2>Paper, simulated, measured</h2><table><thead><tr><th>where</th><th>what</th>"

@@ -57,11 +57,9 @@ def _gains(results: Results) -> Iterator[Row]:
         bound = ceilings[compared.runs[0].job.machine]
         where, load = "Figs. 10, 12", compared.load
         best = min(compared.gains, key=compared.gains.__getitem__)
-        refused = (
-            f" The baselines refuse {compared.refused} requests larger than the device."
-            if compared.refused
-            else ""
-        )
+        refused = ""
+        if compared.refused:
+            refused = f" The baselines refuse {compared.refused} requests larger than the device."
         yield Row(
             where, f"tokens/s over the best baseline ({best}): {load}", claims.THROUGHPUT_GAIN,
             compared.gains[best], None,

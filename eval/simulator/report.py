@@ -58,6 +58,7 @@ def simulate(
 def sum_up(simulation: Simulation) -> SimReport:
     """The figures of a simulation that was run."""
     record, mode = simulation.record, simulation.mode
+    failures = mode.iteration.controller.guard.failures if isinstance(mode, Elastic) else {}
     served = ~simulation.progress.refused
     prompts = float(simulation.load.prompt_tokens[served].sum())
     return SimReport(
@@ -72,9 +73,7 @@ def sum_up(simulation: Simulation) -> SimReport:
         decode_step_s=_over(record.decode_s, record.decode_steps),
         fragmentation=1 - _over(record.held_tokens, record.held_places),
         recomputed_prompt_share=_over(record.prefill_rows, prompts) - 1,
-        fallbacks=dict(mode.iteration.controller.guard.failures)
-        if isinstance(mode, Elastic)
-        else {},
+        fallbacks=dict(failures),
         wall_s=record.wall_s,
         series=tuple(record.samples[:: max(len(record.samples) // SERIES_POINTS, 1)]),
     )
