@@ -20,7 +20,7 @@ from ellm_sgl.policies.testing.bench import PolicyBench, bench
 
 BASELINES = MODES[1:]
 BATCH, STEPS, BLOCK_TOKENS = 56, 64, 16
-"""Requests of `TOKENS` tokens whose bookkeeping is timed, and decode steps."""
+"""Requests of `TOKENS` tokens whose bookkeeping is timed, decode steps, and tokens of a block."""
 
 
 @dataclass(frozen=True)
