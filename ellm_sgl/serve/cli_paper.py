@@ -51,7 +51,8 @@ def paper(
     # The simulator imports PyTorch, which takes seconds.
     from ellm_sgl.eval.paper.jobs import Done
     from ellm_sgl.eval.paper.measured import read_measured
-    from ellm_sgl.eval.paper.report import evaluate, render
+    from ellm_sgl.eval.paper.report import render
+    from ellm_sgl.eval.paper.results import evaluate
     from ellm_sgl.eval.paper.table import rows
     from ellm_sgl.eval.plotting import require_matplotlib
 

@@ -10,10 +10,13 @@ from ellm_sgl.eval.simulator import Machine, Settings
 from ellm_sgl.eval.simulator.settings import device_model
 from ellm_sgl.latency import StepWork
 
+TOKENS = 895
+"""Of a ShareGPT request half way through its output: 222 + 1346 / 2."""
+
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of requests of one length that fill device memory. Times in seconds."""
+    """Of requests of `TOKENS` tokens that fill device memory. Times in seconds."""
 
     machine: str
     requests: int
@@ -33,19 +36,21 @@ class Bounds:
     """Step with r = 0.4 recomputed in one pass with the decode rows, over two passes."""
 
 
-def bounds(machine: Machine, tokens: int, settings: Settings) -> Bounds:
-    """Bounds for requests of `tokens` tokens each."""
+def bounds(machine: Machine, settings: Settings) -> Bounds:
+    """What bounds a server with these settings."""
     fused = device_model(machine, replace(settings, restore="recompute"))
     apart = device_model(machine, replace(settings, restore="recompute", fused=False))
-    requests = max(machine.kv_tokens // tokens, 1)
+    requests = max(machine.kv_tokens // TOKENS, 1)
 
-    def work(share: float, count: int = requests) -> StepWork:
-        n = share * tokens
-        return StepWork(count, float(count * tokens), count * n, count * n * n)
+    def work(share: float) -> StepWork:
+        n = share * TOKENS
+        return StepWork(requests, float(requests * TOKENS), requests * n, requests * n * n)
 
-    step_s = float(fused.step_seconds(work(0.0)))
-    fixed_s = max(float(fused.step_seconds(StepWork(1, 1.0))), 1e-12)
-    free = _share_within(lambda share: float(fused.step_seconds(work(share))), 1.01 * step_s)
+    def seconds(of: StepWork) -> float:
+        return float(fused.step_seconds(of))
+
+    step_s = seconds(work(0.0))
+    fixed_s = max(seconds(StepWork(1, 1.0)), 1e-12)
     token_s = machine.shape.kv_bytes_per_token / machine.profile.link_bytes_per_s
     growing = max(step_s - fixed_s, 1e-12)
     mixed = work(FUSED_RATIO)
@@ -55,9 +60,9 @@ def bounds(machine: Machine, tokens: int, settings: Settings) -> Bounds:
         step_s=step_s,
         fixed_s=fixed_s,
         free_swap=step_s / token_s / machine.kv_tokens,
-        free_recompute=free,
+        free_recompute=_share_within(lambda share: seconds(work(share)), 1.01 * step_s),
         throughput_ceiling=1 + fixed_s / growing,
-        fused_tpot=float(fused.step_seconds(mixed)) / float(apart.step_seconds(mixed)),
+        fused_tpot=seconds(mixed) / float(apart.step_seconds(mixed)),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 
 from ellm_sgl.client.summary import goodput
 from ellm_sgl.client.workloads import paper_workload
@@ -25,33 +25,27 @@ class LoadSpec:
     """None: the paper's rate."""
     tpot_slo_s: float = float("inf")
     ttft_slo_s: float = float("inf")
-    seed: int = 0
 
     def draw(self) -> Load:
-        trace = paper_workload(self.data_set, self.requests, self.seed, self.per_second)
+        trace = paper_workload(self.data_set, self.requests, 0, self.per_second)
         return Load.of(trace, MAX_NEW_TOKENS[self.data_set], self.tpot_slo_s, self.ttft_slo_s)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One simulation, or a search for the goodput with many."""
+    """One simulation, or a search for the goodput with many. Those are equal that simulate the
+    same, for whatever figure."""
 
-    figure: str
-    variant: str
+    figure: str = field(compare=False)
+    variant: str = field(compare=False)
     machine: str
     """A preset."""
     load: LoadSpec
     settings: Settings
-    x: float = 0.0
+    x: float = field(default=0.0, compare=False)
     """Where it stands on the figure's axis."""
     search: tuple[float, float] | None = None
     """Rates between which to search the goodput."""
-
-    def simulates(self, other: Job) -> bool:
-        """Whether both are the same simulation, for whatever figure."""
-        return (self.machine, self.load, self.settings, self.search) == (
-            other.machine, other.load, other.settings, other.search
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,11 +77,7 @@ def run_job(job: Job) -> Done:
 
 def distinct(jobs: Sequence[Job]) -> list[Job]:
     """The first of each that are the same simulation."""
-    return [
-        job
-        for number, job in enumerate(jobs)
-        if not any(job.simulates(earlier) for earlier in jobs[:number])
-    ]
+    return [job for number, job in enumerate(jobs) if job not in jobs[:number]]
 
 
 def run_all(jobs: Sequence[Job], workers: int, tick: Callable[[Done], None]) -> list[Done]:
@@ -98,8 +88,9 @@ def run_all(jobs: Sequence[Job], workers: int, tick: Callable[[Done], None]) -> 
         workers: processes.
         tick: called as each of the distinct ones is done.
     """
-    found = _run(distinct(jobs), workers, tick)
-    return [replace(next(d for d in found if job.simulates(d.job)), job=job) for job in jobs]
+    run = distinct(jobs)
+    found = _run(run, workers, tick)
+    return [replace(found[run.index(job)], job=job) for job in jobs]
 
 
 def _run(jobs: Sequence[Job], workers: int, tick: Callable[[Done], None]) -> list[Done]:
@@ -113,11 +104,8 @@ def _run(jobs: Sequence[Job], workers: int, tick: Callable[[Done], None]) -> lis
     pool = ProcessPoolExecutor(workers, mp_context=context)
     try:
         futures = [pool.submit(run_job, job) for job in jobs]
-        pending: set[Future[Done]] = set(futures)
-        while pending:
-            finished, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in finished:
-                tick(future.result())
+        for future in as_completed(futures):
+            tick(future.result())
         return [future.result() for future in futures]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -138,8 +137,3 @@ def _figure(value: Any) -> float:
     """One that is used; files may hold nan where nothing was measured, which is for no table."""
     _FIGURES.check("a figure", value)
     return float(value)
-
-
-def median(values: Sequence[float]) -> float | None:
-    """None of nothing."""
-    return statistics.median(values) if values else None

@@ -6,7 +6,6 @@ from typing import Any
 
 from ellm_sgl.eval.paper.bounds import bounds
 from ellm_sgl.eval.paper.jobs import Job, LoadSpec
-from ellm_sgl.eval.paper.local import TOKENS
 from ellm_sgl.eval.simulator import MODES, Settings, preset
 from ellm_sgl.eval.simulator.machines import PRESETS
 
@@ -46,7 +45,7 @@ ABLATION: dict[str, dict[str, Any]] = {
 
 def tpot_slos() -> dict[str, float]:
     """TPOT SLO of each preset, in seconds."""
-    return {name: SLO_SCALE * bounds(preset(name), TOKENS, Settings()).step_s for name in PRESETS}
+    return {name: SLO_SCALE * bounds(preset(name), Settings()).step_s for name in PRESETS}
 
 
 def plan(scale: float, latency_model: str) -> list[Job]:

@@ -1,31 +1,17 @@
-"""`ellm-sgl paper`: runs everything and writes one HTML file that needs no network."""
+"""The report of `ellm-sgl paper`: one HTML file that needs no network."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from ellm_sgl import __version__
 from ellm_sgl.eval.paper import plots
-from ellm_sgl.eval.paper.bounds import bounds
-from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
-from ellm_sgl.eval.paper.local import TOKENS, decisions, table_times
-from ellm_sgl.eval.paper.measured import Measured
-from ellm_sgl.eval.paper.plan import (
-    EAGER,
-    GROUPS,
-    MODEL,
-    SLO_SCALE,
-    SMALL,
-    TTFT_SLO_S,
-    UNIT_RATE,
-    plan,
-)
+from ellm_sgl.eval.paper.bounds import TOKENS
+from ellm_sgl.eval.paper.plan import EAGER, MODEL, SLO_SCALE, TTFT_SLO_S, UNIT_RATE
 from ellm_sgl.eval.paper.results import Results
 from ellm_sgl.eval.paper.table import Row, rows
-from ellm_sgl.eval.simulator import Settings, preset
-from ellm_sgl.eval.simulator.machines import PRESETS
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
@@ -34,34 +20,6 @@ padding: .3rem .5rem; text-align: left; vertical-align: top } th { background: #
 td.n { text-align: right; white-space: nowrap } figure { margin: 1.5rem 0 }
 figcaption { color: #444; font-size: 13px } svg { max-width: 100%; height: auto }
 """
-
-
-def evaluate(
-    scale: float,
-    latency_model: str,
-    workers: int,
-    measured: Measured,
-    begin: Callable[[int], None],
-    tick: Callable[[Done], None],
-) -> Results:
-    """Simulate and measure all that the report shows.
-
-    Args:
-        scale: of the number of requests; 1 is the full evaluation.
-        latency_model: "roofline" or "paper".
-        workers: processes.
-        measured: what real servers did.
-        begin: called with the number of simulations.
-        tick: called as each is done.
-    """
-    # First, while this machine is quiet.
-    timed, tables = decisions(), table_times(preset(SMALL), GROUPS)
-    jobs = plan(scale, latency_model)
-    begin(len(distinct(jobs)))
-    done = run_all(jobs, workers, tick)
-    settings = Settings(latency_model=latency_model)
-    limits = [bounds(preset(name), TOKENS, settings) for name in PRESETS]
-    return Results(done, limits, timed, tables, latency_model, scale, measured)
 
 
 def render(results: Results) -> str:
@@ -96,13 +54,10 @@ the weights. Each further request's KV has to be read like any other's, and rest
 
 def _table(found: Sequence[Row]) -> str:
     def line(row: Row) -> str:
-        return (
-            f"<tr><td>{html.escape(row.where)}</td><td>{html.escape(row.quantity)}</td>"
-            f'<td class="n">{row.cell(row.paper)}</td>'
-            f'<td class="n">{row.cell(row.simulated)}</td><td class="n">'
-            f'{row.ratio(row.simulated)}</td><td class="n">{row.cell(row.measured)}</td>'
-            f'<td class="n">{row.ratio(row.measured)}</td><td>{html.escape(row.why)}</td></tr>'
-        )
+        ours = (f(v) for v in (row.simulated, row.measured) for f in (row.cell, row.ratio))
+        figures = "".join(f'<td class="n">{text}</td>' for text in (row.cell(row.paper), *ours))
+        where, quantity, why = map(html.escape, (row.where, row.quantity, row.why))
+        return f"<tr><td>{where}</td><td>{quantity}</td>{figures}<td>{why}</td></tr>"
 
     return (
         "<h2>Paper, simulated, measured</h2><table><thead><tr><th>where</th><th>what</th>"
@@ -115,39 +70,32 @@ def _table(found: Sequence[Row]) -> str:
 
 def _figures(results: Results) -> Iterator[str]:
     yield "<h2>Figures</h2>"
-    latencies = [
-        ("output tokens/s", plots.throughput),
-        ("mean TTFT, s", plots.ttft),
-        ("mean TPOT, ms", plots.tpot_ms),
-    ]
     yield _plot(
-        plots.lines(results.variants("3"), "target uncached ratio r", latencies),
+        plots.lines(results.variants("3"), "target uncached ratio r", *plots.LATENCIES),
         f"Figs. 3-4. {MODEL}, ShareGPT: the same uncached ratio for every request, restored by "
         "recomputation, by swapping, or by the faster mix of both.",
     )
     for compared in results.comparisons():
-        about = f"{compared.machine}, {compared.data_set}"
         yield _plot(
             plots.comparison(compared),
-            f"Figs. 10 and 12. {about}, the paper's arrivals. Each server at SGLang's default "
-            f"conservativeness, 1, and at {EAGER:g}.",
+            f"Figs. 10 and 12. {compared.load}, the paper's arrivals. Each server at SGLang's "
+            f"default conservativeness, 1, and at {EAGER:g}.",
         )
         yield _plot(
             plots.running(compared),
-            f"Fig. 11. {about}: requests that decode together, each server at its better setting, "
-            "and how much of them eLLM restores.",
+            f"Fig. 11. {compared.load}: requests that decode together, each server at its better "
+            "setting, and how much of them eLLM restores.",
         )
     for machine in dict.fromkeys(d.job.machine for d in results.of("13")):
         group = [d for d in results.of("13") if d.job.machine == machine]
-        panels = [(label, [value(d) for d in group]) for label, value in latencies]
         yield _plot(
-            plots.bars([d.job.variant for d in group], panels),
+            plots.runs([d.job.variant for d in group], group, *plots.LATENCIES),
             f"Fig. 13. {machine}, ShareGPT: eLLM with parts left out.",
         )
     yield _plot(
         plots.lines(
             results.variants("14"), f"arrival rate, multiples of {UNIT_RATE:g} requests/s",
-            [*latencies[:2], ("SLO attainment, %", plots.attainment)],
+            "output tokens/s", "mean TTFT, s", "SLO attainment, %",
         ),
         f"Fig. 14. {MODEL}, ShareGPT: load sweep, each server at its better setting. SLOs: TTFT "
         f"{TTFT_SLO_S:g} s, TPOT {SLO_SCALE:g} times the step of a full memory (this report's; the "
@@ -163,11 +111,14 @@ def _figures(results: Results) -> Iterator[str]:
         "other requests each time (decision), or one token later (steady).",
     )
     yield _plot(
-        plots.lines(results.variants("6.6"), "error of the policy's latency model (share)", [
-            ("output tokens/s", plots.throughput), ("p99 TPOT, ms", plots.tpot_p99_ms),
-        ]),
+        plots.lines(
+            results.variants("6.6"),
+            "error of the policy's latency model (share)",
+            "output tokens/s",
+            "p99 TPOT, ms",
+        ),
         "§6.6. The policy's model is wrong by up to 20 %, and does not learn.",
-    )  # fmt: skip
+    )
 
 
 def _plot(svg: str, caption: str) -> str:
@@ -182,6 +133,6 @@ assumption (ShareGPT: sigma 1, L-Eval: 0.5).</li>
 <li>There is no prefix cache, and copying to host memory costs nothing. Host memory is not
 bounded. Tensor-parallel ranks pay two all-reduces per layer of 20 µs each.</li>
 <li>The baselines share SGLang's admission with eLLM; what each keeps of its original is told in
-<code>ellm_sgl/eval/simulator/whole.py</code>.</li>
+<code>ellm_sgl/eval/simulator/modes.py</code>.</li>
 <li>Up to 8 decode steps (4 on llama3-8b) follow one decision: on llama3-8b, where it matters most,
 up to 1 % of the tokens per second and 7 % of the TTFT against one step per decision.</li></ul>"""

@@ -1,17 +1,26 @@
-"""Results of all jobs, by figure, and the comparisons that the report makes of them."""
+"""Everything that the report is made of: results of all jobs, by figure, the comparisons that it
+makes of them, and what is measured on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ellm_sgl.eval.paper.bounds import Bounds
-from ellm_sgl.eval.paper.jobs import Done
-from ellm_sgl.eval.paper.local import TableTime
-from ellm_sgl.eval.paper.measured import Measured
-from ellm_sgl.policies.testing.bench import PolicyBench
+import numpy as np
 
-BASELINES = ("recompute", "swap", "hcache")
+from ellm_sgl.eval.paper.bounds import TOKENS, Bounds, bounds
+from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
+from ellm_sgl.eval.paper.measured import Measured
+from ellm_sgl.eval.paper.plan import GROUPS, SMALL, plan
+from ellm_sgl.eval.simulator import MODES, Settings, preset
+from ellm_sgl.eval.simulator.machines import PRESETS
+from ellm_sgl.memory import PageTable, PoolShape
+from ellm_sgl.policies.testing.bench import PolicyBench, bench
+
+BASELINES = MODES[1:]
+BATCH, STEPS, BLOCK_TOKENS = 56, 64, 16
+"""Requests of `TOKENS` tokens whose bookkeeping is timed, decode steps, and tokens of a block."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,9 @@ class Results:
     done: Sequence[Done]
     bounds: Sequence[Bounds]
     decisions: dict[str, PolicyBench]
-    table_times: Sequence[TableTime]
+    """Times of the policies' answers, on this machine."""
+    table_seconds: dict[int, float]
+    """By F: the page table's bookkeeping of one decode step, on this machine."""
     latency_model: str
     scale: float
     measured: Measured
@@ -50,19 +61,20 @@ class Results:
 
     def comparisons(self) -> Iterator[Comparison]:
         """eLLM beside the best baseline, per load of Figs. 10 and 12."""
-        groups: dict[tuple[str, str], list[Done]] = {}
+        groups: dict[str, list[Done]] = {}
         for done in self.of("10"):
-            groups.setdefault((done.job.machine, done.job.load.data_set), []).append(done)
-        for (machine, data_set), group in groups.items():
-            yield Comparison(machine, data_set, group)
+            load = f"{done.job.machine}, {done.job.load.data_set}"
+            groups.setdefault(load, []).append(done)
+        for load, runs in groups.items():
+            yield Comparison(load, runs)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """One load, all modes, each at two settings of SGLang's conservativeness."""
 
-    machine: str
-    data_set: str
+    load: str
+    """Machine and data set."""
     runs: Sequence[Done]
 
     def best(self, mode: str) -> Done:
@@ -93,3 +105,57 @@ class Comparison:
 def _merit(done: Done) -> tuple[float, float]:
     summary = done.sim.summary
     return summary.slo_attainment, summary.tokens_per_s
+
+
+def evaluate(
+    scale: float,
+    latency_model: str,
+    workers: int,
+    measured: Measured,
+    begin: Callable[[int], None],
+    tick: Callable[[Done], None],
+) -> Results:
+    """Simulate and measure all that the report shows.
+
+    Args:
+        scale: of the number of requests; 1 is the full evaluation.
+        latency_model: "roofline" or "paper".
+        workers: processes.
+        measured: what real servers did.
+        begin: called with the number of simulations.
+        tick: called as each is done.
+    """
+    # First, while this machine is quiet.
+    timed = {name: bench(name, {}, calls=100) for name in ("fcfs", "slo-priority")}
+    tables = {group: _table_seconds(preset(SMALL).shape.layers, group) for group in GROUPS}
+    jobs = plan(scale, latency_model)
+    begin(len(distinct(jobs)))
+    done = run_all(jobs, workers, tick)
+    settings = Settings(latency_model=latency_model)
+    limits = [bounds(preset(name), settings) for name in PRESETS]
+    return Results(done, limits, timed, tables, latency_model, scale, measured)
+
+
+def _table_seconds(layers: int, group: int) -> float:
+    """Time per decode step to extend every request by one token, place new blocks, and look up
+    one unit per request and layer group; median of many steps."""
+    shape = PoolShape(layers, group, BLOCK_TOKENS)
+    blocks = BATCH * shape.blocks_for(TOKENS + STEPS)
+    table = PageTable(shape, blocks, blocks * shape.num_groups)
+    requests = range(BATCH)
+    for request in requests:
+        own = table.allocate(shape.blocks_for(TOKENS))
+        table.place(own)
+        table.map(request, own, TOKENS)
+    last = np.array([table.blocks_of(r)[-1] for r in requests], np.int32)
+    times = []
+    for step in range(STEPS):
+        begin = time.perf_counter()
+        if (TOKENS + step) % BLOCK_TOKENS == 0:
+            last = table.allocate(BATCH)
+            table.place(last)
+        table.extend_each(requests, last)
+        # Every unit's address, as a step reads it.
+        table.units[np.concatenate([table.blocks_of(r) for r in requests])].sum()
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times))

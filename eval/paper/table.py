@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ellm_sgl.eval.paper import claims
-from ellm_sgl.eval.paper.measured import median
 from ellm_sgl.eval.paper.plan import MODEL
 from ellm_sgl.eval.paper.results import BASELINES, Comparison, Results
 from ellm_sgl.eval.validate.results import MEASURES
@@ -54,14 +54,12 @@ def rows(results: Results) -> list[Row]:
 def _gains(results: Results) -> Iterator[Row]:
     ceilings = {b.machine: b for b in results.bounds}
     for compared in results.comparisons():
-        bound = ceilings[compared.machine]
-        where, load = "Figs. 10, 12", f"{compared.machine}, {compared.data_set}"
+        bound = ceilings[compared.runs[0].job.machine]
+        where, load = "Figs. 10, 12", compared.load
         best = min(compared.gains, key=compared.gains.__getitem__)
-        refused = (
-            f" The baselines refuse {compared.refused} requests larger than the device."
-            if compared.refused
-            else ""
-        )
+        refused = ""
+        if compared.refused:
+            refused = f" The baselines refuse {compared.refused} requests larger than the device."
         yield Row(
             where, f"tokens/s over the best baseline ({best}): {load}", claims.THROUGHPUT_GAIN,
             compared.gains[best], None,
@@ -101,9 +99,8 @@ def _attainment(results: Results) -> Iterator[Row]:
         for mode in ("ellm", *BASELINES):
             summary = compared.best(mode).sim.summary
             yield Row(
-                "Figs. 10, 12",
-                f"requests within both SLOs, {mode}: {compared.machine}, {compared.data_set}",
-                None, 100 * summary.slo_attainment, None,
+                "Figs. 10, 12", f"requests within both SLOs, {mode}: {compared.load}", None,
+                100 * summary.slo_attainment, None,
                 "SLOs are this report's own; at the paper's arrival rate most requests wait "
                 "longer than any TTFT SLO.", " %",
             )  # fmt: skip
@@ -124,9 +121,8 @@ def _running(results: Results) -> Iterator[Row]:
         ours = compared.best("ellm").sim.running_mean
         theirs = compared.best("recompute").sim.running_mean
         yield Row(
-            "Fig. 11",
-            f"running requests, eLLM over recompute: {compared.machine}, {compared.data_set}",
-            None, ours / theirs if theirs else None, None,
+            "Fig. 11", f"running requests, eLLM over recompute: {compared.load}", None,
+            ours / theirs if theirs else None, None,
             "Both admit by SGLang's accounting; eLLM goes beyond it by what it may restore.", "x",
         )  # fmt: skip
 
@@ -166,7 +162,6 @@ def _decisions(results: Results) -> Iterator[Row]:
 
 
 def _table_2(results: Results) -> Iterator[Row]:
-    times = {t.layer_group: t.seconds for t in results.table_times}
     measured = results.measured
     for done in results.of("table 2"):
         group = round(done.job.x)
@@ -181,7 +176,7 @@ def _table_2(results: Results) -> Iterator[Row]:
         yield Row(
             "Table 2", f"page table's share of a step, F = {group}",
             _percent(share), None,
-            100 * times[group] / done.sim.decode_step_s,
+            100 * results.table_seconds[group] / done.sim.decode_step_s,
             "Time measured here over the simulated step. One row per block, one column per group: "
             "numpy handles all groups of a block at once.", " %",
         )  # fmt: skip
@@ -222,10 +217,10 @@ def _goodput(results: Results) -> Iterator[Row]:
                 "SLOs are this report's own.",
                 "x",
             )  # fmt: skip
-    if (gain := median(results.measured.goodput_gains)) is not None:
+    if gains := results.measured.goodput_gains:
         yield Row(
             "Figs. 14-15", "goodput of eLLM over stock SGLang, median of the seeds", None, None,
-            gain, "Real servers: ellm-sgl bench load-sweep.", "x",
+            statistics.median(gains), "Real servers: ellm-sgl bench load-sweep.", "x",
         )  # fmt: skip
 
 

@@ -16,27 +16,29 @@ RETRACT_STEPS = 20
 _MIN_NEW_TOKEN_RATIO_FACTOR, _NEW_TOKEN_RATIO_DECAY_STEPS, _RETRACT_DECODE_STEPS."""
 
 
-@dataclass
 class NewTokenRatio:
-    """Share of its `max_new_tokens` that SGLang expects a running request to still generate."""
+    """Share of its `max_new_tokens` that SGLang expects a running request to still generate.
 
-    initial: float
-    current: float
+    Args:
+        conservativeness: SGLang's `--schedule-conservativeness`.
+    """
 
-    @classmethod
-    def of(cls, conservativeness: float) -> NewTokenRatio:
-        """As `--schedule-conservativeness` sets it."""
-        ratio = min(INIT_RATIO * conservativeness, 1.0)
-        return cls(ratio, ratio)
+    def __init__(self, conservativeness: float) -> None:
+        self.current = min(INIT_RATIO * conservativeness, 1.0)
+        self._initial = self.current
 
     def decay(self, steps: int) -> None:
         """So many decode steps went well."""
-        least = min(self.initial * LEAST_RATIO_FACTOR, 1.0)
-        self.current = max(self.current - steps * (self.initial - least) / DECAY_STEPS, least)
+        least = min(self._initial * LEAST_RATIO_FACTOR, 1.0)
+        self.current = max(self.current - steps * (self._initial - least) / DECAY_STEPS, least)
 
     def retracted(self, generated: int, max_new_tokens: int, requests: int) -> None:
         """Requests were retracted; the sums are of those that remain."""
         self.current = min(1.0, (generated + RETRACT_STEPS * requests) / (max_new_tokens + 1))
+
+    def reserved_tokens(self, remaining: IntArray) -> float:
+        """What running requests are expected to need, each of which may generate so much more."""
+        return float(np.minimum(remaining, CLIP_NEW_TOKENS).sum() * self.current)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Candidate:
     """To prefill: prompt, and output so far."""
     max_new_tokens: int
     generated: int
+    begin: int = 0
+    """Tokens prefilled, of a prompt that is prefilled in chunks and not yet to its end."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,6 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class UnderWay:
-    """A request whose prompt is prefilled in chunks, and not yet to its end."""
-
-    request: int
-    begin: int
-    """Tokens prefilled."""
-    tokens: int
-    """To prefill in all."""
-    max_new_tokens: int
-
-
-@dataclass(frozen=True)
 class Admitted:
     """What one iteration admits."""
 
@@ -81,45 +73,31 @@ class Admitted:
     """Memory or places ran out before the queue did."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Tokens that there is room for."""
-
-    now: int
-    eventually: int
-
-
-@dataclass(frozen=True)
-class PrefillLimits:
-    """Settings of one server."""
-
-    block_tokens: int
-    chunk_tokens: int
-
-
 def admit(
-    budget: Budget,
-    limits: PrefillLimits,
+    room: tuple[int, int],
+    candidates: Iterable[Candidate],
+    under_way: Candidate | None,
+    *,
+    block_tokens: int,
+    chunk_tokens: int,
     reserved: float,
     places: int,
     alone: bool,
-    under_way: UnderWay | None,
-    candidates: Iterable[Candidate],
 ) -> Admitted:
     """The prefill batch of one iteration.
 
     Args:
-        budget: memory before anything is admitted.
+        room: in tokens, now and eventually, before anything is admitted.
+        candidates: waiting requests in the order of their turn.
+        under_way: a prompt that is not finished; it goes first, whatever memory says.
+        chunk_tokens: that one step may prefill.
         reserved: tokens that running requests are expected to need.
         places: requests that may be admitted.
-        alone: nothing runs; the first request may then be larger than the budget.
-        under_way: a prompt that is not finished; it goes first, whatever memory says.
-        candidates: waiting requests in the order of their turn.
+        alone: nothing runs; the first request may then be larger than the room.
     """
-    block = limits.block_tokens
+    block, left = block_tokens, chunk_tokens
     chunks: list[Chunk] = []
-    left = limits.chunk_tokens
-    now, eventually = float(budget.now), budget.eventually - reserved
+    now, eventually = float(room[0]), room[1] - reserved
     if under_way is not None:
         end = min(under_way.tokens, under_way.begin + left)
         last = end == under_way.tokens
@@ -130,7 +108,6 @@ def admit(
         left -= rows
         now -= rows + block
         eventually -= rows + min(under_way.max_new_tokens, CLIP_NEW_TOKENS) + block
-        alone = False
     for candidate in candidates:
         if len(chunks) >= places or left <= 0:
             return Admitted(tuple(chunks), full=len(chunks) >= places)
@@ -157,13 +134,3 @@ def admit(
         if now <= 0 or eventually <= 0:
             return Admitted(tuple(chunks), full=True)
     return Admitted(tuple(chunks), full=False)
-
-
-def reserved_tokens(remaining: IntArray, ratio: float) -> float:
-    """Tokens that running requests are expected to need yet.
-
-    Args:
-        remaining: tokens that each may still generate.
-        ratio: `NewTokenRatio.current`.
-    """
-    return float(np.minimum(remaining, CLIP_NEW_TOKENS).sum() * ratio)

@@ -8,12 +8,11 @@ import numpy as np
 
 from ellm_sgl.client.traces import IntArray
 from ellm_sgl.engine import Arrival, Controller, Iteration
-from ellm_sgl.eval.simulator.admission import Budget, Chunk
-from ellm_sgl.eval.simulator.clock import VirtualClock
-from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.eval.simulator.modes import Grown, Mode, Moves, Span, missing_tokens
+from ellm_sgl.eval.simulator.admission import Chunk
+from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
+from ellm_sgl.eval.simulator.modes import Mode, Moves, Span
 from ellm_sgl.memory import ElasticMemory, PageTable
-from ellm_sgl.memory.shape import IntArray as Units
+from ellm_sgl.memory.shape import IntArray as Ids
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
 
 
@@ -35,14 +34,12 @@ class Elastic(Mode):
         clock: VirtualClock,
     ) -> None:
         super().__init__(table, load, progress)
-        save = _save if table.host.num_units else None
+        # Copying to the host tier takes no time here; the page table keeps the books.
+        save = (lambda device, host: None) if table.host.num_units else None
         self.elastic = ElasticMemory(table, max_restored_tokens, lambda tokens: 0, save)
-        shape, model = table.shape, controller.limits.model
-        self._unit_tokens = shape.block_tokens / shape.num_groups
-        unit_bytes = model.kv_bytes_per_token * self._unit_tokens
+        self._unit_tokens = table.shape.block_tokens / table.shape.num_groups
+        unit_bytes = controller.limits.model.kv_bytes_per_token * self._unit_tokens
         self.iteration = Iteration(controller, self.elastic, unit_bytes, clock)
-        self._paused: Sequence[int] = ()
-        """Who pauses for the coming step."""
 
     def arrived(self, request: int) -> None:
         load, iteration = self.load, self.iteration
@@ -59,17 +56,8 @@ class Elastic(Mode):
             iteration.clock(),
         )
 
-    def decoded(self, ids: IntArray) -> None:
-        self.iteration.in_step(self.progress.entry[ids], self.progress.kv_tokens[ids])
-        self.iteration.report()
-
-    def retracted(self, request: int) -> None:
-        self.elastic.totals.retractions += 1
-        tokens = int(self.load.prompt_tokens[request] + self.progress.generated[request])
-        self.iteration.retracted(int(self.progress.entry[request]), tokens)
-
-    def ended(self, request: int) -> None:
-        self.iteration.requests.remove(int(self.progress.entry[request]))
+    def idle(self) -> None:
+        self.iteration.idle()
 
     def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         iteration, entry = self.iteration, self.progress.entry
@@ -82,61 +70,73 @@ class Elastic(Mode):
     def closed(self, closed: bool, anybody_waits: bool) -> bool:
         return self.iteration.queue_closed(closed, anybody_waits)
 
-    def refused(self, budget: Budget) -> None:
-        self.iteration.refused(budget.eventually)
+    def admission_tokens(self) -> tuple[int, int]:
+        return self.iteration.admission_tokens()
 
-    def idle(self) -> None:
-        self.iteration.idle()
+    def refused(self, eventually: int) -> None:
+        self.iteration.refused(eventually)
 
-    def budget(self) -> Budget:
-        return Budget(*self.iteration.admission_tokens())
+    def enter(self, chunk: Chunk) -> Span:
+        super().enter(chunk)
+        self.table.note_computed([chunk.request], [chunk.end - chunk.begin])
+        before = self.table.blocks_of(chunk.request)[: self.table.shape.blocks_for(chunk.begin)]
+        missing = np.count_nonzero(self.table.misses_units(before))
+        return Span.of(np.array([missing * self.table.shape.block_tokens]))
+
+    def pause(self, requests: Sequence[int]) -> None:
+        self.iteration.bring_to_ratios(requests, paused=True)
 
     def steps_that_fit(self, ids: IntArray, most: int) -> int:
         needed = int(self.new_blocks(ids, 1).sum())
         return most if self.iteration.make_room(needed, ids.tolist()) else 0
 
-    def enter(self, chunk: Chunk) -> Span:
-        table, blocks_for = self.table, self.table.shape.blocks_for
-        blocks = self.elastic.allocate(blocks_for(chunk.end) - blocks_for(chunk.begin))
-        if chunk.begin == 0:
-            table.map(chunk.request, blocks, chunk.end)
-            table.note_computed([chunk.request], [chunk.end])
-            return Span()
-        before = table.blocks_of(chunk.request)
-        missing = np.count_nonzero(table.misses_units(before))
-        table.extend(chunk.request, chunk.end, blocks)
-        table.note_computed([chunk.request], [chunk.end - chunk.begin])
-        return Span.of(np.array([missing * table.shape.block_tokens]))
-
-    def grow(self, ids: IntArray, steps: int) -> Grown:
+    def grow(self, ids: IntArray, steps: int) -> tuple[Span, Span]:
         requests = ids.tolist()
         self.iteration.bring_to_ratios(requests)
-        begun = missing_tokens(self.table, ids)
-        counts = self.new_blocks(ids, steps)
-        self.iteration.make_room(int(counts.sum()), requests)
-        blocks = self.elastic.allocate(int(counts.sum()))
-        self.extend(ids, steps, blocks, counts)
+        begun = self._missing(requests)
+        self.iteration.make_room(int(self.new_blocks(ids, steps).sum()), requests)
+        super().grow(ids, steps)
         self.table.note_computed(requests, [steps] * len(requests))
-        before = missing_tokens(self.table, ids)
-        self.elastic.totals.recomputed_tokens += int(before.sum()) * steps
+        before = self._missing(requests)
+        self.elastic.totals.recomputed_tokens += int(before.rows) * steps
         if not self.elastic.restore(requests, self.table.missing_blocks(requests)):
             # Steps at once take their room at once; they would have taken it one by one.
-            return Grown(Span.of(begun if steps > 1 else before), Span.of(before))
-        return Grown(Span.of(before), Span.of(missing_tokens(self.table, ids)))
+            return begun if steps > 1 else before, before
+        return before, self._missing(requests)
 
-    def pause(self, requests: Sequence[int]) -> None:
-        self._paused = requests
-        self.iteration.bring_to_ratios(requests, paused=True)
-
-    def fetch_ahead(self, decoding: int, step_s: float) -> float:
-        if not self._paused:
+    def fetch_ahead(self, paused: Sequence[int], decoding: int, step_s: float) -> float:
+        if not paused:
             return 0.0
-        units, _ = self.iteration.fetch_ahead(self._paused, decoding, LINK_SHARE * step_s)
+        units, _ = self.iteration.fetch_ahead(paused, decoding, LINK_SHARE * step_s)
         return len(units) * self._unit_tokens
+
+    def decoded(self, ids: IntArray) -> None:
+        self.iteration.in_step(self.progress.entry[ids], self.progress.kv_tokens[ids])
+        self.iteration.report()
+
+    def leave(self, request: int, retracted: bool) -> None:
+        super().leave(request, retracted)
+        entry = int(self.progress.entry[request])
+        if retracted:
+            self.elastic.totals.retractions += 1
+            self.iteration.retracted(entry, self.prefill_tokens(request))
+        else:
+            self.iteration.requests.remove(entry)
 
     def forget(self, request: int) -> None:
         self.elastic.forget(request)
 
+    def allocate(self, count: int) -> Ids:
+        return self.elastic.allocate(count)
 
-def _save(device: Units, host: Units) -> None:
-    """Copying to the host tier takes no time here; the page table keeps the books."""
+    def _missing(self, requests: Sequence[int]) -> Span:
+        """What a step with these requests restores: their blocks that lack a unit. As
+        `PageTable.uncached_tokens_of`, but for a tail block, which counts as full."""
+        table = self.table
+        if table.missing_units == 0 or not requests:
+            return Span()
+        blocks = [table.blocks_of(i) for i in requests]
+        lacking = table.misses_units(np.concatenate(blocks))
+        starts = np.cumsum([0, *map(len, blocks[:-1])])
+        counts = np.add.reduceat(lacking.astype(np.int64), starts)
+        return Span.of(counts * table.shape.block_tokens)

@@ -21,20 +21,11 @@ import numpy as np
 
 from ellm_sgl.client.traces import FloatArray, IntArray
 from ellm_sgl.engine.step_log import PhaseChanges
-from ellm_sgl.eval.simulator.admission import (
-    Candidate,
-    Chunk,
-    NewTokenRatio,
-    PrefillLimits,
-    UnderWay,
-    admit,
-    reserved_tokens,
-)
-from ellm_sgl.eval.simulator.clock import VirtualClock
+from ellm_sgl.eval.simulator.admission import Candidate, Chunk, NewTokenRatio, admit
 from ellm_sgl.eval.simulator.elastic import Elastic
-from ellm_sgl.eval.simulator.load import Load, Progress
+from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
 from ellm_sgl.eval.simulator.machines import Machine
-from ellm_sgl.eval.simulator.modes import Grown, Mode
+from ellm_sgl.eval.simulator.modes import Span
 from ellm_sgl.eval.simulator.record import Record
 from ellm_sgl.eval.simulator.settings import Settings, build_mode, device_model
 from ellm_sgl.latency import StepWork
@@ -61,25 +52,24 @@ class Simulation:
         self.load = load
         self.progress = Progress(load)
         self.clock = VirtualClock()
-        self.mode: Mode = build_mode(machine, settings, load, self.progress, self.clock)
-        self.record = Record(len(load))
+        self.mode = build_mode(machine, settings, load, self.progress, self.clock)
+        self.record = Record()
         self._device = device_model(machine, settings)
-        self._turns = PhaseChanges()
+        self._phase_changes = PhaseChanges()
         self._step_noise = np.array(settings.step_noise or [1.0])
         self._steps = 0
-        self._ratio = NewTokenRatio.of(settings.conservativeness)
-        self._limits = PrefillLimits(settings.block_tokens, settings.chunk_tokens)
+        self._ratio = NewTokenRatio(settings.conservativeness)
         self._running: list[int] = []
         self._waiting: IntArray = np.zeros(0, np.int64)
         self._arrived = 0
-        self._under_way: UnderWay | None = None
+        self._under_way: Candidate | None = None
         self._full = False
         """SGLang's `batch_is_full`: nobody is considered until somebody has left."""
         self._step_s = 0.0
         """Time of the latest decode step."""
 
-    def run(self, tick: Tick | None = None) -> Record:
-        """Serve everything; returns what happened."""
+    def run(self, tick: Tick | None = None) -> None:
+        """Serve everything; `record` and `progress` then tell what happened."""
         began = time.perf_counter()
         while self.record.ended < len(self.load):
             self._iterate()
@@ -89,7 +79,6 @@ class Simulation:
             for column in (self.progress.first_s, self.progress.last_s):
                 column[:] = self.record.one_step_late(column)
         self.record.wall_s = time.perf_counter() - began
-        return self.record
 
     # -- one iteration ----------------------------------------------------------------------
 
@@ -121,12 +110,11 @@ class Simulation:
             if self._impossible(request):
                 self.progress.refused[request] = True
                 self.record.ended += 1
-                continue
-            self.mode.arrived(request)
-            taken.append(request)
+            else:
+                self.mode.arrived(request)
+                taken.append(request)
         self._arrived = due
-        if taken:
-            self._waiting = np.concatenate((self._waiting, np.array(taken, np.int64)))
+        self._waiting = np.concatenate((self._waiting, np.array(taken, np.int64)))
 
     def _impossible(self, request: int) -> bool:
         """Whether all of it together would be more than the device holds, where that matters."""
@@ -150,60 +138,51 @@ class Simulation:
             wanted = []
         if not wanted and self._under_way is None:
             return ()
-        budget = self.mode.budget()
-        under_way, running = self._under_way, np.array(self._running, np.int64)
-        busy = len(running) + (under_way is not None)
+        room = self.mode.admission_tokens()
+        running = np.array(self._running, np.int64)
         remaining = self.load.max_new_tokens[running] - self.progress.generated[running]
         admitted = admit(
-            budget,
-            self._limits,
-            reserved_tokens(remaining, self._ratio.current),
-            self.settings.max_running - busy + (under_way is not None),
-            not busy,
-            under_way,
+            room,
             map(self._candidate, wanted),
+            self._under_way,
+            block_tokens=self.settings.block_tokens,
+            chunk_tokens=self.settings.chunk_tokens,
+            reserved=self._ratio.reserved_tokens(remaining),
+            places=self.settings.max_running - len(running),
+            alone=not len(running),
         )
         if admitted.full:
             self._full = True
-            self.mode.refused(budget)
-        return self._started(admitted.chunks)
+            self.mode.refused(room[1])
+        begun = [c.request for c in admitted.chunks if c.begin == 0]
+        self._waiting = self._waiting[~np.isin(self._waiting, begun)]
+        self._under_way = None
+        if admitted.chunks and not (last := admitted.chunks[-1]).last:
+            self._under_way = self._candidate(last.request, last.end)
+        return admitted.chunks
 
-    def _candidate(self, request: int) -> Candidate:
+    def _candidate(self, request: int, begin: int = 0) -> Candidate:
+        said = int(self.load.max_new_tokens[request])
+        if not isinstance(self.mode, Elastic):  # SGLang cuts it to what the pool could hold
+            room = self.machine.kv_tokens - int(self.load.prompt_tokens[request])
+            said = min(said, max(room - 2 * self.settings.block_tokens, 0))
         return Candidate(
             request=request,
             tokens=self.mode.prefill_tokens(request),
-            max_new_tokens=self._max_new_tokens(request),
+            max_new_tokens=said,
             generated=int(self.progress.generated[request]),
+            begin=begin,
         )
-
-    def _max_new_tokens(self, request: int) -> int:
-        """What it says; SGLang cuts it to what the pool could hold."""
-        room = self.machine.kv_tokens - int(self.load.prompt_tokens[request])
-        said = int(self.load.max_new_tokens[request])
-        if isinstance(self.mode, Elastic):
-            return said
-        return min(said, max(room - 2 * self.settings.block_tokens, 0))
-
-    def _started(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-        """Take those admitted out of the queue, and note what is left of the last one's prompt."""
-        admitted = [c.request for c in chunks if c.begin == 0]
-        if admitted:
-            self._waiting = self._waiting[~np.isin(self._waiting, admitted)]
-        self._under_way = None
-        if chunks and not chunks[-1].last:
-            request, end = chunks[-1].request, chunks[-1].end
-            tokens, bound = self.mode.prefill_tokens(request), self._max_new_tokens(request)
-            self._under_way = UnderWay(request, end, tokens, bound)
-        return chunks
 
     # -- steps ------------------------------------------------------------------------------
 
     def _fetch(self, requests: Sequence[int]) -> None:
         """The first of the queue come back from host memory; meanwhile nothing else happens."""
         for request in requests:
-            tokens = self.mode.prefill_tokens(request)
+            tokens, seconds = self.mode.prefill_tokens(request), self.mode.fetch_seconds
+            assert seconds is not None, "only what was swapped out comes back"
             self.mode.enter(Chunk(request, 0, tokens, last=True))
-            self.clock.now_s += self.mode.fetch_seconds(tokens)
+            self.clock.now_s += seconds(tokens)
             self.progress.kv_tokens[request] = tokens
             self.progress.on_host[request] = False
         self._running.extend(requests)
@@ -225,25 +204,22 @@ class Simulation:
             squares,
             prefill_rows=rows,
             prefill_pairs=pairs,
-            phase_changes=self._turns.of(True),
+            phase_changes=self._phase_changes.of(prefills=True),
         )
         self._log(work)
         self.clock.now_s += float(self._device.step_seconds(work) * self._noise(1)[0])
         self.record.prefill(self.clock.now_s, int(rows))
         for chunk in chunks:
             if chunk.last:
-                self._prefilled(chunk)
-
-    def _prefilled(self, chunk: Chunk) -> None:
-        request = chunk.request
-        self.progress.kv_tokens[request] = chunk.end
-        self._running.append(request)
-        self._tokens_came(np.array([request]), np.array([self.clock.now_s]))
-        self._end_finished()
+                self.progress.kv_tokens[chunk.request] = chunk.end
+                self._running.append(chunk.request)
+                self._tokens_came(np.array([chunk.request]), np.array([self.clock.now_s]))
+                self._end_finished()
 
     def _decode(self, pause: frozenset[int]) -> None:
         decoding = [i for i in self._running if i not in pause] or self._running
-        self.mode.pause([i for i in self._running if i in pause])
+        paused = [i for i in self._running if i in pause]
+        self.mode.pause(paused)
         steps = 1 if pause else self._stride(decoding)
         while (fitting := self.mode.steps_that_fit(np.array(decoding), steps)) == 0:
             victim = self.mode.victim(decoding)
@@ -252,9 +228,9 @@ class Simulation:
             if not decoding:
                 return
         ids = np.array(decoding)
-        work = self._decode_work(ids, fitting, self.mode.grow(ids, fitting))
+        work = self._decode_work(ids, fitting, *self.mode.grow(ids, fitting))
         self._log(work)
-        ahead = self.mode.fetch_ahead(len(ids), self._step_s)
+        ahead = self.mode.fetch_ahead(paused, len(ids), self._step_s)
         moved = dataclasses.replace(work, restored_tokens=work.restored_tokens + ahead)
         seconds = self._device.step_seconds(moved) * self._noise(fitting)
         ends = self.clock.now_s + np.cumsum(seconds)
@@ -284,16 +260,15 @@ class Simulation:
             steps = min(steps, max(math.ceil(until), 1))
         return max(steps, 1)
 
-    def _decode_work(self, ids: IntArray, steps: int, grown: Grown) -> StepWork:
-        """The work of each of these steps, in arrays."""
+    def _decode_work(self, ids: IntArray, steps: int, first: Span, last: Span) -> StepWork:
+        """The work of each of these steps, in arrays; `first` and `last` as of `Mode.grow`."""
         after = np.arange(1, steps + 1)
-        share = after / steps if steps > 1 else np.ones(1)
-        first, last = grown.first, grown.last
+        share = after / steps
         tokens = float(self.progress.kv_tokens[ids].sum())
         if steps == 1:
             last = first
         return StepWork(
-            phase_changes=self._turns.of(False) * (after == 1),
+            phase_changes=self._phase_changes.of(prefills=False) * (after == 1),
             decode_rows=len(ids),
             decode_tokens=tokens + len(ids) * after,
             restored_tokens=first.rows + share * (last.rows - first.rows),
@@ -303,10 +278,9 @@ class Simulation:
     def _log(self, work: StepWork) -> None:
         """Tell the control loop; several steps count as their first."""
         if isinstance(self.mode, Elastic):
-            iteration = self.mode.iteration
-            first = {name: float(np.ravel(value)[0]) for name, value in vars(work).items()}
-            one = StepWork(**first)
-            iteration.started(self._device.restored(one) if self.settings.step_noise else one)
+            one = StepWork(**{name: float(np.ravel(of)[0]) for name, of in vars(work).items()})
+            told = self._device.restored(one) if self.settings.step_noise else one
+            self.mode.iteration.started(told)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -325,19 +299,17 @@ class Simulation:
         done = progress.generated[running] >= self.load.output_tokens[running]
         for request in running[done].tolist():
             self._running.remove(request)
-            self.mode.leave(request)
-            self.mode.ended(request)
+            self.mode.leave(request, retracted=False)
             self.record.ended += 1
             self._full = False
 
     def _retract(self, request: int) -> None:
         self._running.remove(request)
-        self.mode.leave(request)
+        self.mode.leave(request, retracted=True)
         self.progress.kv_tokens[request] = 0
-        self.mode.retracted(request)
         self.record.retractions += 1
         self._full = False
-        if self.mode.swaps:
+        if self.mode.fetch_seconds is not None:
             self._waiting = np.insert(self._waiting, 0, request)
             return
         self._waiting = np.append(self._waiting, request)

@@ -1,4 +1,4 @@
-"""What a simulation is asked to serve, and what it remembers of each request."""
+"""What a simulation is asked to serve, what it remembers of each request, and its time."""
 
 from __future__ import annotations
 
@@ -69,3 +69,13 @@ class Progress:
         """Larger than a server without partial caching can take."""
         self.on_host = np.zeros(count, bool)
         """Its whole KV is in host memory (the whole-request baselines)."""
+
+
+class VirtualClock:
+    """Seconds since the start of a simulation. Called like `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s

@@ -84,11 +84,11 @@ MODELS = {
 """Whole models, as one rank alone would hold them."""
 
 PRESETS = {
-    "llama2-13b": ("llama2-13b", "a100-80g", 1),
-    "llama2-70b": ("llama2-70b", "a100-80g", 4),
-    "llama3-8b": ("llama3-8b", "l4", 1),
+    "llama2-13b": ("a100-80g", 1),
+    "llama2-70b": ("a100-80g", 4),
+    "llama3-8b": ("l4", 1),
 }
-"""(model, device, tensor-parallel ranks)"""
+"""Of each model, (device, tensor-parallel ranks)."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,8 @@ class Machine:
 
     def limited(self, kv_tokens: int | None, host_tokens: int | None) -> Machine:
         """The same with other memory, where it is given."""
-        changes: dict[str, Any] = {}
-        if kv_tokens is not None:
-            changes["kv_tokens"] = kv_tokens
-        if host_tokens is not None:
-            changes["host_tokens"] = host_tokens
-        return dataclasses.replace(self, **changes)
+        given: dict[str, Any] = {"kv_tokens": kv_tokens, "host_tokens": host_tokens}
+        return dataclasses.replace(self, **{k: v for k, v in given.items() if v is not None})
 
 
 def preset(name: str) -> Machine:
@@ -124,8 +120,8 @@ def preset(name: str) -> Machine:
     """
     if name not in PRESETS:
         raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
-    model, device_name, ranks = PRESETS[name]
-    return assemble(MODELS[model], DEVICES[device_name], ranks, name)
+    device, ranks = PRESETS[name]
+    return assemble(MODELS[name], DEVICES[device], ranks, name)
 
 
 def assemble(model: ModelShape, device: Device, ranks: int, name: str) -> Machine:

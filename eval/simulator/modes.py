@@ -1,18 +1,34 @@
-"""What a server does about memory: the interface, and what all modes share."""
+"""What a server does about memory: what all modes share, and the baselines, where all of a
+request's KV is on the device, or none of it is.
+
+Admission is SGLang's. When a decode step finds no room, whole requests lose their place:
+
+- `recompute`: SGLang's retraction. The KV is discarded, the request goes to the end of the queue,
+  and prompt and output so far are prefilled again. Kept of the original: all of the above, with
+  SGLang's defaults. Not modelled: the prefix cache, which keeps what it has room for.
+- `swap`: as vLLM's swapping, and the server's mode `swap` (`policies.baselines.whole_requests`).
+  The request that came last goes to host memory; when all of its KV fits beside a further block of
+  everybody's it is fetched, before anybody new joins; decoding waits for the fetch. Kept: who goes,
+  who comes back first and when, that a transfer blocks. Left out: copying out (taken to be hidden),
+  vLLM's own admission, and that the server's admits in the very step that brings requests back,
+  when it does not count their KV yet.
+- `hcache`: as `swap`, but restored as HCache (EuroSys'25) does, partly from hidden states. Kept:
+  the split of layers that balances link and projection. Left out: HCache's chunk storage, and the
+  saving of hidden states while decoding (taken to be hidden).
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ellm_sgl.client.traces import IntArray
-from ellm_sgl.eval.simulator.admission import Budget, Chunk
+from ellm_sgl.eval.simulator.admission import Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
 from ellm_sgl.memory import PageTable
-from ellm_sgl.memory.page_table import Blocks
+from ellm_sgl.memory.shape import IntArray as Ids
 
 
 @dataclass(frozen=True)
@@ -40,73 +56,113 @@ class Span:
         return Span(float(n.sum()), float(n @ n))
 
 
-@dataclass(frozen=True)
-class Grown:
-    """What decode steps that run at once restore: the first, and the last; between them it grows
-    or falls evenly."""
+class Mode:
+    """Memory of one simulated server: a baseline's; `Elastic` is eLLM's. Sequence numbers of the
+    page table are request numbers.
 
-    first: Span
-    last: Span
+    Args:
+        fetch_seconds: time to restore a request of so many tokens from host memory. Requests that
+            lose their place then keep their KV there, and wait at the front of the queue; SGLang's
+            accounting does not hear of it. None: they are retracted as in SGLang.
+    """
 
-
-class Mode(ABC):
-    """Memory of one simulated server. Sequence numbers of the page table are request numbers."""
-
-    swaps: bool = False
-    """Requests that lose their place keep their KV in host memory, and wait at the front of the
-    queue; SGLang's accounting does not hear of it. Else they are retracted as in SGLang."""
-
-    def __init__(self, table: PageTable, load: Load, progress: Progress) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        load: Load,
+        progress: Progress,
+        fetch_seconds: Callable[[int], float] | None = None,
+    ) -> None:
         self.table = table
         self.load = load
         self.progress = progress
+        self.fetch_seconds = fetch_seconds
 
-    def arrived(self, request: int) -> None:  # noqa: B027 (optional)
-        """A request has come. Not every mode keeps a request table."""
+    def arrived(self, request: int) -> None:
+        """A request has come."""
 
-    def decoded(self, ids: IntArray) -> None:  # noqa: B027 (optional)
-        """These requests have just got a token each."""
+    def idle(self) -> None:
+        """Nothing is done until the next request arrives."""
 
-    def retracted(self, request: int) -> None:  # noqa: B027 (optional)
-        """A running request waits again; `leave` comes before."""
-
-    def ended(self, request: int) -> None:  # noqa: B027 (optional)
-        """A request has all its tokens; `leave` comes before."""
-
-    @abstractmethod
     def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         """Asked once per iteration."""
+        out = int(self.progress.on_host[waiting].sum())
+        back = self._coming_back(len(running), waiting[:out].tolist())
+        admit = waiting[out:].tolist() if len(back) == out else ()
+        return Moves(admit=admit, back=back)
+
+    def _coming_back(self, running: int, out: Sequence[int]) -> Sequence[int]:
+        """The first of those in host memory, while they fit beside a block more of everybody's."""
+        free = self._free_blocks()
+        for count, request in enumerate(out):
+            free -= self.table.shape.blocks_for(self.prefill_tokens(request))
+            together = running + count
+            if together and free < together + 1:
+                return out[:count]
+        return out
+
+    # -- admission --------------------------------------------------------------------------
 
     def closed(self, closed: bool, anybody_waits: bool) -> bool:
         """Whether SGLang looks at nobody who waits, as `closed` says it has until now."""
         return closed
 
-    def refused(self, budget: Budget) -> None:  # noqa: B027 (optional)
-        """Memory or places ran out before the queue did."""
+    def admission_tokens(self) -> tuple[int, int]:
+        """Tokens that there is room for: (now, eventually)."""
+        free = self._free_blocks() * self.table.shape.block_tokens
+        return free, free
 
-    def idle(self) -> None:  # noqa: B027 (optional)
-        """Nothing is done until the next request arrives."""
+    def refused(self, eventually: int) -> None:
+        """Memory (of so many `admission_tokens`) or places ran out before the queue did."""
 
-    @abstractmethod
-    def budget(self) -> Budget:
-        """Room for those admitted."""
+    def prefill_tokens(self, request: int) -> int:
+        """What has to be computed, or fetched, before a waiting request can decode."""
+        # Of what was swapped out, the KV of the latest token is computed by the next decode step.
+        tokens = self.load.prompt_tokens[request] + self.progress.generated[request]
+        return int(tokens - self.progress.on_host[request])
 
-    @abstractmethod
-    def steps_that_fit(self, ids: IntArray, most: int) -> int:
-        """Decode steps, at most so many, whose new tokens find room; 0: somebody has to go."""
-
-    @abstractmethod
     def enter(self, chunk: Chunk) -> Span:
         """Memory for a chunk of a prompt. Returns what its step restores."""
+        blocks_for = self.table.shape.blocks_for
+        blocks = self.allocate(blocks_for(chunk.end) - blocks_for(chunk.begin))
+        if chunk.begin == 0:
+            self.table.map(chunk.request, blocks, chunk.end)
+        else:
+            self.table.extend(chunk.request, chunk.end, blocks)
+        return Span()
 
-    @abstractmethod
-    def grow(self, ids: IntArray, steps: int) -> Grown:
-        """Memory for the next tokens of each of these requests."""
+    # -- decoding ---------------------------------------------------------------------------
 
-    def pause(self, requests: Sequence[int]) -> None:  # noqa: B027 (optional)
+    def pause(self, requests: Sequence[int]) -> None:
         """These running requests take no part in the coming step."""
 
-    def fetch_ahead(self, decoding: int, step_s: float) -> float:
+    def steps_that_fit(self, ids: IntArray, most: int) -> int:
+        """Decode steps, at most so many, whose new tokens find room; 0: somebody has to go."""
+        free = self._free_blocks()
+        while most > 0 and int(self.new_blocks(ids, most).sum()) > free:
+            most -= 1
+        return most
+
+    def victim(self, running: Sequence[int]) -> int:
+        """Who goes when memory is short: to host memory, the latest. Else as SGLang: who has
+        generated least, of these the one with the longest prompt, of these the latest."""
+        if self.fetch_seconds is not None:
+            return max(running)
+        generated, prompt = self.progress.generated, self.load.prompt_tokens
+        return min(running, key=lambda i: (generated[i], -prompt[i], -i))
+
+    def grow(self, ids: IntArray, steps: int) -> tuple[Span, Span]:
+        """Memory for the next tokens of each of these requests. Returns what the first of the
+        steps restores, and the last; between them it grows or falls evenly."""
+        counts = self.new_blocks(ids, steps)
+        blocks, end = self.allocate(int(counts.sum())), 0
+        lengths = (self.progress.kv_tokens[ids] + steps).tolist()
+        for request, length, count in zip(ids.tolist(), lengths, counts.tolist(), strict=True):
+            self.table.extend(request, length, blocks[end : end + count])
+            end += count
+        return Span(), Span()
+
+    def fetch_ahead(self, paused: Sequence[int], decoding: int, step_s: float) -> float:
         """Bring back KV of those who sit the step out, beside it. `grow` comes before.
 
         Args:
@@ -118,28 +174,26 @@ class Mode(ABC):
         """
         return 0.0
 
-    def victim(self, running: Sequence[int]) -> int:
-        """Who goes when memory is short. As SGLang: who has generated least, of these the one
-        with the longest prompt, of these the latest."""
-        generated, prompt = self.progress.generated, self.load.prompt_tokens
-        return min(running, key=lambda i: (generated[i], -prompt[i], -i))
+    def decoded(self, ids: IntArray) -> None:
+        """These requests have just got a token each."""
 
-    def leave(self, request: int) -> None:
-        """A request has ended, or was retracted: its memory is free again."""
+    def leave(self, request: int, retracted: bool) -> None:
+        """A request has ended, or waits again: its memory is free."""
         blocks = self.table.blocks_of(request).copy()
         self.forget(request)
         self.table.release(blocks)
+        self.progress.on_host[request] = retracted and self.fetch_seconds is not None
+
+    # -- blocks -----------------------------------------------------------------------------
 
     def forget(self, request: int) -> None:
         self.table.unmap(request)
 
-    def prefill_tokens(self, request: int) -> int:
-        """What has to be computed, or fetched, before a waiting request can decode."""
-        return int(self.load.prompt_tokens[request] + self.progress.generated[request])
-
-    def fetch_seconds(self, tokens: int) -> float:
-        """Time to bring back the whole KV of a request from host memory."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no whole requests on the host")
+    def allocate(self, count: int) -> Ids:
+        """Blocks that are in device memory."""
+        blocks = self.table.allocate(count)
+        self.table.place(blocks)
+        return blocks
 
     def new_blocks(self, ids: IntArray, steps: int) -> IntArray:
         """Blocks that each of these requests begins within so many steps."""
@@ -147,22 +201,5 @@ class Mode(ABC):
         tokens = self.progress.kv_tokens[ids]
         return -(-(tokens + steps) // block) + -tokens // block
 
-    def extend(self, ids: IntArray, steps: int, blocks: Blocks, counts: IntArray) -> None:
-        """Map new blocks, so many for each request."""
-        table, end = self.table, 0
-        lengths = (self.progress.kv_tokens[ids] + steps).tolist()
-        for request, length, count in zip(ids.tolist(), lengths, counts.tolist(), strict=True):
-            table.extend(request, length, blocks[end : end + count])
-            end += count
-
-
-def missing_tokens(table: PageTable, ids: IntArray) -> IntArray:
-    """Tokens of each request in blocks that lack a unit; as `PageTable.uncached_tokens`, for many
-    requests at once (a tail block counts as full)."""
-    if table.missing_units == 0 or len(ids) == 0:
-        return np.zeros(len(ids), np.int64)
-    blocks = [table.blocks_of(i) for i in ids.tolist()]
-    lacking = table.misses_units(np.concatenate(blocks))
-    starts = np.cumsum([0, *map(len, blocks[:-1])])
-    counts = np.add.reduceat(lacking.astype(np.int64), starts)
-    return np.asarray(counts * table.shape.block_tokens, np.int64)
+    def _free_blocks(self) -> int:
+        return self.table.free_units // self.table.shape.num_groups

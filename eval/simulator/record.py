@@ -26,7 +26,6 @@ class Sample:
 class Record:
     """Counters and series of one simulation. Times are in seconds of its clock."""
 
-    requests: int
     ended: int = 0
     retractions: int = 0
     decode_steps: int = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ellm_sgl.client.summary import Spread, Summary
+from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.engine import Simulation, Tick
 from ellm_sgl.eval.simulator.load import Load
 from ellm_sgl.eval.simulator.machines import Machine
@@ -49,13 +50,15 @@ def simulate(
     machine: Machine, settings: Settings, load: Load, tick: Tick | None = None
 ) -> SimReport:
     """Serve a load and sum it up. Deterministic but for `wall_s`."""
-    return sum_up(Simulation(machine, settings, load), tick)
+    simulation = Simulation(machine, settings, load)
+    simulation.run(tick)
+    return sum_up(simulation)
 
 
-def sum_up(simulation: Simulation, tick: Tick | None = None) -> SimReport:
-    """Run a simulation and sum it up."""
-    record = simulation.run(tick)
-    loop = getattr(simulation.mode, "loop", None)
+def sum_up(simulation: Simulation) -> SimReport:
+    """The figures of a simulation that was run."""
+    record, mode = simulation.record, simulation.mode
+    failures = mode.iteration.controller.guard.failures if isinstance(mode, Elastic) else {}
     served = ~simulation.progress.refused
     prompts = float(simulation.load.prompt_tokens[served].sum())
     return SimReport(
@@ -70,9 +73,9 @@ def sum_up(simulation: Simulation, tick: Tick | None = None) -> SimReport:
         decode_step_s=_over(record.decode_s, record.decode_steps),
         fragmentation=1 - _over(record.held_tokens, record.held_places),
         recomputed_prompt_share=_over(record.prefill_rows, prompts) - 1,
-        fallbacks=dict(loop.safe.failures) if loop is not None else {},
+        fallbacks=dict(failures),
         wall_s=record.wall_s,
-        series=_thinned(record.samples),
+        series=tuple(record.samples[:: max(len(record.samples) // SERIES_POINTS, 1)]),
     )
 
 
@@ -101,7 +104,3 @@ def _summary(simulation: Simulation, record: Record) -> Summary:
 
 def _over(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _thinned(samples: list[Sample]) -> tuple[Sample, ...]:
-    return tuple(samples[:: max(len(samples) // SERIES_POINTS, 1)])

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
+from ellm_sgl.eval.simulator.machines import Machine
+from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray, Quantity
 from ellm_sgl.policies.work_split import CONFIGURATIONS
 
-
-@dataclass(frozen=True)
-class Restoration:
-    """How the missing KV of a step comes back."""
-
-    shares: tuple[float, ...]
-    """Values of φ, the share of the layers that are recomputed, to choose from; the rest is
-    fetched from host memory. A step takes the one that makes it shortest."""
-    fused: bool = True
-    """Recomputed rows share one pass through the weights with the decode rows."""
-    overlapped: bool = True
-    """Transfers run beside the computing."""
-
-
-BOTH = tuple(sorted({l2 / (l1 + l2) for l1, l2 in CONFIGURATIONS}))
-"""The six configurations of the eLLM paper, and either way alone."""
-
 RESTORATIONS = {
-    "recompute": Restoration((1.0,)),
-    "swap": Restoration((0.0,)),
-    "both": Restoration(BOTH),
+    "recompute": (1.0,),
+    "swap": (0.0,),
+    "both": tuple(sorted({l2 / (l1 + l2) for l1, l2 in CONFIGURATIONS})),
 }
+"""How the missing KV of a step may come back: values of φ, the share of the layers that are
+recomputed; the rest is fetched from host memory. A step takes the one that makes it shortest. Both:
+the six configurations of the eLLM paper, and either way alone."""
 
 
 class RestoringModel(LatencyModel):
@@ -44,28 +31,29 @@ class RestoringModel(LatencyModel):
 
     Args:
         inner: predicts steps in which what is missing is recomputed in all layers.
-        shape: gives the KV's size.
-        profile: gives the link, for the transfers' time (Eq. 6).
-        restoration: how spans come back.
-        host_tokens: restored tokens that host memory can hold; the rest has to be recomputed. None:
-            all of them.
+        machine: gives the KV's size, the link, for the transfers' time (Eq. 6), and the restored
+            tokens that host memory can hold; the rest has to be recomputed.
+        shares: as in `RESTORATIONS`.
+        fused: recomputed rows share one pass through the weights with the decode rows.
+        overlapped: transfers run beside the computing.
     """
 
     def __init__(
         self,
         inner: LatencyModel,
-        shape: ModelShape,
-        profile: HardwareProfile,
-        restoration: Restoration,
-        host_tokens: int | None = None,
+        machine: Machine,
+        shares: Sequence[float],
+        fused: bool = True,
+        overlapped: bool = True,
     ) -> None:
         self._inner = inner
-        self._shares = np.array(restoration.shares)
-        self._restoration = restoration
-        self._token_s = shape.kv_bytes_per_token / profile.link_bytes_per_s
-        self._beside_s = profile.fetch_share * self._token_s
-        self._latency_s = profile.link_latency_s
-        self._host_tokens = math.inf if host_tokens is None else float(host_tokens)
+        self._shares = np.array(shares)
+        self._fused = fused
+        self._overlapped = overlapped
+        self._token_s = machine.shape.kv_bytes_per_token / machine.profile.link_bytes_per_s
+        self._beside_s = machine.profile.fetch_share * self._token_s
+        self._latency_s = machine.profile.link_latency_s
+        self._host_tokens = math.inf if machine.host_tokens is None else float(machine.host_tokens)
 
     def step_seconds(self, work: StepWork) -> FloatArray:
         if not np.any(work.restored_tokens):
@@ -91,7 +79,7 @@ class RestoringModel(LatencyModel):
         swapped = (1 - shares) * rows
         link = self._token_s * swapped + self._latency_s * (swapped > 0)
         compute = self._compute_seconds(work, shares) + self._beside_s * swapped
-        if self._restoration.overlapped:
+        if self._overlapped:
             return np.asarray(np.maximum(compute, link))
         return np.asarray(compute + link)
 
@@ -106,7 +94,7 @@ class RestoringModel(LatencyModel):
             "restored_squares": shares * work.restored_squares,
             "restored_prefix": shares * work.restored_prefix,
         }
-        if self._restoration.fused:
+        if self._fused:
             return self._inner.step_seconds(dataclasses.replace(work, **span))
         nothing = {name: 0.0 for name in span}
         apart = self._inner.step_seconds(StepWork(0, 0, **span))
@@ -114,18 +102,19 @@ class RestoringModel(LatencyModel):
         return np.where(span["restored_tokens"] > 0, apart, 0.0) + decode
 
 
-def fetch_seconds(shape: ModelShape, profile: HardwareProfile, tokens: float) -> float:
+def fetch_seconds(machine: Machine, tokens: float) -> float:
     """A whole request's KV fetched from host memory (the `swap` baseline); Eq. (6), l1 = L."""
+    shape, profile = machine.shape, machine.profile
     return tokens * shape.kv_bytes_per_token / profile.link_bytes_per_s + profile.link_latency_s
 
 
-def hcache_seconds(shape: ModelShape, profile: HardwareProfile, tokens: float) -> float:
+def hcache_seconds(machine: Machine, tokens: float) -> float:
     """A whole request restored as in HCache (EuroSys'25): of the L layers so many from hidden
     states, whose K and V are projected again while the next layers' states arrive, and the others
     from KV, that the link and the projections take as nearly as possible the same time.
     """
-    element = shape.kv_bytes
-    hidden_s = tokens * shape.hidden * element / profile.link_bytes_per_s
+    shape, profile = machine.shape, machine.profile
+    hidden_s = tokens * shape.hidden * shape.kv_bytes / profile.link_bytes_per_s
     kv_s = tokens * shape.kv_bytes_per_token / shape.layers / profile.link_bytes_per_s
     width = 2 * shape.kv_heads * shape.head_dim
     project_s = 2.0 * tokens * shape.hidden * width / profile.flops

@@ -12,9 +12,8 @@ from typing import Any
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.config.ranges import TOKENS, Range, shown
 from ellm_sgl.engine import Controller, ServerLimits, StepLog
-from ellm_sgl.eval.simulator.clock import VirtualClock
 from ellm_sgl.eval.simulator.elastic import Elastic
-from ellm_sgl.eval.simulator.load import Load, Progress
+from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
 from ellm_sgl.eval.simulator.machines import Machine
 from ellm_sgl.eval.simulator.modes import Mode
 from ellm_sgl.eval.simulator.restoring import (
@@ -23,7 +22,6 @@ from ellm_sgl.eval.simulator.restoring import (
     fetch_seconds,
     hcache_seconds,
 )
-from ellm_sgl.eval.simulator.whole import WholeRequestMode
 from ellm_sgl.latency import (
     HardwareProfile,
     LatencyModel,
@@ -93,11 +91,12 @@ class Settings:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r}: give one of {', '.join(known)}")
-        for name in ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride"):
-            if getattr(self, name) not in TOKENS:
-                raise ConfigError(f"{name} {shown(getattr(self, name))}: give {TOKENS}")
-        if self.conservativeness not in FACTOR:
-            raise ConfigError(f"conservativeness {self.conservativeness}: give {FACTOR}")
+        counts = ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride")
+        ranges = dict.fromkeys(counts, TOKENS)
+        ranges |= {"conservativeness": FACTOR, "model_error": MODEL_ERROR}
+        for name, allowed in ranges.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} {shown(getattr(self, name))}: give {allowed}")
         if not self.tpot_slo_s > 0:
             raise ConfigError(f"tpot_slo_s {self.tpot_slo_s}: give seconds above 0, or none")
         if self.chunk_tokens < self.block_tokens:
@@ -112,8 +111,6 @@ class Settings:
             raise ConfigError(
                 "calibrated, observed_steps: only a model that meets step_noise learns"
             )
-        if self.model_error not in MODEL_ERROR:
-            raise ConfigError(f"model_error {self.model_error}: give {MODEL_ERROR}")
 
 
 def policy_model(machine: Machine, settings: Settings) -> LatencyModel:
@@ -139,10 +136,8 @@ def device_model(machine: Machine, settings: Settings, error: float = 0.0) -> Re
         inner = PaperLatencyModel(machine.shape, profile)
     else:
         inner = RooflineLatencyModel(machine.shape, profile)
-    restoration = dataclasses.replace(
-        RESTORATIONS[settings.restore], fused=settings.fused, overlapped=settings.overlapped
-    )
-    return RestoringModel(inner, machine.shape, machine.profile, restoration, machine.host_tokens)
+    shares = RESTORATIONS[settings.restore]
+    return RestoringModel(inner, machine, shares, settings.fused, settings.overlapped)
 
 
 def build_mode(
@@ -153,50 +148,48 @@ def build_mode(
     Raises:
         ConfigError: as `registry.create`; the page table would be empty, or too large.
     """
-    shape, block = machine.shape, settings.block_tokens
-    elastic = settings.mode == "ellm"
-    group = min(settings.layer_group, shape.layers) if elastic else shape.layers
-    pool = PoolShape(shape.layers, group, block)
+    block, elastic = settings.block_tokens, settings.mode == "ellm"
+    layers = machine.shape.layers
+    pool = PoolShape(layers, min(settings.layer_group, layers) if elastic else layers, block)
     device_blocks = machine.kv_tokens // block
     if device_blocks < 1:
         raise ConfigError(f"{machine.kv_tokens} KV tokens are less than one block of {block}")
-    units = device_blocks * pool.num_groups
-    if not elastic:
-        fetch = {
-            "recompute": None,
-            "swap": partial(fetch_seconds, shape, machine.profile),
-            "hcache": partial(hcache_seconds, shape, machine.profile),
-        }[settings.mode]
-        _check_size(machine, pool, device_blocks)
-        table = PageTable(pool, device_blocks, units)
-        return WholeRequestMode(table, load, progress, fetch)
     longest = int((load.prompt_tokens + load.output_tokens).max(initial=1))
     max_restored = max(longest, LEAST_RESTORED)
-    logical = max(
-        machine.kv_tokens + max_restored + settings.max_running * block,
-        4 * machine.kv_tokens + 2 * longest,
-    )
-    _check_size(machine, pool, -(-logical // block))
-    host = 0 if settings.restore == "recompute" else machine.host_tokens
-    host_blocks = -(-logical // block) if host is None else host // block
-    table = PageTable(pool, -(-logical // block), units, host_blocks * pool.num_groups)
-    known = settings.calibrated or machine.profile
-    controller = Controller(
-        create(settings.policy, settings.policy_options),
-        math.inf,
-        StepLog(policy_model(machine, settings), clock),
-        ServerLimits(shape, known, settings.max_running, settings.tpot_slo_s, max_restored),
-    )
-    return Elastic(table, load, progress, controller, max_restored, clock)
-
-
-def _check_size(machine: Machine, pool: PoolShape, blocks: int) -> None:
+    blocks, host_blocks = device_blocks, 0
+    if elastic:
+        logical = max(
+            machine.kv_tokens + max_restored + settings.max_running * block,
+            4 * machine.kv_tokens + 2 * longest,
+        )
+        blocks = -(-logical // block)
+        if settings.restore != "recompute":
+            host = machine.host_tokens
+            host_blocks = blocks if host is None else host // block
     units = blocks * pool.num_groups
     if units > MOST_UNITS:
         raise ConfigError(
             f"{machine.name}: {machine.kv_tokens:,} KV tokens lead to a page table of {units:,} "
             f"units, more than {MOST_UNITS:,}; give fewer --kv-tokens"
         )
+    host_units = host_blocks * pool.num_groups
+    table = PageTable(pool, blocks, device_blocks * pool.num_groups, host_units)
+    if not elastic:
+        fetch = {"recompute": None, "swap": fetch_seconds, "hcache": hcache_seconds}[settings.mode]
+        return Mode(table, load, progress, fetch and partial(fetch, machine))
+    controller = Controller(
+        create(settings.policy, settings.policy_options),
+        math.inf,
+        StepLog(policy_model(machine, settings), clock),
+        ServerLimits(
+            machine.shape,
+            settings.calibrated or machine.profile,
+            settings.max_running,
+            settings.tpot_slo_s,
+            max_restored,
+        ),
+    )
+    return Elastic(table, load, progress, controller, max_restored, clock)
 
 
 def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:

@@ -23,6 +23,7 @@ from ellm_sgl.config.click_types import ROUNDS
 from ellm_sgl.eval.validate.configurations import CONFIGURATIONS
 from ellm_sgl.eval.validate.measure import validate
 from ellm_sgl.eval.validate.results import overall, table
+from ellm_sgl.serve.cli_shared import json_flag, progress_lines, told_in_a_line
 
 
 @click.command()
@@ -46,24 +47,16 @@ from ellm_sgl.eval.validate.results import overall, table
     show_default=True,
     help="Replays of each; from two on, how far one is from another is told.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+@json_flag
 def main(model_paths: tuple[Path, ...], only: int | None, rounds: int, as_json: bool) -> None:
     """Hold the simulator's predictions against real servers."""
     err = Console(stderr=True)
     found = []
-    try:
+    with told_in_a_line(ServerError, ConfigError):
         for path in model_paths:
             err.print(str(path))
-            found.append(
-                validate(
-                    path, CONFIGURATIONS[:only], rounds, lambda line: err.print(line, style="dim")
-                )
-            )
+            found.append(validate(path, CONFIGURATIONS[:only], rounds, progress_lines))
             err.print(table(found[-1]))
-    except (ServerError, ConfigError) as error:
-        raise click.ClickException(str(error)) from None
-    except KeyboardInterrupt:
-        raise click.Abort from None
     summed = overall(found)
     if as_json:
         click.echo(json.dumps(summed))

@@ -80,14 +80,9 @@ class Configuration:
     def server(self) -> Server:
         return Server(self.mode, *([self.cell.device_tokens] if self.mode == RECOMPUTE else []))
 
-    @property
-    def name(self) -> str:
-        if self.mode != ELLM:
-            return self.mode
-        return self.policy if self.ratio is None else f"{self.policy} {self.ratio:g}"
-
     def __str__(self) -> str:
-        return f"{self.name}, {self.cell}"
+        ratio = "" if self.ratio is None else f" {self.ratio:g}"
+        return f"{self.policy if self.mode == ELLM else self.mode}{ratio}, {self.cell}"
 
 
 AMPLE = Cell(POOL_TOKENS, 3.0)
@@ -105,7 +100,7 @@ TEACHING = (
     Configuration(Cell(4000, 1.0), policy="fixed-ratio", ratio=0.4),
 )
 """Loads that the machine's profile is fitted to besides `REFERENCE`, with a seed of their own."""
-BURST = Cell(POOL_TOKENS, 1e6)
+BURST = Configuration(Cell(POOL_TOKENS, 1e6), policy="stock")
 """All at once: what the machine is capable of."""
 REFERENCE = Configuration(AMPLE, policy="stock")
 """What is run now and then between configurations, to know how fast the machine is by then."""

@@ -82,12 +82,6 @@ class _Taught:
     """Output tokens per second with ample memory."""
     request_s: float
     """Time of a request's way to the scheduler and of a token's way back, that no step explains."""
-    reference: Trace
-    """A load that was among those learnt from: run again, it tells the machine's speed."""
-    latency_model: float
-    """MAPE of the fitted latency model over the steps it was fitted to."""
-    pace: _Pace
-    """Of those steps, in the order in which they ran: it is met by steps of any size."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +89,7 @@ class _Run:
     """One replay of one configuration."""
 
     configuration: Configuration
+    trace: Trace
     measured: Summary
     steps: Steps
     observed_steps: Steps
@@ -121,9 +116,10 @@ def validate(
             say(f"starting mode {server.mode}")
             process = ServerProcess(server.arguments(model_path), {"OMP_NUM_THREADS": "1"})
             servers[server] = stack.enter_context(process)
-        unfitted = Machine(str(model_path), shape, _profile(servers[Server(ELLM)]), POOL_TOKENS,
-                           host_tokens=POOL_TOKENS)  # fmt: skip
-        taught = _teach(servers[Server(ELLM)], unfitted, say)
+        teacher = servers[Server(ELLM)]
+        profile = HardwareProfile(**teacher.state()["hardware"])
+        unfitted = Machine(str(model_path), shape, profile, POOL_TOKENS, host_tokens=POOL_TOKENS)
+        taught = _teach(teacher, unfitted, say)
         order = [configurations[:: 1 - 2 * (r % 2)] for r in range(rounds)]
         runs, slownesses = _run_all(servers, taught, list(chain.from_iterable(order)), say)
     say("predicting")
@@ -131,65 +127,46 @@ def validate(
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         slowdown = statistics.fmean(slownesses)
         compared = tuple(pool.map(partial(_compare, taught, slowdown), of_each))
+    pace = _pace(taught.machine, taught.steps)
     return Validation(
         model_path=str(model_path),
         hardware=taught.machine.profile,
-        latency_model=taught.latency_model,
+        latency_model=float(np.abs(1 / (pace.slowdown * pace.step_noise) - 1).mean()),
         request_s=taught.request_s,
         slownesses=slownesses,
         comparisons=compared,
     )
 
 
-def _profile(server: ServerProcess) -> HardwareProfile:
-    return HardwareProfile(**server.state()["hardware"])
-
-
 def _teach(server: ServerProcess, unfitted: Machine, say: Say) -> _Taught:
     say("learning the machine: how much it serves")
-    _replay(server, REFERENCE, BURST.trace(1.0, OTHER_SEED), OTHER_SEED)  # the first is slow
-    burst = _replay(server, REFERENCE, BURST.trace(1.0, TEACHING_SEED), TEACHING_SEED)
-    reference = REFERENCE.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-    lessons: list[tuple[_Run, Trace]] = []
+    for seed in (OTHER_SEED, TEACHING_SEED):  # the first is slow
+        burst = _replay(server, BURST, BURST.cell.trace(1.0, seed), seed)
+    capacity = burst.tokens_per_s
+    lessons: list[_Run] = []
+    steps: list[tuple[StepWork, float]] = []
     for configuration in TEACHING:
         say(f"learning the machine: {configuration}")
-        trace = configuration.cell.trace(burst.tokens_per_s, TEACHING_SEED)
-        for lesson, of in ((configuration, trace), (REFERENCE, reference)):
-            known = _steps_of(lessons)
-            lessons.append((_run(server, lesson, of, TEACHING_SEED, known), of))
-    steps = _steps_of(lessons)
+        for lesson in (configuration, REFERENCE):
+            lessons.append(_run(server, lesson, capacity, TEACHING_SEED, tuple(steps)))
+            steps += lessons[-1].steps
     profile = fit_profile(unfitted.shape, unfitted.profile, steps)
     machine = dataclasses.replace(unfitted, profile=profile)
-    pace = _pace(machine, steps)
-    error = float(np.abs(1 / (pace.slowdown * pace.step_noise) - 1).mean())
-    taught = _Taught(
-        machine=machine,
-        calibrated=unfitted.profile,
-        steps=steps,
-        capacity=burst.tokens_per_s,
-        request_s=0.0,
-        reference=reference,
-        latency_model=error,
-        pace=pace,
-    )
+    taught = _Taught(machine, unfitted.profile, steps, capacity, request_s=0.0)
     # What the simulator leaves out of a TTFT, given how long each step took, is what HTTP takes.
     left_out = []
-    for run, trace in lessons:
+    for run in lessons:
         pace = _pace(machine, run.steps)
-        simulated = _simulate(taught, run.configuration, trace, pace, run.observed_steps)
+        simulated = _simulate(taught, run, pace)
         left_out.append((run.measured.ttft.mean - simulated.ttft.mean) / pace.slowdown)
     # The median: where requests queue, one that joins a step later than simulated is no HTTP.
     return dataclasses.replace(taught, request_s=statistics.median(left_out))
 
 
-def _steps_of(lessons: Sequence[tuple[_Run, Trace]]) -> Steps:
-    return [step for run, _ in lessons for step in run.steps]
-
-
 def _run(
     server: ServerProcess,
     configuration: Configuration,
-    trace: Trace,
+    capacity: float,
     seed: int,
     observed_steps: Steps,
 ) -> _Run:
@@ -198,6 +175,7 @@ def _run(
     Raises:
         ServerError: requests failed, or the server has not kept all of the steps.
     """
+    trace = configuration.cell.trace(capacity, seed)
     before = server.state()["steps_total"]
     summary = _replay(server, configuration, trace, seed)
     new = server.state()["steps_total"] - before
@@ -208,7 +186,7 @@ def _run(
     ]
     if len(steps) != new:
         raise ServerError(f"{configuration}: of {new} steps the server has kept {len(steps)}")
-    return _Run(configuration, summary, steps, observed_steps)
+    return _Run(configuration, trace, summary, steps, observed_steps)
 
 
 def _pace(machine: Machine, steps: Steps) -> _Pace:
@@ -228,22 +206,21 @@ def _run_all(
     quarter, and say nothing of each other (docs/evaluation.md)."""
     learnt = list(taught.steps)
 
-    def run(configuration: Configuration, trace: Trace, seed: int) -> _Run:
+    def run(configuration: Configuration, seed: int) -> _Run:
         server = servers[configuration.server]
-        done = _run(server, configuration, trace, seed, tuple(learnt))
+        done = _run(server, configuration, taught.capacity, seed, tuple(learnt))
         if configuration.mode == ELLM:
             learnt.extend(done.steps)
         return done
 
     def slowdown() -> float:
-        done = run(REFERENCE, taught.reference, TEACHING_SEED)
-        return _pace(taught.machine, done.steps).slowdown
+        return _pace(taught.machine, run(REFERENCE, TEACHING_SEED).steps).slowdown
 
     slownesses = [slowdown()]
     runs = []
     for number, configuration in enumerate(configurations, 1):
         say(str(configuration))
-        runs.append(run(configuration, configuration.cell.trace(taught.capacity, seed=0), 0))
+        runs.append(run(configuration, seed=0))
         if number % BETWEEN == 0:
             slownesses.append(slowdown())
     return runs, slownesses
@@ -252,7 +229,8 @@ def _run_all(
 def _compare(taught: _Taught, slowdown: float, runs: Sequence[_Run]) -> Comparison:
     """All replays of one configuration, what was to be expected of it at the machine's slowdown,
     and what is to be expected of each replay knowing how long its steps took."""
-    pace = dataclasses.replace(taught.pace, slowdown=slowdown)
+    # The fitted steps' pace, in the order in which they ran: it is met by steps of any size.
+    pace = dataclasses.replace(_pace(taught.machine, taught.steps), slowdown=slowdown)
     expected = [
         _predict(taught, runs[draw % len(runs)], pace.beginning_at(draw / DRAWS))
         for draw in range(DRAWS)
@@ -270,8 +248,7 @@ def _measures(summary: Summary) -> dict[str, float]:
 
 
 def _predict(taught: _Taught, run: _Run, pace: _Pace) -> dict[str, float]:
-    trace = run.configuration.cell.trace(taught.capacity, seed=0)
-    found = _measures(_simulate(taught, run.configuration, trace, pace, run.observed_steps))
+    found = _measures(_simulate(taught, run, pace))
     return found | {"ttft": found["ttft"] + taught.request_s * pace.slowdown}
 
 
@@ -293,10 +270,9 @@ def _replay(
     return summary
 
 
-def _simulate(
-    taught: _Taught, configuration: Configuration, trace: Trace, pace: _Pace, observed_steps: Steps
-) -> Summary:
-    """What the simulator says of these requests."""
+def _simulate(taught: _Taught, run: _Run, pace: _Pace) -> Summary:
+    """What the simulator says of the requests of a replay, were steps of this pace."""
+    configuration = run.configuration
     settings = Settings(
         mode=configuration.mode,
         policy=configuration.policy,
@@ -307,9 +283,9 @@ def _simulate(
         late_results=True,
         step_noise=tuple(pace.step_noise.tolist()),
         calibrated=taught.calibrated,
-        observed_steps=tuple(observed_steps),
+        observed_steps=tuple(run.observed_steps),
         stride=1,
     )
     machine = taught.machine.limited(configuration.cell.device_tokens, None)
     machine = dataclasses.replace(machine, profile=slower(machine.profile, pace.slowdown))
-    return simulate(machine, settings, Load.of(trace)).summary
+    return simulate(machine, settings, Load.of(run.trace)).summary

@@ -102,18 +102,8 @@ class Validation:
     comparisons: Sequence[Comparison]
 
     @property
-    def mape(self) -> dict[str, float]:
-        errors = [c.errors() for c in self.comparisons]
-        return mean_of(errors) | {"latency_model": self.latency_model}
-
-    @property
-    def mape_given_steps(self) -> dict[str, float]:
-        return mean_of([c.errors_given_steps() for c in self.comparisons])
-
-    @property
-    def repeated(self) -> dict[str, float] | None:
-        """How far a replay is from the others of its configuration; None if it was but one."""
-        return _repeated(self.comparisons)
+    def errors(self) -> dict[str, Any]:
+        return _errors_of(self.comparisons, self.latency_model)
 
     def rankings(self) -> list[Ranking]:
         """Of the modes, in each cell where there are several."""
@@ -129,10 +119,8 @@ class Validation:
             "hardware": dataclasses.asdict(self.hardware),
             "request_s": self.request_s,
             "slownesses": self.slownesses,
-            "mape": self.mape,
-            "mape_given_steps": self.mape_given_steps,
+            **self.errors,
             "rankings": [dataclasses.asdict(r) | {"correct": r.correct} for r in self.rankings()],
-            "repeated": self.repeated,
             "configurations": [
                 dataclasses.asdict(c) | {"measured": c.measured} for c in self.comparisons
             ],
@@ -165,12 +153,7 @@ def overall(validations: Sequence[Validation]) -> dict[str, Any]:
     every = [c for v in validations for c in v.comparisons]
     rankings = [r for v in validations for r in v.rankings()]
     return {
-        "mape": {
-            **mean_of([c.errors() for c in every]),
-            "latency_model": statistics.fmean(v.latency_model for v in validations),
-        },
-        "mape_given_steps": mean_of([c.errors_given_steps() for c in every]),
-        "repeated": _repeated(every),
+        **_errors_of(every, statistics.fmean(v.latency_model for v in validations)),
         "configurations": len(every),
         "rankings_correct": sum(r.correct for r in rankings),
         "rankings": len(rankings),
@@ -181,9 +164,15 @@ def overall(validations: Sequence[Validation]) -> dict[str, Any]:
     }
 
 
-def _repeated(comparisons: Sequence[Comparison]) -> dict[str, float] | None:
-    found = [c.repeated() for c in comparisons if len(c.replays) > 1]
-    return mean_of(found) if found else None
+def _errors_of(comparisons: Sequence[Comparison], latency_model: float) -> dict[str, Any]:
+    """Means over configurations, by key of the JSON; `repeated`, how far a replay is from the
+    others of its configuration, is None if each was but one."""
+    repeated = [c.repeated() for c in comparisons if len(c.replays) > 1]
+    return {
+        "mape": mean_of([c.errors() for c in comparisons]) | {"latency_model": latency_model},
+        "mape_given_steps": mean_of([c.errors_given_steps() for c in comparisons]),
+        "repeated": mean_of(repeated) if repeated else None,
+    }
 
 
 def table(validation: Validation) -> Table:
@@ -202,9 +191,12 @@ def table(validation: Validation) -> Table:
             f"{m['ttft'] * 1e3:.0f} / {p['ttft'] * 1e3:.0f}",
             f"{m['tpot'] * 1e3:.1f} / {p['tpot'] * 1e3:.1f}",
         )
-    drawn.add_row("MAPE", *(f"{validation.mape[name]:.1%}" for name in MEASURES))
-    given = validation.mape_given_steps
-    drawn.add_row("MAPE given the steps' times", *(f"{given[name]:.1%}" for name in MEASURES))
-    if repeated := validation.repeated:
-        drawn.add_row("one replay by the others", *(f"{repeated[n]:.1%}" for n in MEASURES))
+    names = {
+        "mape": "MAPE",
+        "mape_given_steps": "MAPE given the steps' times",
+        "repeated": "one replay by the others",
+    }
+    for key, errors in validation.errors.items():
+        if errors is not None:
+            drawn.add_row(names[key], *(f"{errors[name]:.1%}" for name in MEASURES))
     return drawn

@@ -5,22 +5,17 @@ from __future__ import annotations
 import pytest
 
 from ellm_sgl.eval.simulator.admission import (
-    Budget,
     Candidate,
     Chunk,
     NewTokenRatio,
-    PrefillLimits,
-    UnderWay,
     admit,
 )
-
-LIMITS = PrefillLimits(block_tokens=16, chunk_tokens=256)
 
 
 def run(room: int, *tokens: int, max_new: int = 64, **given):
     options = {"reserved": 0.0, "places": 8, "alone": False, "under_way": None} | given
     waiting = [Candidate(i, n, max_new, 0) for i, n in enumerate(tokens)]
-    return admit(Budget(room, room), LIMITS, candidates=waiting, **options)
+    return admit((room, room), waiting, block_tokens=16, chunk_tokens=256, **options)
 
 
 def test_requests_join_in_order_while_prompt_and_output_fit():
@@ -50,20 +45,20 @@ def test_places_bound_how_many_join():
 def test_a_prompt_beyond_the_chunk_is_cut_in_whole_blocks_and_goes_on_first():
     first = run(10_000, 32, 400, 32)
     assert first.chunks == (Chunk(0, 0, 32, True), Chunk(1, 0, 224, False))
-    later = run(10_000, 32, under_way=UnderWay(1, 224, 400, 64))
+    later = run(10_000, 32, under_way=Candidate(1, 400, 64, 0, begin=224))
     assert later.chunks == (Chunk(1, 224, 400, True), Chunk(0, 0, 32, True))
-    alone = run(10_000, 32, under_way=UnderWay(1, 0, 400, 64))
+    alone = run(10_000, 32, under_way=Candidate(1, 400, 64, 0))
     assert alone.chunks == (Chunk(1, 0, 256, False),)
 
 
 def test_what_is_under_way_is_charged_with_its_output():
-    under_way = UnderWay(1, 224, 400, 64)
+    under_way = Candidate(1, 400, 64, 0, begin=224)
     assert len(run(176 + 64 + 16 + 32 + 64 + 16 + 1, 32, under_way=under_way).chunks) == 2
     assert len(run(176 + 64 + 16 + 32 + 64 + 16, 32, under_way=under_way).chunks) == 1
 
 
 def test_the_ratio_decays_as_steps_go_well_and_rises_with_a_retraction():
-    ratio = NewTokenRatio.of(1.0)
+    ratio = NewTokenRatio(1.0)
     assert ratio.current == pytest.approx(0.7)
     ratio.decay(300)
     assert ratio.current == pytest.approx((0.7 + 0.098) / 2)
@@ -71,4 +66,4 @@ def test_the_ratio_decays_as_steps_go_well_and_rises_with_a_retraction():
     assert ratio.current == pytest.approx(0.098)
     ratio.retracted(generated=300, max_new_tokens=999, requests=10)
     assert ratio.current == pytest.approx(0.5)
-    assert NewTokenRatio.of(9.0).current == 1.0
+    assert NewTokenRatio(9.0).current == 1.0

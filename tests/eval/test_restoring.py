@@ -10,7 +10,6 @@ import pytest
 
 from ellm_sgl.eval.simulator import preset
 from ellm_sgl.eval.simulator.restoring import (
-    BOTH,
     RESTORATIONS,
     RestoringModel,
     fetch_seconds,
@@ -23,8 +22,8 @@ L4 = preset("llama3-8b")
 
 def model(restore: str, host: int | None = None, paper: bool = False, **how: Any):
     inner = (PaperLatencyModel if paper else RooflineLatencyModel)(L4.shape, L4.profile)
-    restoration = dataclasses.replace(RESTORATIONS[restore], **how)
-    return RestoringModel(inner, L4.shape, L4.profile, restoration, host)
+    machine = dataclasses.replace(L4, host_tokens=host)
+    return RestoringModel(inner, machine, RESTORATIONS[restore], **how)
 
 
 def work(span: float, requests: int = 20, tokens: int = 900) -> StepWork:
@@ -33,7 +32,7 @@ def work(span: float, requests: int = 20, tokens: int = 900) -> StepWork:
 
 
 def test_the_papers_six_configurations_and_either_way_alone():
-    assert BOTH == (0, 1 / 4, 1 / 3, 2 / 5, 1 / 2, 2 / 3, 1)
+    assert RESTORATIONS["both"] == (0, 1 / 4, 1 / 3, 2 / 5, 1 / 2, 2 / 3, 1)
 
 
 @pytest.mark.parametrize("paper", [False, True])
@@ -82,6 +81,6 @@ def test_many_candidates_at_once_are_each_alone_and_never_fall(restore):
 
 def test_hcache_restores_faster_than_fetching_all_kv():
     machine = preset("llama2-13b")  # hidden states are half as large as KV there
-    whole = fetch_seconds(machine.shape, machine.profile, 2000)
-    half = hcache_seconds(machine.shape, machine.profile, 2000)
+    whole = fetch_seconds(machine, 2000)
+    half = hcache_seconds(machine, 2000)
     assert 0.5 * whole <= half < 0.75 * whole

@@ -18,6 +18,7 @@ from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.report import sum_up
 from ellm_sgl.eval.simulator.settings import slower
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
+from ellm_sgl.policies import Batch, Fcfs, SystemState
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 
 L4 = preset("llama3-8b").limited(3000, None)
@@ -132,7 +133,7 @@ def test_a_request_larger_than_the_device_completes_only_in_elastic_mode():
         simulation = served(settings, load)
         assert simulation.progress.generated.tolist() == [20, 20]
         simulation.mode.table.check_integrity()
-    refusing = sum_up(Simulation(L4, Settings("recompute"), load))
+    refusing = simulate(L4, Settings("recompute"), load)
     assert refusing.refused == 1 and refusing.summary.failed == 1
     assert refusing.summary.output_tokens == 20
 
@@ -247,6 +248,17 @@ def test_times_are_the_latency_models():
 def test_settings_that_make_no_sense_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         Settings(**given)
+
+
+def test_answers_that_had_to_be_replaced_are_counted(monkeypatch):
+    class Broken(Fcfs):
+        def batch(self, state: SystemState) -> Batch:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(settings_module, "create", lambda name, options: Broken())
+    broken = simulate(L4, Settings("ellm"), small_load(4))
+    assert broken.fallbacks.keys() == {"exception"} and broken.fallbacks["exception"] > 0
+    assert simulate(L4, Settings("recompute"), small_load(4)).fallbacks == {}
 
 
 def test_an_unknown_policy_is_refused():
