@@ -105,7 +105,7 @@ def _measure(name: str, scenario: Scenario, file: Path | None, as_json: bool) ->
     parts, console = list(report.render(scenario, result)), Console()
     # Rather lines that a narrow terminal breaks than columns cut off.
     needed = [Console(width=1000).measure(p).maximum for p in parts if isinstance(p, Table)]
-    wide = Console(width=max(console.width, *needed))
+    wide = Console(width=max([console.width, *needed]))
     for part in parts:
         (wide if isinstance(part, Table) else console).print(part)
 

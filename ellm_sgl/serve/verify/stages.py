@@ -108,9 +108,8 @@ def _fixed_ratio(settings: tuple[Setting, ...], device_tokens: int, *arguments: 
 
 def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     """Settings in which requests that share a prefix get in each other's way: the device holds a
-    part of them, beside a host tier, and some pause while others run. In fp32 all
-    of them, of which `quick` leaves one; in 16 bits those on one rank without mixed chunks, and
-    none if `quick`."""
+    part of them, beside a host tier, and some pause while others run. In fp32 all of them, of which
+    `quick` leaves one; in 16 bits those on one rank without mixed chunks, and none if `quick`."""
     device, host = sizes.crowded(CHATS), sizes.load_tokens[CHATS]
     memory = ("--ellm-device-kv-tokens", str(device), "--ellm-host-kv-tokens", str(host))
     arguments = ("--ellm-policy", "fcfs", "--ellm-layer-group", "1", *NO_HURRY, *memory)
