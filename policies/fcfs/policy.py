@@ -27,6 +27,8 @@ from ellm_sgl.policies.problem.candidates import (
     step_limit_s,
     work_of,
 )
+from ellm_sgl.policies.pace import Pace
+from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.work_split import plan_split
 
@@ -38,6 +40,8 @@ SOLVE_EVERY = 16
 then a refusal stands while a step may not take clearly longer, so many requests while it may take
 as long."""
 
+import os
+SLO_SHARE = float(os.environ.get('SLO_SHARE','0.95'))
 NOBODY = np.zeros(0)
 
 
@@ -85,6 +89,7 @@ class Fcfs(Policy):
         self._may_pause = pause
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
+        self._pace = Pace()
         self._answered: Standing[tuple[int, float]] | None = None
         """How many may be admitted, and the limit on a step's time. They may wait many steps for
         the server's own admission; and if nobody may, running requests only grow: it gets no
@@ -104,6 +109,7 @@ class Fcfs(Policy):
 
     def batch(self, state: SystemState) -> Batch:
         count = len(state.running)
+        self._pace.note(state.last_step)
         self._rotated = None
         if count and self._rotation is not None and can_rotate(state):
             self._rotated = self._rotation.decide(state)
@@ -135,15 +141,21 @@ class Fcfs(Policy):
 
     def _admitted(self, state: SystemState, most: int) -> int:
         """How many of up to `most` waiting requests may be admitted."""
-        limit_s = float(step_limit_s(state, NOBODY)[0])
+        limit_s = float(step_limit_s(state, NOBODY)[0]) if not self._lookahead else np.inf
         if self._answered is not None:
             admitted, before_s = self._answered.answer
             if self._answered.holds(*_question(state, admitted)) and (
                 limit_s >= before_s if admitted else limit_s <= before_s + HOLD * abs(before_s)
             ):
                 return admitted
-        problem = BatchProblem.of(state, most, self._lookahead)
-        admitted = self._solve(problem) - len(state.running)
+        if self._lookahead:
+            slo = np.minimum.accumulate(np.concatenate((
+                np.full(len(state.running) + 1, min(state.tpot_slo_s, state.running.tpot_slo_s.min(initial=np.inf))),
+                state.waiting.tpot_slo_s[:most])))
+            admitted = Forecast.of(state, most).solve(slo * SLO_SHARE / self._pace.ratio) - len(state.running)
+        else:
+            problem = BatchProblem.of(state, most, self._lookahead)
+            admitted = self._solve(problem) - len(state.running)
         self._answered = None
         if admitted == 0 or self._lookahead >= SOLVE_EVERY:
             given = _question(state, admitted)

@@ -95,8 +95,6 @@ def _eventual_ratio(state: SystemState, admit: Sequence[int], lookahead: int) ->
     server's own admission accounting, which knows their longest lengths, is to hold. Otherwise
     what their longest lengths need, so that it lets in those that were chosen.
     """
-    if short_tokens(state, Candidates.of(state, admit, lookahead)) <= 0:
-        return 0.0
     longest = Candidates.of(state, admit, LONGEST)
     needed = float(least_evicted(state.memory, short_tokens(state, longest)))
     return min(needed, int(longest.evictable.sum())) / int(longest.tokens.sum())

@@ -21,6 +21,7 @@ from ellm_sgl.latency import (
     PaperLatencyModel,
     RooflineLatencyModel,
 )
+from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.base import IntArray, MemoryState, Requests, StepReport, SystemState
 
 LONGEST = 32_768
@@ -159,6 +160,7 @@ def make_state(
         latency=RooflineLatencyModel(model, hardware) if latency is None else latency,
         tpot_slo_s=tpot_slo_s,
         last_step=last_step,
+        lengths=OutputLengths.nothing(),
     )
 
 
