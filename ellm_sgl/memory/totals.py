@@ -20,7 +20,7 @@ class Totals:
     fetched_units: int = 0
     """Units streamed in from the host tier,"""
     fetched_ahead_units: int = 0
-    """and those of them that came for requests which sat the step out."""
+    """and those of them that came for requests paused for the step."""
     borrowed_units: int = 0
     """Units of the ring that fetched units pass through, summed over steps."""
     projected_units: int = 0

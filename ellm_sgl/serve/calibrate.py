@@ -22,8 +22,7 @@ from rich import box
 from rich.table import Table
 
 from ellm_sgl.client.process import DEMO_MODEL, ServerError, ServerProcess
-from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
-from ellm_sgl.serve.cli_shared import (
+from ellm_sgl.config.commands import (
     answer,
     json_flag,
     model_path_option,
@@ -31,6 +30,7 @@ from ellm_sgl.serve.cli_shared import (
     progress_lines,
     told_in_a_line,
 )
+from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
 
 OUTPUT_TOKENS = 12
 LEARNING_STEPS = 200

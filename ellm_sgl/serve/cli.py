@@ -13,6 +13,7 @@ from rich.console import Console
 from ellm_sgl import __version__
 from ellm_sgl.client.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT, ServerError
 from ellm_sgl.config import ELLM, ConfigError
+from ellm_sgl.config.commands import answer, json_flag, told_in_a_line
 from ellm_sgl.config.flags import FLAGS
 from ellm_sgl.config.ranges import MOST_TOKENS, shown
 from ellm_sgl.config.resolve import resolve
@@ -21,7 +22,6 @@ from ellm_sgl.serve.cli_bench import bench, compare
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
-from ellm_sgl.serve.cli_shared import answer, json_flag, told_in_a_line
 from ellm_sgl.serve.cli_simulate import simulate
 from ellm_sgl.serve.cli_verify import verify
 

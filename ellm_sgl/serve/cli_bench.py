@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ellm_sgl.client.process import ServerError
 from ellm_sgl.config import ConfigError
+from ellm_sgl.config.commands import FILE, json_flag, told_in_a_line
 from ellm_sgl.eval.bench import report
 from ellm_sgl.eval.bench.result import MeasurementError
 from ellm_sgl.eval.bench.runner import run
@@ -23,7 +24,6 @@ from ellm_sgl.eval.bench.scenario import OPTION, Scenario
 from ellm_sgl.eval.bench.scenarios import SCENARIOS
 from ellm_sgl.eval.bench.tables import rewrite
 from ellm_sgl.eval.plotting import check_plot_file
-from ellm_sgl.serve.cli_shared import FILE, json_flag, told_in_a_line
 
 
 class _Scenarios(click.Group):
@@ -105,7 +105,7 @@ def _measure(name: str, scenario: Scenario, file: Path | None, as_json: bool) ->
     parts, console = list(report.render(scenario, result)), Console()
     # Rather lines that a narrow terminal breaks than columns cut off.
     needed = [Console(width=1000).measure(p).maximum for p in parts if isinstance(p, Table)]
-    wide = Console(width=max(console.width, *needed))
+    wide = Console(width=max([console.width, *needed]))
     for part in parts:
         (wide if isinstance(part, Table) else console).print(part)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ellm_sgl.client.process import SERVER_ENVIRONMENT
 from ellm_sgl.config.click_types import ROUNDS
-from ellm_sgl.serve.cli_shared import answer, json_flag, told_in_a_line
+from ellm_sgl.config.commands import answer, json_flag, told_in_a_line
 
 
 @click.group()

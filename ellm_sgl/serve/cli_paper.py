@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.config.click_types import FiniteRange
-from ellm_sgl.serve.cli_shared import FILE, answer, told_in_a_line
+from ellm_sgl.config.commands import FILE, answer, told_in_a_line
 
 
 @click.command()

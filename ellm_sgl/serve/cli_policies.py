@@ -14,16 +14,16 @@ from rich.text import Text
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.config.click_types import MILLISECONDS
-from ellm_sgl.eval.paper import claims
-from ellm_sgl.policies.checks import InvalidAnswer
-from ellm_sgl.policies.registry import create, installed, load, provider
-from ellm_sgl.serve.cli_shared import (
+from ellm_sgl.config.commands import (
     answer,
     json_flag,
     plain_table,
     policy_options,
     told_in_a_line,
 )
+from ellm_sgl.eval.paper import claims
+from ellm_sgl.policies.checks import InvalidAnswer
+from ellm_sgl.policies.registry import create, installed, load, provider
 
 if TYPE_CHECKING:
     from ellm_sgl.policies.testing import ConformanceReport

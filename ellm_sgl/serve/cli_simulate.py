@@ -26,8 +26,7 @@ from ellm_sgl.config.click_types import (
     TOKENS,
     TOKENS_OR_NONE,
 )
-from ellm_sgl.config.ranges import as_json_value
-from ellm_sgl.serve.cli_shared import (
+from ellm_sgl.config.commands import (
     FILE,
     answer,
     json_flag,
@@ -35,6 +34,7 @@ from ellm_sgl.serve.cli_shared import (
     policy_options,
     told_in_a_line,
 )
+from ellm_sgl.config.ranges import as_json_value
 
 if TYPE_CHECKING:
     from ellm_sgl.eval.simulator import Machine, SimReport

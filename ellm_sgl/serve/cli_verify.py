@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ellm_sgl.config import ELLM, MODES
 from ellm_sgl.config.click_types import LAYERS, TOKENS
-from ellm_sgl.serve.cli_shared import json_flag, model_path_option, told_in_a_line
+from ellm_sgl.config.commands import json_flag, model_path_option, told_in_a_line
 from ellm_sgl.serve.verify.figures import VerifyReport
 from ellm_sgl.serve.verify.rounding import EXACT, UNIT_ROUNDOFF, Spread
 

@@ -83,7 +83,7 @@ def count_retractions(result: Any, batch: ScheduleBatch, *args: Any) -> Any:
 
 
 def prepare_decode(batch: ScheduleBatch) -> None:
-    """Before `prepare_for_decode`: those whom the policy pauses sit the step out, the others come
+    """Before `prepare_for_decode`: those whom the policy pauses leave the batch, the others come
     to its ratios.
 
     SGLang does not check a mixed step's memory. As many requests decode beside a prompt as there

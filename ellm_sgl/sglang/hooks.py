@@ -110,8 +110,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_BATCH}.retract_decode", "AFTER", "decode_memory:count_retractions",
          _ENABLED, "retractions_total"),
     Hook(f"{_BATCH}.prepare_for_decode", "BEFORE", "decode_memory:prepare_decode",
-         _ENABLED, "who sits the step out, and everybody's ratio; once per step, also of mixed "
-                   "ones"),
+         _ENABLED, "who is paused for the step, and everybody's ratio; once per step, mixed ones "
+                   "too"),
     Hook(f"{_ADDER}.__init__", "AFTER", "admission:limit_admission",
          _ENABLED, "admission counts device memory, not logical slots"),
     Hook(f"{_ADDER}.add_one_req", "AROUND", "admission:admit",

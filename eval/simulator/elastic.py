@@ -131,7 +131,7 @@ class Elastic(Mode):
 
     def _missing(self, requests: Sequence[int]) -> Span:
         """What a step with these requests restores: their blocks that lack a unit. As
-        `PageTable.uncached_tokens_of`, but for a tail block, which counts as full."""
+        `PageTable.uncached_tokens`, but for a tail block, which counts as full."""
         table = self.table
         if table.missing_units == 0 or not requests:
             return Span()

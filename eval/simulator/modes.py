@@ -8,10 +8,10 @@ Admission is SGLang's. When a decode step finds no room, whole requests lose the
   SGLang's defaults. Not modelled: the prefix cache, which keeps what it has room for.
 - `swap`: as vLLM's swapping, and the server's mode `swap` (`policies.baselines.whole_requests`).
   The request that came last goes to host memory; when all of its KV fits beside a further block of
-  everybody's it is fetched, before anybody new joins; decoding waits for the fetch. Kept: who goes,
-  who comes back first and when, that a transfer blocks. Left out: copying out (taken to be hidden),
-  vLLM's own admission, and that the server's admits in the very step that brings requests back,
-  when it does not count their KV yet.
+  everybody's it is fetched, before anybody new is admitted; decoding waits for the fetch. Kept: who
+  goes, who comes back first and when, that a transfer blocks. Left out: copying out (taken to be
+  hidden), vLLM's own admission, and that the server's admits in the very step that brings requests
+  back, when it does not count their KV yet.
 - `hcache`: as `swap`, but restored as HCache (EuroSys'25) does, partly from hidden states. Kept:
   the split of layers that balances link and projection. Left out: HCache's chunk storage, and the
   saving of hidden states while decoding (taken to be hidden).
@@ -163,7 +163,7 @@ class Mode:
         return Span(), Span()
 
     def fetch_ahead(self, paused: Sequence[int], decoding: int, step_s: float) -> float:
-        """Bring back KV of those who sit the step out, beside it. `grow` comes before.
+        """Bring back KV of those who are paused for the step, beside it. `grow` comes before.
 
         Args:
             decoding: requests that take part.

@@ -20,10 +20,10 @@ from rich.console import Console
 from ellm_sgl.client.process import DEMO_MODEL, ServerError
 from ellm_sgl.config import ConfigError
 from ellm_sgl.config.click_types import ROUNDS
+from ellm_sgl.config.commands import json_flag, progress_lines, told_in_a_line
 from ellm_sgl.eval.validate.configurations import CONFIGURATIONS
 from ellm_sgl.eval.validate.measure import validate
 from ellm_sgl.eval.validate.results import overall, table
-from ellm_sgl.serve.cli_shared import json_flag, progress_lines, told_in_a_line
 
 
 @click.command()

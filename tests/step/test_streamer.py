@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from ellm_sgl.kernels import choose, torch_paged
 from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.kernels.cpu.attention import copy_units
-from ellm_sgl.kernels.cpu.library import load
+from ellm_sgl.kernels.cpu.library import Loaded, load
 from ellm_sgl.step.restoration import GroupTransfer
 from ellm_sgl.step.transfer.native import NativeStreamer
 from ellm_sgl.step.transfer.python import Streamer
@@ -180,3 +181,8 @@ def test_units_out_of_range_are_refused(sources: list[int], targets: list[int]) 
 @needs_library
 def test_where_the_compiled_kernels_are_they_copy() -> None:
     assert choose_copy() is copy_units
+
+
+def test_where_they_are_not_pytorch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "load", lambda: Loaded(None, "no library"))
+    assert choose_copy() is torch_paged.copy_units

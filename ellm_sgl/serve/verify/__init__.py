@@ -4,7 +4,7 @@ The reference is stock SGLang (eLLM off). It is compared with eLLM at several un
 with a pool so small that blocks are evicted under pressure, and again with a host tier: at every
 split between layers that are fetched and layers that are recomputed; with hidden states of all
 layers on the host instead of KV, or of half of them on the device; and with recomputation in a pass
-of its own. Then with chats that share a prefix and take turns on a device that holds a part of
+of its own. Then with chats that share a prefix and rotate on a device that holds a part of
 them: in mixed chunks, with streams aborted in the middle, and on two ranks.
 
 A comparison that compared nothing, or whose setting exercised nothing, fails (`comparing`).

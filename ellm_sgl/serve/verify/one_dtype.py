@@ -12,7 +12,7 @@ import httpx
 from ellm_sgl.client.generate import Answer, Client, run_with_client
 from ellm_sgl.client.process import ServerError, ServerProcess
 from ellm_sgl.config import ENV
-from ellm_sgl.serve.cli_shared import progress_lines
+from ellm_sgl.config.commands import progress_lines
 from ellm_sgl.serve.verify.comparing import compare
 from ellm_sgl.serve.verify.figures import Comparison, Expected
 from ellm_sgl.serve.verify.loads import Load

@@ -30,8 +30,8 @@ QUICK_SPLITS = ((0, 1), (1, 1), (1, 0))
 POOL_TOKENS = 16_384
 EAGER = ("--schedule-conservativeness", "0.05")
 """SGLang admits with hardly a thought of outputs, so that requests get in each other's way."""
-TURNS = ("fcfs", {"rotate": True})
-"""Requests take turns on the device: their KV leaves it as a whole and is fetched ahead,"""
+ROTATING = ("fcfs", {"rotate": True})
+"""Requests rotate on the device: their KV leaves it as a whole and is fetched ahead,"""
 NO_HURRY = ("--ellm-tpot-slo-ms", "60000")
 """with an SLO so far off that time decides nothing."""
 FULL = ("fixed-ratio", {"ratio": 0.0})
@@ -108,9 +108,8 @@ def _fixed_ratio(settings: tuple[Setting, ...], device_tokens: int, *arguments: 
 
 def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     """Settings in which requests that share a prefix get in each other's way: the device holds a
-    part of them, beside a host tier, and some pause while others run. In fp32 all
-    of them, of which `quick` leaves one; in 16 bits those on one rank without mixed chunks, and
-    none if `quick`."""
+    part of them, beside a host tier, and some pause while others run. In fp32 all of them, of which
+    `quick` leaves one; in 16 bits those on one rank without mixed chunks, and none if `quick`."""
     device, host = sizes.crowded(CHATS), sizes.load_tokens[CHATS]
     memory = ("--ellm-device-kv-tokens", str(device), "--ellm-host-kv-tokens", str(host))
     arguments = ("--ellm-policy", "fcfs", "--ellm-layer-group", "1", *NO_HURRY, *memory)
@@ -119,7 +118,7 @@ def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     def paused(name: str) -> Setting:
         # While the pool is tight, blocks that several requests share are evicted as well; when it
         # is not, those who are paused get them back.
-        return Setting(name, (*RESTORED, "pauses"), CHATS, TURNS, swing=swing)
+        return Setting(name, (*RESTORED, "pauses"), CHATS, ROTATING, swing=swing)
 
     if quick:
         if dtype == EXACT:
@@ -127,7 +126,7 @@ def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
         return
     by_default = Setting("chats, fcfs", RESTORED, CHATS, ("fcfs", {}), swing=swing)
     small = min(sizes.crowded(ABORTS), device)
-    aborts = Setting("aborts, paused", (*RESTORED, "pauses", "aborted"), ABORTS, TURNS, small)
+    aborts = Setting("aborts, paused", (*RESTORED, "pauses", "aborted"), ABORTS, ROTATING, small)
     yield Stage(arguments, (paused("chats, paused"), by_default, aborts))
     if dtype != EXACT:
         return

@@ -1,6 +1,6 @@
-"""fcfs with and without turns on the device, on one server whose policy is switched.
+"""fcfs with and without rotation on the device, on one server whose policy is switched.
 
-What turns bring: more requests in flight, earlier first tokens, no fewer tokens.
+What rotation brings: more requests in flight, earlier first tokens, no fewer tokens.
 """
 
 from __future__ import annotations
