@@ -20,11 +20,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 LONGEST = 1 << 22
-_GROWTH, _FIRST = 1.2, 4
-EDGES: IntArray = np.unique(
-    np.append(0, np.geomspace(_FIRST, LONGEST, 1 + round(np.log(LONGEST / _FIRST) / np.log(_GROWTH))))
-    .astype(np.int64)
-)
+EDGES: IntArray = np.unique(np.append(0, np.geomspace(4, LONGEST, 77)).astype(np.int64))
 """Bin k holds lengths from edge k to below edge k + 1, in tokens."""
 WIDTHS = np.diff(EDGES)
 
@@ -130,10 +126,11 @@ class OutputLengths:
     def _cumulative(self) -> dict[int, FloatArray]:
         if len(self.by_class) < 2:  # it is what is known of all
             return {}
-        return {
-            kind: _summed(seen.hazard(self.generated[self.priority == kind], self._hazard, CLASS_PRIOR))
-            for kind, seen in self.by_class.items()
-        }
+        found = {}
+        for kind, seen in self.by_class.items():
+            going_on = self.generated[self.priority == kind]
+            found[kind] = _summed(seen.hazard(going_on, self._hazard, CLASS_PRIOR))
+        return found
 
 
 def _summed(hazard: FloatArray) -> FloatArray:

@@ -8,7 +8,11 @@ import numpy as np
 
 from ellm_sgl.policies.base import StepReport
 
+SLO_SHARE = 0.95
+"""Of an SLO on the time per token, that is planned with: a request may meet slower steps than the
+mean one."""
 WINDOW_STEPS, WINDOWS = 32, 32
+FEWEST_WINDOWS = 4
 QUANTILE = 0.8
 
 
@@ -35,7 +39,7 @@ class Pace:
         self._steps += 1
         if self._steps == WINDOW_STEPS:
             self._ratios.append(self._spent_s / self._predicted_s)
-            if len(self._ratios) >= 4:
+            if len(self._ratios) >= FEWEST_WINDOWS:
                 self.ratio = float(np.quantile(self._ratios, QUANTILE))
             self._begin()
 

@@ -21,8 +21,8 @@ from ellm_sgl.latency import (
     PaperLatencyModel,
     RooflineLatencyModel,
 )
-from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.base import IntArray, MemoryState, Requests, StepReport, SystemState
+from ellm_sgl.policies.lengths import OutputLengths
 
 LONGEST = 32_768
 """Tokens of the longest generated request."""
