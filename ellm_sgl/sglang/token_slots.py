@@ -6,6 +6,8 @@ last page before it begins a new one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,16 +15,16 @@ import torch
 Integers = npt.NDArray[np.int64]
 
 
-class PagedSlots:
+class PagedSlots(ABC):
     """The part of an SGLang allocator that hands out slots, without Triton kernels: the arithmetic
     is NumPy's, on the host. Comes before SGLang's class among the bases."""
 
     page_size: int
     device: str
 
+    @abstractmethod
     def take_pages(self, count: int) -> Integers | None:
         """So many free pages, which are free no more; None if there are fewer."""
-        raise NotImplementedError
 
     def alloc_extend(
         self,
