@@ -3,13 +3,22 @@
 No torch, no SGLang in here.
 """
 
+from collections.abc import Callable, Mapping
+
+from ellm_sgl.config import LATENCY_MODELS
 from ellm_sgl.latency.base import FetchingLatencyModel, LatencyModel, StepWork
 from ellm_sgl.latency.paper import PaperLatencyModel
 from ellm_sgl.latency.partition import hidden_layers
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
 from ellm_sgl.latency.roofline import RooflineLatencyModel
 
+BY_NAME: Mapping[str, Callable[[ModelShape, HardwareProfile], LatencyModel]] = dict(
+    zip(LATENCY_MODELS, (RooflineLatencyModel, PaperLatencyModel), strict=True)
+)
+"""What `--ellm-latency-model` names."""
+
 __all__ = [
+    "BY_NAME",
     "FetchingLatencyModel",
     "HardwareProfile",
     "LatencyModel",

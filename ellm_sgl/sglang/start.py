@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ellm_sgl import latency
 from ellm_sgl.config import ConfigError
 from ellm_sgl.config.resolve import policy_of
 from ellm_sgl.engine import Arrival, Controller, Iteration, RequestTable, ServerLimits, StepLog
 from ellm_sgl.engine.request_table import entries_array
-from ellm_sgl.latency import PaperLatencyModel, RooflineLatencyModel
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.sglang.calibration import calibrate, model_shape
 from ellm_sgl.sglang.context import context_of
@@ -60,8 +60,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     runner = scheduler.tp_worker.model_runner
     ours.attach(runner.model.model)
     ours.hardware = calibrate(runner, ours, shape)
-    paper = settings.latency_model == "paper"
-    model = (PaperLatencyModel if paper else RooflineLatencyModel)(shape, ours.hardware)
+    model = latency.BY_NAME[settings.latency_model](shape, ours.hardware)
     limits = ServerLimits(
         model=shape,
         hardware=ours.hardware,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ellm_sgl import latency
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.config.ranges import TOKENS, Range, shown
 from ellm_sgl.engine import Controller, ServerLimits, StepLog
@@ -22,13 +23,7 @@ from ellm_sgl.eval.simulator.restoring import (
     fetch_seconds,
     hcache_seconds,
 )
-from ellm_sgl.latency import (
-    HardwareProfile,
-    LatencyModel,
-    PaperLatencyModel,
-    RooflineLatencyModel,
-    StepWork,
-)
+from ellm_sgl.latency import HardwareProfile, LatencyModel, RooflineLatencyModel, StepWork
 from ellm_sgl.memory import PageTable, PoolShape
 from ellm_sgl.policies.registry import create
 
@@ -131,11 +126,7 @@ def device_model(machine: Machine, settings: Settings, error: float = 0.0) -> Re
         error: make it wrong by this share: every rate is divided by 1 + error.
     """
     profile = slower(machine.profile, 1 + error)
-    inner: LatencyModel
-    if settings.latency_model == "paper":
-        inner = PaperLatencyModel(machine.shape, profile)
-    else:
-        inner = RooflineLatencyModel(machine.shape, profile)
+    inner = latency.BY_NAME[settings.latency_model](machine.shape, profile)
     shares = RESTORATIONS[settings.restore]
     return RestoringModel(inner, machine, shares, settings.fused, settings.overlapped)
 
