@@ -309,19 +309,20 @@ class ElasticMemory:
             if (blocks := self._evictable(s, shared).tolist())
         }
         uncached = self.table.uncached_tokens(list(queues)).tolist()
+        # Of equal ones the first that came, whatever its number.
         heap = [
-            (tokens - self._targets.get(s, 0), s, 0)
-            for s, tokens in zip(queues, uncached, strict=True)
+            (tokens - self._targets.get(s, 0), place, s, 0)
+            for place, (s, tokens) in enumerate(zip(queues, uncached, strict=True))
         ]
         heapq.heapify(heap)
         while heap and count > 0:
-            excess, seq_id, position = heapq.heappop(heap)
+            excess, place, seq_id, position = heapq.heappop(heap)
             freed = self._evict_lowest(queues[seq_id][position], count)
             count -= freed
             self.totals.evicted_units += freed
             if position + 1 < len(queues[seq_id]):
                 excess += self.table.shape.block_tokens
-                heapq.heappush(heap, (excess, seq_id, position + 1))
+                heapq.heappush(heap, (excess, place, seq_id, position + 1))
 
     def _evict_lowest(self, block: int, count: int) -> int:
         """Up to `count` units of a block: the layers recomputed must be a prefix of the stack."""

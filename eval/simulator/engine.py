@@ -64,7 +64,10 @@ class Simulation:
         self._arrived = 0
         self._under_way: Candidate | None = None
         self._full = False
-        """SGLang's `batch_is_full`: nobody is considered until somebody has left."""
+        """SGLang's `batch_is_full`: nobody is considered until somebody has left and the next
+        decode step has been prepared, or a batch has joined an empty one."""
+        self._left: list[int] = []
+        """Who has ended since a decode step was last prepared: still in SGLang's batch."""
         self._step_s = 0.0
         """Time of the latest decode step."""
 
@@ -95,6 +98,8 @@ class Simulation:
             self._prefill(chunks)
         elif self._running:
             self._decode(moves.pause)
+        elif self._left:
+            self._reopen()
         elif self._arrived < len(self.load):
             self._rest()
         else:
@@ -139,8 +144,8 @@ class Simulation:
         if not wanted and self._under_way is None:
             return ()
         room = self.mode.admission_tokens()
-        running = np.array(self._running, np.int64)
-        remaining = self.load.max_new_tokens[running] - self.progress.generated[running]
+        batch = np.array(self._running + self._left, np.int64)
+        remaining = self.load.max_new_tokens[batch] - self.progress.generated[batch]
         admitted = admit(
             room,
             map(self._candidate, wanted),
@@ -148,8 +153,8 @@ class Simulation:
             block_tokens=self.settings.block_tokens,
             chunk_tokens=self.settings.chunk_tokens,
             reserved=self._ratio.reserved_tokens(remaining),
-            places=self.settings.max_running - len(running),
-            alone=not len(running),
+            places=self.settings.max_running - len(batch),
+            alone=not len(batch),
         )
         if admitted.full:
             self._full = True
@@ -209,14 +214,23 @@ class Simulation:
         self._log(work)
         self.clock.now_s += float(self._device.step_seconds(work) * self._noise(1)[0])
         self.record.prefill(self.clock.now_s, int(rows))
+        joins_nobody, ended = not self._running and not self._left, []
         for chunk in chunks:
             if chunk.last:
                 self.progress.kv_tokens[chunk.request] = chunk.end
                 self._running.append(chunk.request)
                 self._tokens_came(np.array([chunk.request]), np.array([self.clock.now_s]))
-                self._end_finished()
+                ended += self._end_finished()
+        if joins_nobody or ended or not chunks[-1].last:
+            self._full = False
+
+    def _reopen(self) -> None:
+        """Those who have ended leave SGLang's batch."""
+        if self._left:
+            self._left, self._full = [], False
 
     def _decode(self, pause: frozenset[int]) -> None:
+        self._reopen()
         decoding = [i for i in self._running if i not in pause] or self._running
         paused = [i for i in self._running if i in pause]
         self.mode.pause(paused)
@@ -242,7 +256,7 @@ class Simulation:
         self.mode.decoded(ids)
         self.record.decode(ends, float(seconds.sum()), len(ids), len(self._waiting), work)
         self._ratio.decay(fitting)
-        self._end_finished()
+        self._left = self._end_finished()
 
     def _noise(self, steps: int) -> FloatArray:
         """By how much each of the next steps takes longer than the device's model says."""
@@ -293,15 +307,16 @@ class Simulation:
         progress.last_s[ids] = ends[-1]
         progress.generated[ids] += len(ends)
 
-    def _end_finished(self) -> None:
+    def _end_finished(self) -> list[int]:
         progress = self.progress
         running = np.array(self._running)
         done = progress.generated[running] >= self.load.output_tokens[running]
-        for request in running[done].tolist():
+        ended: list[int] = running[done].tolist()
+        for request in ended:
             self._running.remove(request)
             self.mode.leave(request, retracted=False)
             self.record.ended += 1
-            self._full = False
+        return ended
 
     def _retract(self, request: int) -> None:
         self._running.remove(request)

@@ -10,8 +10,7 @@ Admission is SGLang's. When a decode step finds no room, whole requests lose the
   The request that came last goes to host memory; when all of its KV fits beside a further block of
   everybody's it is fetched, before anybody new is admitted; decoding waits for the fetch. Kept: who
   goes, who comes back first and when, that a transfer blocks. Left out: copying out (taken to be
-  hidden), vLLM's own admission, and that the server's admits in the very step that brings requests
-  back, when it does not count their KV yet.
+  hidden), vLLM's own admission, and the block being filled, which the server's keeps.
 - `hcache`: as `swap`, but restored as HCache (EuroSys'25) does, partly from hidden states. Kept:
   the split of layers that balances link and projection. Left out: HCache's chunk storage, and the
   saving of hidden states while decoding (taken to be hidden).
@@ -77,6 +76,7 @@ class Mode:
         self.load = load
         self.progress = progress
         self.fetch_seconds = fetch_seconds
+        self._refused_at = 0
 
     def arrived(self, request: int) -> None:
         """A request has come."""
@@ -89,6 +89,8 @@ class Mode:
         out = int(self.progress.on_host[waiting].sum())
         back = self._coming_back(len(running), waiting[:out].tolist())
         admit = waiting[out:].tolist() if len(back) == out else ()
+        if len(admit) == 0:
+            self._refused_at = -1
         return Moves(admit=admit, back=back)
 
     def _coming_back(self, running: int, out: Sequence[int]) -> Sequence[int]:
@@ -104,8 +106,10 @@ class Mode:
     # -- admission --------------------------------------------------------------------------
 
     def closed(self, closed: bool, anybody_waits: bool) -> bool:
-        """Whether SGLang looks at nobody who waits, as `closed` says it has until now."""
-        return closed
+        """Whether SGLang looks at nobody who waits, as `closed` says it has until now. A server
+        that swaps asks a policy, and looks again once there is more room: `Iteration`'s way."""
+        swaps = self.fetch_seconds is not None
+        return closed and not (swaps and self.admission_tokens()[1] > self._refused_at)
 
     def admission_tokens(self) -> tuple[int, int]:
         """Tokens that there is room for: (now, eventually)."""
@@ -114,6 +118,7 @@ class Mode:
 
     def refused(self, eventually: int) -> None:
         """Memory (of so many `admission_tokens`) or places ran out before the queue did."""
+        self._refused_at = eventually
 
     def prefill_tokens(self, request: int) -> int:
         """What has to be computed, or fetched, before a waiting request can decode."""

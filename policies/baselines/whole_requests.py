@@ -27,7 +27,8 @@ class WholeRequests(Policy):
       pause; at least one runs.
     - Paused requests resume in the order in which they arrived, each when all of its KV fits beside
       a further block of everybody's; a step that pauses one resumes none.
-    - Nobody is admitted while somebody is paused; else all that the server's accounting admits.
+    - Nobody is admitted while somebody is paused, or in the step that brings back the last of them:
+      their KV counts from the next one on. Else all that the server's accounting admits.
 
     Shared blocks and the block being filled stay, as for any policy.
     """
@@ -40,14 +41,15 @@ class WholeRequests(Policy):
         return True
 
     def batch(self, state: SystemState) -> Batch:
-        running = state.running.request_id
-        paused = np.isin(running, list(self._paused))
+        running, before = state.running.request_id, self._paused
+        paused = np.isin(running, list(before))
         if len(running):
             if paused.all():  # those that ran have all ended
                 paused[0] = False
             paused = _next_paused(state, paused)
         self._paused = frozenset(running[paused].tolist())
-        waiting = () if self._paused else tuple(range(len(state.waiting)))
+        resumed = before.intersection(running[~paused].tolist())
+        waiting = () if self._paused or resumed else tuple(range(len(state.waiting)))
         return Batch(admit=waiting, pause=tuple(np.flatnonzero(paused).tolist()))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:

@@ -54,7 +54,8 @@ def test_it_resumes_only_when_all_of_it_fits_with_room_to_grow() -> None:
     policy.batch(four(43))
     assert policy.batch(four(47, paused=1)).pause == (3,)  # 44 and a further block of all four
     back = policy.batch(four(48, paused=1))
-    assert back.pause == () and back.admit == (0,)
+    assert back.pause == () and back.admit == ()
+    assert policy.batch(four(48)).admit == (0,)
 
 
 def test_paused_requests_resume_in_order() -> None:

@@ -14,14 +14,14 @@ import pytest
 from ellm_sgl.engine import Decision, Iteration
 from ellm_sgl.eval.simulator import Load, Machine, Settings, Simulation
 from ellm_sgl.latency import HardwareProfile, LatencyModel, RooflineLatencyModel, StepWork
-from ellm_sgl.policies import Fcfs, Policy, SystemState
+from ellm_sgl.policies import Fcfs, FixedRatio, Policy, SystemState
 from tests.simulation.configuration import Configuration
 from tests.simulation.events import Arrive, Event, Step
 
 MAX_RESTORED = 16_384
 """Of a step; the simulator allows as many at least."""
-PROMPTS = (40, 25, 13, 60, 8, 31, 22, 47, 5, 17)
-MOST_OUTPUT = (30, 36, 24, 18, 36, 30, 12, 24, 36, 20)
+PROMPTS = (40, 25, 13, 60, 8, 31, 22, 47, 5, 17, 36, 9, 28, 52, 20, 44)
+MOST_OUTPUT = (30, 36, 24, 18, 36, 30, 12, 24, 36, 20, 28, 36, 33, 26, 30, 36)
 SERVER = Configuration(
     layers=4,
     radix=False,
@@ -84,20 +84,21 @@ def _use(iteration: Iteration, model: LatencyModel, policy: Policy) -> None:
     controller.switch(policy)
 
 
+def _policy(server: Configuration) -> Policy:
+    return Asked() if server.policy == "fcfs" else FixedRatio(0.4)
+
+
 def _served(server: Configuration) -> tuple[Recorded, list[int], Any]:
     """On SGLang's scheduler: decisions, output lengths, and the limits that it had."""
     from tests.simulation.life import Agreement, Life, rid_of
 
-    first, *others = (
-        Arrive(i, n, m) for i, (n, m) in enumerate(zip(PROMPTS, MOST_OUTPUT, strict=True))
-    )
-    # One runs when the others come: SGLang forgets of an empty batch that it was full.
-    story: list[Event] = [first, Step(), *others, Step()]
+    arrivals = (Arrive(i, n, m) for i, (n, m) in enumerate(zip(PROMPTS, MOST_OUTPUT, strict=True)))
+    story: list[Event] = [*arrivals, Step()]
     life, recorded = Life(server, story, 0, Agreement()), Recorded()
     iteration = life.plane.context.iteration
     assert iteration is not None
     limits = iteration.controller.limits
-    _use(iteration, Unlearning(limits.model, limits.hardware), Asked())
+    _use(iteration, Unlearning(limits.model, limits.hardware), _policy(server))
     with recorded.recording:
         life.live()
     outputs = [len(life.scheduler.reqs[rid_of(i)].output_ids) for i in range(len(PROMPTS))]
@@ -115,12 +116,12 @@ def _simulated(server: Configuration, outputs: list[int], limits: Any) -> Record
         layer_group=server.layer_group,
         max_running=server.max_running,
         chunk_tokens=MAX_RESTORED,
-        conservativeness=0.1,
+        conservativeness=server.conservativeness,
         stride=1,
     )
     count = len(PROMPTS)
     load = Load(
-        at_s=np.array([0.0] + [1e-9] * (count - 1)),
+        at_s=np.zeros(count),
         prompt_tokens=np.array(PROMPTS),
         output_tokens=np.array(outputs),
         max_new_tokens=np.array(MOST_OUTPUT),
@@ -130,18 +131,19 @@ def _simulated(server: Configuration, outputs: list[int], limits: Any) -> Record
     )
     simulation, recorded = Simulation(machine, settings, load), Recorded()
     mode: Any = simulation.mode
-    _use(mode.iteration, Unlearning(limits.model, hardware), Asked())
+    _use(mode.iteration, Unlearning(limits.model, hardware), _policy(server))
     with recorded.recording:
         simulation.run()
     return recorded
 
 
 @pytest.mark.parametrize(("device_blocks", "conservativeness"), [(40, 0.1), (30, 0.3), (40, 1.0)])
+@pytest.mark.parametrize("policy", ["fcfs", "fixed-ratio"])
 def test_one_load_meets_the_same_decisions_on_sglangs_scheduler_and_in_the_simulator(
-    simulation: Any, device_blocks: int, conservativeness: float
+    simulation: Any, policy: str, device_blocks: int, conservativeness: float
 ) -> None:
     server = dataclasses.replace(
-        SERVER, device_blocks=device_blocks, conservativeness=conservativeness
+        SERVER, policy=policy, device_blocks=device_blocks, conservativeness=conservativeness
     )
     served, outputs, limits = _served(server)
     simulated = _simulated(server, outputs, limits)
