@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
+from ellm_sgl.policies.lengths import OutputLengths
 
 ALL_THREADS = 1024
 """T, of which δ recompute."""
@@ -113,6 +114,8 @@ class SystemState:
     """The server's SLO on the time per output token, in seconds; inf if none was set."""
     last_step: StepReport | None
     """The last measured step; None before the first."""
+    lengths: OutputLengths
+    """How long answers get, by what the server has seen."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.engine.step_log import StepLog
 from ellm_sgl.latency import FetchingLatencyModel, HardwareProfile, ModelShape
 from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState
+from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
 
 
@@ -51,7 +52,12 @@ class Controller:
         self.guard = PolicyGuard(policy, self.guard.budget_s)
 
     def state(
-        self, now_s: float, running: Requests, waiting: Requests, memory: MemoryState
+        self,
+        now_s: float,
+        running: Requests,
+        waiting: Requests,
+        memory: MemoryState,
+        lengths: OutputLengths,
     ) -> SystemState:
         """The state a policy is asked about."""
         return SystemState(
@@ -65,6 +71,7 @@ class Controller:
             hardware=self.limits.hardware,
             tpot_slo_s=self.limits.tpot_slo_s,
             last_step=self.steps.last,
+            lengths=lengths,
         )
 
     def decide(self, state: SystemState) -> Decision:

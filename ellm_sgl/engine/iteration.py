@@ -77,11 +77,13 @@ class Iteration:
         lengths = elastic.table.lengths_of(seq_ids)
         uncached = elastic.table.uncached_tokens(seq_ids)
         shared = elastic.shared_tokens(seq_ids)
+        decoding = requests.running(running, lengths, shared, uncached, now)
         return self.controller.state(
             now,
-            requests.running(running, lengths, shared, uncached, now),
+            decoding,
             requests.waiting(waiting, now),
             elastic.memory_state(seq_ids, reclaimable),
+            requests.lengths(decoding),
         )
 
     # -- decide -----------------------------------------------------------------------------
@@ -220,9 +222,9 @@ class Iteration:
 
     # -- report -----------------------------------------------------------------------------
 
-    def started(self, work: StepWork) -> None:
+    def started(self, work: StepWork, steps: int = 1) -> None:
         """A step of this work begins; the one before it has ended."""
-        self.controller.steps.start(work)
+        self.controller.steps.start(work, steps)
 
     def in_step(self, entries: Entries, lengths: npt.NDArray[np.int64]) -> None:
         """These requests get a token in the step being prepared; `lengths` counts it."""

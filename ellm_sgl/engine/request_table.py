@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.policies import Requests
+from ellm_sgl.policies.lengths import OutputLengths, Seen
 
 Entries = npt.NDArray[np.int64]
 
@@ -49,6 +50,8 @@ class RequestTable:
         }
         self._free = list(range(63, -1, -1))
         self._ids = count(1)
+        self._seen = Seen.nothing()
+        self._seen_by_class: Mapping[int, Seen] = {}
 
     def add(self, arrival: Arrival, now_s: float) -> int:
         """Take note of a request that begins to wait; returns its entry."""
@@ -65,8 +68,21 @@ class RequestTable:
         return entry
 
     def remove(self, entry: int) -> None:
-        """A request has left the server."""
+        """A request has left the server: it ended, or was aborted."""
+        column = self._columns
+        if not np.isnan(column["first_token_s"][entry]):
+            generated = int(column["tokens"][entry] - column["prompt_tokens"][entry])
+            cut_off = generated + 1 >= column["max_new_tokens"][entry]
+            kind = int(column["priority"][entry])
+            self._seen = self._seen.and_one(generated, cut_off)
+            known = self._seen_by_class.get(kind, Seen.nothing())
+            self._seen_by_class = {**self._seen_by_class, kind: known.and_one(generated, cut_off)}
         self._free.append(entry)
+
+    def lengths(self, running: Requests) -> OutputLengths:
+        """What is known of output lengths, these requests' included."""
+        generated = running.tokens - running.prompt_tokens
+        return OutputLengths(self._seen, self._seen_by_class, generated, running.priority)
 
     def request_ids(self, entries: Entries) -> npt.NDArray[np.int64]:
         """Ids of these requests; they grow with arrival."""

@@ -48,7 +48,7 @@ class StepLog:
     def last(self) -> StepReport | None:
         return self.reports[-1] if self.reports else None
 
-    def start(self, work: StepWork) -> None:
+    def start(self, work: StepWork, steps: int = 1) -> None:
         """A step begins; the one before it, if there was no pause between, has ended."""
         now = self._clock()
         self._finish(now)
@@ -56,6 +56,7 @@ class StepLog:
             work = dataclasses.replace(work, phase_changes=phase_changes)
         predicted = float(self.model.step_seconds(work))
         self._started = (work, now, predicted)
+        self._count = steps
 
     def stalled(self, seconds: float) -> None:
         """The step in flight has waited so long for a transfer."""
@@ -69,7 +70,7 @@ class StepLog:
         if self._started is None:
             return
         work, began, predicted = self._started
-        report = StepReport(work, now - began, predicted, self._stall_s)
+        report = StepReport(work, (now - began) / self._count, predicted, self._stall_s)
         self._started, self._stall_s = None, 0.0
         self.reports.append(report)
         self.steps += 1

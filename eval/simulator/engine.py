@@ -294,7 +294,7 @@ class Simulation:
         if isinstance(self.mode, Elastic):
             one = StepWork(**{name: float(np.ravel(of)[0]) for name, of in vars(work).items()})
             told = self._device.restored(one) if self.settings.step_noise else one
-            self.mode.iteration.started(told)
+            self.mode.iteration.started(told, np.size(work.decode_tokens))
 
     # -- requests ---------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import numpy as np
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
+from ellm_sgl.policies.pace import SLO_SHARE, Pace
 from ellm_sgl.policies.pausing.choice import evicted_tokens, participants
 from ellm_sgl.policies.pausing.rotation import (
     ADMITTED_RATIO,
@@ -16,7 +17,6 @@ from ellm_sgl.policies.pausing.rotation import (
 )
 from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
-    LOOKAHEAD,
     Candidates,
     evicted_at,
     least_evicted,
@@ -24,9 +24,11 @@ from ellm_sgl.policies.problem.candidates import (
     ratios_of,
     share_for,
     short_tokens,
+    slos_s,
     step_limit_s,
     work_of,
 )
+from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.work_split import plan_split
 
@@ -48,8 +50,9 @@ class Fcfs(Policy):
 
     - All are admitted that fit, within the SLO, without restoring anything: refusing them would
       only put them off. b / T decides whether more are, at the price of restoration.
-    - A request must fit not only now but after `lookahead` further steps, in which all grow: the
-      paper takes current lengths, and so admits requests that soon push each other out.
+    - A request must fit not only now but until all have ended, by what is known of output lengths
+      (`problem.forecast`), and the mean step until then must keep the SLO: the paper takes current
+      lengths and the next step, and so admits requests that soon push each other out.
     - Where memory no longer holds those that run, the last of them pause, their KV evicted, if more
       tokens per second are decoded so than by restoring part of everyone in every step.
       Otherwise running requests stay, also where memory or SLO admit no answer; then nobody
@@ -62,26 +65,28 @@ class Fcfs(Policy):
     There is no slack on top: every evicted block is computed again in every step.
 
     Args:
-        lookahead: steps; 0 is the paper's problem.
+        forecast: whether to look ahead; False is the paper's problem.
         pause: whether running requests may pause; False is the paper's problem.
-        solver: "scan" looks at every batch size, which is exact. "slsqp" is the paper's way: a
-            local optimum of the continuous relaxation, from the last one on, then the best of
-            the whole batch sizes near it.
+        solver: "scan" looks at every batch size, which is exact. "slsqp", for the paper's problem
+            alone, is the paper's way: a local optimum of the continuous relaxation, from the last
+            one on, then the best of the whole batch sizes near it.
         rotate: where there is a host tier and every request has a TPOT SLO, more requests run than
             memory holds, and rotate on the device (`pausing.rotation`).
     """
 
     def __init__(
         self,
-        lookahead: int = 128,
+        forecast: bool = True,
         pause: bool = True,
         solver: str = "scan",
         rotate: bool = False,
     ) -> None:
-        LOOKAHEAD.check("lookahead", lookahead)
         if solver not in ("scan", "slsqp"):
             raise ValueError(f'solver must be "scan" or "slsqp", got {solver!r}')
-        self._lookahead = lookahead
+        if forecast and solver == "slsqp":
+            raise ValueError('solver "slsqp" is for the paper\'s problem: give forecast false, too')
+        self._forecasts = forecast
+        self._pace = Pace()
         self._may_pause = pause
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
@@ -104,6 +109,7 @@ class Fcfs(Policy):
 
     def batch(self, state: SystemState) -> Batch:
         count = len(state.running)
+        self._pace.note(state.last_step)
         self._rotated = None
         if count and self._rotation is not None and can_rotate(state):
             self._rotated = self._rotation.decide(state)
@@ -128,24 +134,28 @@ class Fcfs(Policy):
                 self._paused_evicted = _evicted_while_some_pause(state, active)
             return Ratios(ratios_of(self._paused_evicted, state.running.tokens), NOBODY)
         evicted = self._evicted(state, batch, Candidates.of(state, batch.admit))
-        return ratios_for(state, batch, evicted, self._lookahead)
+        return ratios_for(state, batch, evicted, eventually=self._forecasts)
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
 
     def _admitted(self, state: SystemState, most: int) -> int:
         """How many of up to `most` waiting requests may be admitted."""
-        limit_s = float(step_limit_s(state, NOBODY)[0])
+        limit_s = np.inf if self._forecasts else float(step_limit_s(state, NOBODY)[0])
         if self._answered is not None:
             admitted, before_s = self._answered.answer
             if self._answered.holds(*_question(state, admitted)) and (
                 limit_s >= before_s if admitted else limit_s <= before_s + HOLD * abs(before_s)
             ):
                 return admitted
-        problem = BatchProblem.of(state, most, self._lookahead)
-        admitted = self._solve(problem) - len(state.running)
+        if self._forecasts:
+            slo_s = slos_s(state, most)
+            size = Forecast.of(state, most).solve(SLO_SHARE / self._pace.ratio * slo_s)
+        else:
+            size = self._solve(BatchProblem.of(state, most))
+        admitted = size - len(state.running)
         self._answered = None
-        if admitted == 0 or self._lookahead >= SOLVE_EVERY:
+        if admitted == 0 or self._forecasts:
             given = _question(state, admitted)
             self._answered = Standing((admitted, limit_s), *given, iterations=SOLVE_EVERY)
         return admitted

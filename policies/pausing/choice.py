@@ -56,7 +56,7 @@ def evicted_tokens(state: SystemState, active: int) -> IntArray:
 
 def _problem(state: SystemState) -> BatchProblem:
     """Eq. (1) for the first k running requests; SLOs aside, because somebody has to wait."""
-    problem = BatchProblem.of(state, 0, 0)
+    problem = BatchProblem.of(state, 0)
     return dataclasses.replace(
         problem,
         short=_short_tokens(state, 0),

@@ -18,9 +18,9 @@ from ellm_sgl.policies.base import (
     SystemState,
     WorkSplit,
 )
+from ellm_sgl.policies.pace import SLO_SHARE, Pace
 from ellm_sgl.policies.planned import evictable_tokens, running_and
 from ellm_sgl.policies.problem.candidates import (
-    LOOKAHEAD,
     Candidates,
     least_evicted,
     ratios_for,
@@ -49,21 +49,19 @@ class SloPriority(Policy):
     """Tells requests apart by `priority` and, where it is equal, by whether they have an SLO.
 
     - Queue: by level, then arrival; see `levels.queue_order` for how ageing bounds the wait.
-    - Batch size: Eq. (1) of the eLLM paper, as `fcfs`; urgent requests are admitted at the others'
+    - Batch size: as `fcfs`; urgent requests are admitted at the others'
       expense.
     - Ratios: a convex program that evicts less urgent requests first.
     - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
 
     Args:
-        lookahead: steps that a batch has to be good for, as in `fcfs`.
         loss: share of tokens per second that pauses may cost in the mean while they are needed, by
             the latency model; more makes urgent requests faster. 0 turns them off.
     """
 
-    def __init__(self, lookahead: int = 128, loss: float = 0.07) -> None:
-        LOOKAHEAD.check("lookahead", lookahead)
+    def __init__(self, loss: float = 0.07) -> None:
         SHARE.check("loss", loss)
-        self._lookahead = lookahead
+        self._pace = Pace()
         self._program = EvictionProgram()
         self._ranked: Standing[Levels] | None = None
         self._refused: Standing[None] | None = None
@@ -75,13 +73,14 @@ class SloPriority(Policy):
         self._plan: _Plan | None = None
 
     def batch(self, state: SystemState) -> Batch:
+        self._pace.note(state.last_step)
         levels = self._levels(state)
         admitted = self._admit(state, levels)
         schedule = self._schedule(state, levels, queue=len(admitted) < len(state.waiting))
         return Batch(admit=admitted, pause=schedule.paused(state))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return ratios_for(state, batch, self._evicted(state, batch), self._lookahead)
+        return ratios_for(state, batch, self._evicted(state, batch))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
@@ -99,7 +98,7 @@ class SloPriority(Policy):
             return ()
         if self._refused is not None and self._refused.holds(_bounds(state)):
             return ()
-        admitted = admit(state, levels, self._lookahead, self._budget)
+        admitted = admit(state, levels, self._budget, SLO_SHARE / self._pace.ratio)
         refused = Standing(None, _bounds(state), iterations=ASK_AGAIN)
         self._refused = refused if admitted == () else None
         return admitted or ()

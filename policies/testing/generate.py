@@ -22,6 +22,7 @@ from ellm_sgl.latency import (
     RooflineLatencyModel,
 )
 from ellm_sgl.policies.base import IntArray, MemoryState, Requests, StepReport, SystemState
+from ellm_sgl.policies.lengths import OutputLengths
 
 LONGEST = 32_768
 """Tokens of the longest generated request."""
@@ -159,6 +160,7 @@ def make_state(
         latency=RooflineLatencyModel(model, hardware) if latency is None else latency,
         tpot_slo_s=tpot_slo_s,
         last_step=last_step,
+        lengths=OutputLengths.nothing(),
     )
 
 

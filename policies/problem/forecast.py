@@ -1,0 +1,128 @@
+"""What batches come to: expected work and memory of the first b candidates, at times ahead.
+
+Requests grow by a token per step, and end by the survival function of output lengths
+(`ellm_sgl.policies.lengths`), at their bounds at the latest. Nobody comes in their place: who is
+admitted later is decided later. In many requests chance evens out, so memory is planned at its mean
+and a few standard deviations, not at everybody's longest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ellm_sgl.latency import LatencyModel, StepWork
+from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
+from ellm_sgl.policies.planned import evictable, running_and
+from ellm_sgl.policies.problem.candidates import TOLERANCE, least_evicted, unowned_tokens
+
+FIRST_STEPS = 32
+"""The first time ahead; each further one is twice as far, until all are at their bounds."""
+DEVIATIONS = 1.5
+"""Standard deviations above the mean that memory is planned at."""
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """Of the first b candidates. Arrays are float64 [times, b], b from 0; sums are over requests i
+    that go on with probability p_i, at the length s_i that they have by then."""
+
+    steps: IntArray
+    """Times ahead, in steps, int64 [times]; the first is 0."""
+    memory: MemoryState
+    latency: LatencyModel
+    fewest: int
+    """Least b: the running requests, or the one request that would be alone."""
+    rows: FloatArray
+    """Σ p_i."""
+    tokens: FloatArray
+    """Σ p_i s_i."""
+    evictable: FloatArray
+    """Σ p_i e_i."""
+    squares: FloatArray
+    """Σ p_i e_i²."""
+    prefix: FloatArray
+    """Σ p_i e_i a_i."""
+    short: FloatArray
+    """Device tokens that are missing if all is cached, `DEVIATIONS` above their mean; negative
+    where all fits."""
+
+    @classmethod
+    def of(cls, state: SystemState, most: int) -> Forecast:
+        """With up to `most` waiting requests."""
+        requests, block = running_and(state, slice(most)), state.memory.block_tokens
+        generated = requests.tokens - requests.prompt_tokens
+        left = np.maximum(requests.max_new_tokens - generated, 1)
+        steps = _times(int(left.max(initial=1)))
+        goes_on = state.lengths.survival(generated, requests.priority, steps)
+        goes_on *= steps[:, None] < left
+        tokens, shared = requests.tokens + steps[:, None], requests.shared_tokens
+        evict = evictable(tokens, shared, block)
+        charged = (tokens // block + 1 - -(-shared // block)) * block
+        columns = np.zeros((7, len(steps), len(left) + 1))
+        columns[:, :, 1:] = goes_on
+        columns[1, :, 1:] *= tokens
+        columns[2, :, 1:] *= evict
+        columns[3, :, 1:] *= evict * evict
+        columns[4, :, 1:] *= evict * shared
+        columns[5, :, 1:] *= charged
+        columns[6, :, 1:] *= charged * charged * (1.0 - goes_on)
+        *sums, held, variance = np.cumsum(columns, axis=2)
+        free = state.memory.device_tokens - unowned_tokens(state)
+        short = held + DEVIATIONS * np.sqrt(variance) - free
+        return cls(
+            steps, state.memory, state.latency, max(1, len(state.running)), *sums, short=short
+        )
+
+    def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
+        """For each of these batch sizes: the least Σ n_i that fits into memory and T with the same
+        share of each request's e_i evicted, [times, sizes], and whether steps may restore it,
+        [sizes]."""
+        evicted = least_evicted(self.memory, self.short[:, sizes])
+        evictable = self.evictable[:, sizes]
+        share = evicted / np.maximum(evictable, 1.0)
+        seconds = self.latency.step_seconds(
+            StepWork(
+                decode_rows=self.rows[:, sizes],
+                decode_tokens=self.tokens[:, sizes],
+                restored_tokens=evicted,
+                restored_squares=share * share * self.squares[:, sizes],
+                restored_prefix=share * self.prefix[:, sizes],
+            )
+        )
+        fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)
+        return evicted, seconds, fits.all(axis=0)
+
+    def solve(self, limit_s: FloatArray) -> int:
+        """The smallest of the best batch sizes: all that fit without restoring anything; beyond
+        that, the one that makes most tokens per second until all have ended.
+
+        Args:
+            limit_s: [b], what the mean step may take, from now to any time ahead.
+
+        Returns:
+            b; `fewest` if none fits.
+        """
+        sizes = np.arange(self.fewest, self.rows.shape[1])
+        evicted, seconds, fits = self.least(sizes)
+        spent = np.cumsum(self._between(seconds), axis=0)
+        fits &= (spent <= limit_s[sizes] * self.steps[1:, None]).all(axis=0)
+        made = self._between(self.rows[:, sizes]).sum(axis=0)
+        value = np.where(fits, made / spent[-1], 0.0)
+        cached = np.flatnonzero(fits & (evicted == 0.0).all(axis=0))
+        first = int(cached[-1]) if len(cached) else 0
+        if (best := value[first:].max()) <= 0.0:
+            return self.fewest
+        return int(sizes[first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())])
+
+    def _between(self, of: FloatArray) -> FloatArray:
+        """What a figure [times, ...] per step adds up to between one time and the next."""
+        return np.diff(self.steps)[:, None] * (of[1:] + of[:-1]) / 2
+
+
+def _times(furthest: int) -> IntArray:
+    """0, and times to at least `furthest` steps ahead."""
+    doubled = max(math.ceil(math.log2(furthest / FIRST_STEPS)), 0)
+    return np.append(0, FIRST_STEPS << np.arange(doubled + 1))
