@@ -8,7 +8,7 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
 from ellm_sgl.policies.pace import SLO_SHARE, Pace
-from ellm_sgl.policies.pausing.choice import evicted_tokens, participants
+from ellm_sgl.policies.pausing.choice import Pausing
 from ellm_sgl.policies.pausing.rotation import (
     ADMITTED_RATIO,
     Rotation,
@@ -87,19 +87,13 @@ class Fcfs(Policy):
             raise ValueError('solver "slsqp" is for the paper\'s problem: give forecast false, too')
         self._forecasts = forecast
         self._pace = Pace()
-        self._may_pause = pause
+        self._pausing = Pausing() if pause else None
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
         self._answered: Standing[tuple[int, float]] | None = None
         """How many may be admitted, and the limit on a step's time. They may wait many steps for
         the server's own admission; and if nobody may, running requests only grow: it gets no
         easier."""
-        self._first_paused: int | None = None
-        """Id of the first running request that pauses."""
-        self._counted: Standing[None] | None = None
-        """It stands who takes part."""
-        self._paused_evicted: IntArray | None = None
-        """n_i of the running requests while some pause; computed with `_counted`."""
         self._rotation = Rotation() if rotate else None
         self._rotated: RotationDecision | None = None
         """This iteration's rotation; None where it does not apply."""
@@ -114,12 +108,10 @@ class Fcfs(Policy):
         if count and self._rotation is not None and can_rotate(state):
             self._rotated = self._rotation.decide(state)
             return self._rotated.batch()
-        if count and self._may_pause:
-            active = self._active(state)
+        if count and self._pausing is not None:
+            active = self._pausing.active(state, self._pace.ratio)
             if active < count:
-                self._first_paused = int(state.running.request_id[active])
                 return Batch(admit=(), pause=tuple(range(active, count)))
-        self._first_paused = None
         most = min(len(state.waiting), state.max_running - count)
         return Batch(admit=tuple(range(self._admitted(state, most) if most > 0 else 0)))
 
@@ -128,13 +120,11 @@ class Fcfs(Policy):
             rotated = self._evicted_in_rotation(state, batch, self._rotated)
             ratios = ratios_of(rotated, state.running.tokens)
             return Ratios(ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
-        if batch.pause:
-            if self._paused_evicted is None:
-                active = len(state.running) - len(batch.pause)
-                self._paused_evicted = _evicted_while_some_pause(state, active)
-            return Ratios(ratios_of(self._paused_evicted, state.running.tokens), NOBODY)
-        evicted = self._evicted(state, batch, Candidates.of(state, batch.admit))
-        return ratios_for(state, batch, evicted, eventually=self._forecasts)
+        if batch.pause and self._pausing is not None:
+            evicted = self._pausing.evicted(state, len(state.running) - len(batch.pause))
+            return Ratios(ratios_of(evicted, state.running.tokens), NOBODY)
+        shared = self._evicted(state, batch, Candidates.of(state, batch.admit))
+        return ratios_for(state, batch, shared, eventually=self._forecasts)
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
@@ -159,18 +149,6 @@ class Fcfs(Policy):
             given = _question(state, admitted)
             self._answered = Standing((admitted, limit_s), *given, iterations=SOLVE_EVERY)
         return admitted
-
-    def _active(self, state: SystemState) -> int:
-        """How many of the running requests take part."""
-        given = state.running.request_id, state.memory.device_tokens
-        before = len(state.running)  # all count as taking part if nobody paused
-        if self._first_paused is not None:
-            before = max(1, int(np.searchsorted(state.running.request_id, self._first_paused)))
-        if self._counted is not None and self._counted.holds(*given):
-            return before
-        self._counted = Standing(None, *given, iterations=SOLVE_EVERY)
-        self._paused_evicted = None
-        return participants(state, before)
 
     def _evicted_in_rotation(
         self, state: SystemState, batch: Batch, rotated: RotationDecision
@@ -209,19 +187,6 @@ class Fcfs(Policy):
             return evicted
         self._share = share_for(candidates, least, block)
         return evicted_at(candidates, self._share, block)
-
-
-def _evicted_while_some_pause(state: SystemState, active: int) -> IntArray:
-    """n_i: of the last ones what the others need is evicted; if that is not enough, the same share
-    of all those that run."""
-    candidates, block = Candidates.of(state), state.memory.block_tokens
-    evicted = evicted_tokens(state, active)
-    short = short_tokens(state, candidates) - int(evicted.sum())
-    missing = float(least_evicted(state.memory, short))
-    if missing > 0.0:
-        first = candidates[:active]
-        evicted[:active] = evicted_at(first, share_for(first, missing, block), block)
-    return evicted
 
 
 def _in_time(state: SystemState, batch: Batch, candidates: Candidates, evicted: IntArray) -> bool:

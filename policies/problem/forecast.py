@@ -9,7 +9,8 @@ and a few standard deviations, not at everybody's longest.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -63,23 +64,38 @@ class Forecast:
         charged = (tokens // block + 1 - -(-shared // block)) * block
         columns = np.zeros((7, len(steps), len(left) + 1))
         columns[:, :, 1:] = goes_on
-        columns[1, :, 1:] *= tokens
-        columns[2, :, 1:] *= evict
-        columns[3, :, 1:] *= evict * evict
-        columns[4, :, 1:] *= evict * shared
-        columns[5, :, 1:] *= charged
-        columns[6, :, 1:] *= charged * charged * (1.0 - goes_on)
-        *sums, held, variance = np.cumsum(columns, axis=2)
+        for column, of in zip(
+            columns[1:],
+            (tokens, evict, evict * evict, evict * shared, charged, charged**2 * (1.0 - goes_on)),
+            strict=True,
+        ):
+            column[:, 1:] *= of
+        sums = np.cumsum(columns, axis=2)
+        rows, all_tokens, evictable_tokens, squares, prefix, held, variance = sums
         free = state.memory.device_tokens - unowned_tokens(state)
-        short = held + DEVIATIONS * np.sqrt(variance) - free
         return cls(
-            steps, state.memory, state.latency, max(1, len(state.running)), *sums, short=short
+            steps=steps,
+            memory=state.memory,
+            latency=state.latency,
+            fewest=max(1, len(state.running)),
+            rows=rows,
+            tokens=all_tokens,
+            evictable=evictable_tokens,
+            squares=squares,
+            prefix=prefix,
+            short=held + DEVIATIONS * np.sqrt(variance) - free,
         )
 
+    def between(self, fewest: int, most: int) -> Forecast:
+        """The same for so many of the candidates."""
+        arrays: dict[str, Any] = {
+            name: array[:, : most + 1] for name, array in vars(self).items() if np.ndim(array) == 2
+        }
+        return replace(self, fewest=fewest, **arrays)
+
     def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
-        """For each of these batch sizes: the least Σ n_i that fits into memory and T with the same
-        share of each request's e_i evicted, [times, sizes], and whether steps may restore it,
-        [sizes]."""
+        """For each of these batch sizes: the least Σ n_i that fits into memory, T with the same
+        share of each request's e_i evicted, and whether a step may restore it, [times, sizes]."""
         evicted = least_evicted(self.memory, self.short[:, sizes])
         evictable = self.evictable[:, sizes]
         share = evicted / np.maximum(evictable, 1.0)
@@ -93,7 +109,7 @@ class Forecast:
             )
         )
         fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)
-        return evicted, seconds, fits.all(axis=0)
+        return evicted, seconds, fits
 
     def solve(self, limit_s: FloatArray) -> int:
         """The smallest of the best batch sizes: all that fit without restoring anything; beyond
@@ -106,10 +122,11 @@ class Forecast:
             b; `fewest` if none fits.
         """
         sizes = np.arange(self.fewest, self.rows.shape[1])
-        evicted, seconds, fits = self.least(sizes)
-        spent = np.cumsum(self._between(seconds), axis=0)
+        evicted, seconds, fits_then = self.least(sizes)
+        spent = self.summed(seconds)
+        fits = fits_then.all(axis=0)
         fits &= (spent <= limit_s[sizes] * self.steps[1:, None]).all(axis=0)
-        made = self._between(self.rows[:, sizes]).sum(axis=0)
+        made = self.summed(self.rows[:, sizes])[-1]
         value = np.where(fits, made / spent[-1], 0.0)
         cached = np.flatnonzero(fits & (evicted == 0.0).all(axis=0))
         first = int(cached[-1]) if len(cached) else 0
@@ -117,9 +134,10 @@ class Forecast:
             return self.fewest
         return int(sizes[first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())])
 
-    def _between(self, of: FloatArray) -> FloatArray:
-        """What a figure [times, ...] per step adds up to between one time and the next."""
-        return np.diff(self.steps)[:, None] * (of[1:] + of[:-1]) / 2
+    def summed(self, of: FloatArray) -> FloatArray:
+        """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
+        between = np.diff(self.steps)[:, None] * (of[1:] + of[:-1]) / 2
+        return np.cumsum(between, axis=0)
 
 
 def _times(furthest: int) -> IntArray:
