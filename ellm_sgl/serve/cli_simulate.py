@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ellm_sgl.eval.simulator import Machine, SimReport
 
 BASELINES = ("recompute", "swap", "hcache")
+ADMISSIONS = ("sglang", "vllm", "paper")
 
 
 def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[str, ...]:
@@ -114,6 +115,12 @@ def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[s
     "--conservativeness", type=FACTOR, default=1.0, help="SGLang's --schedule-conservativeness."
 )
 @click.option(
+    "--admission",
+    type=click.Choice(ADMISSIONS),
+    default="sglang",
+    help="How the baselines admit: as SGLang; as vLLM; 'paper': as vLLM, within the TPOT SLO.",
+)
+@click.option(
     "--stride",
     default=8,
     type=click.IntRange(1, 10**6),
@@ -146,7 +153,7 @@ def simulate(
         }
         settings = [
             Settings("ellm", policy, options, restore, tpot_slo_s=slo, **shared),
-            *(Settings(mode, **shared) for mode in baselines),
+            *(Settings(mode, admission=given["admission"], **shared) for mode in baselines),
         ]
         reports = []
         with Progress(console=Console(stderr=True), transient=True) as bar:

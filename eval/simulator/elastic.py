@@ -8,9 +8,8 @@ import numpy as np
 
 from ellm_sgl.client.traces import IntArray
 from ellm_sgl.engine import Arrival, Controller, Iteration
-from ellm_sgl.eval.simulator.admission import Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
-from ellm_sgl.eval.simulator.modes import Mode, Moves, Span
+from ellm_sgl.eval.simulator.modes import Chunk, Mode, Moves, Span
 from ellm_sgl.memory import ElasticMemory, PageTable
 from ellm_sgl.memory.shape import IntArray as Ids
 from ellm_sgl.policies.pausing.limits import LINK_SHARE

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ellm_sgl.eval.simulator.admission import (
-    Candidate,
-    Chunk,
-    NewTokenRatio,
-    admit,
-)
+from ellm_sgl.eval.simulator.admission.sglang import Candidate, NewTokenRatio, admit
+from ellm_sgl.eval.simulator.modes import Chunk
 
 
 def run(room: int, *tokens: int, max_new: int = 64, **given):

@@ -14,6 +14,7 @@ from ellm_sgl.eval.simulator.restoring import (
     RestoringModel,
     fetch_seconds,
     hcache_seconds,
+    hcache_size,
 )
 from ellm_sgl.latency import PaperLatencyModel, RooflineLatencyModel, StepWork
 
@@ -84,3 +85,5 @@ def test_hcache_restores_faster_than_fetching_all_kv():
     whole = fetch_seconds(machine, 2000)
     half = hcache_seconds(machine, 2000)
     assert 0.5 * whole <= half < 0.75 * whole
+    assert 0.5 <= hcache_size(machine) < 0.75
+    assert hcache_size(L4) == 1.0  # grouped heads: KV is smaller than hidden states

@@ -33,6 +33,9 @@ SERVERS = [
     Settings("recompute", conservativeness=0.02),
     Settings("swap", conservativeness=0.02),
     Settings("hcache", conservativeness=0.02, chunk_tokens=128),
+    Settings("recompute", admission="vllm", chunk_tokens=100),
+    Settings("swap", admission="vllm"),
+    Settings("hcache", admission="paper", tpot_slo_s=0.1),
     Settings("ellm", stride=1, max_running=7, tpot_slo_s=0.1, chunk_tokens=64),
 ]
 
@@ -242,6 +245,8 @@ def test_times_are_the_latency_models():
     [
         ({"mode": "none"}, "mode 'none'"),
         ({"restore": "pray"}, "restore 'pray'"),
+        ({"mode": "swap", "admission": "all"}, "admission 'all': give one of sglang, vllm, paper"),
+        ({"admission": "vllm"}, "admission 'vllm': mode ellm .* give sglang, or another mode"),
         ({"stride": 0}, "stride 0"),
         ({"model_error": -1.0}, "above -1"),
         ({"step_noise": (1.0, 0.0)}, "step_noise: every factor"),

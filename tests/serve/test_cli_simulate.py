@@ -37,6 +37,11 @@ def test_json_holds_one_report_per_mode_and_repeats():
     assert first == second
 
 
+def test_the_baselines_alone_admit_as_asked():
+    document = report("--admission", "vllm", "--baselines", "recompute,swap")
+    assert [r["settings"]["admission"] for r in document["reports"]] == ["sglang", "vllm", "vllm"]
+
+
 def test_the_table_names_every_mode():
     done = run(*SMALL, "--baselines", "recompute")
     assert done.exit_code == 0, done.output
