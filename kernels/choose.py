@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from ellm_sgl.kernels import torch_paged
 from ellm_sgl.kernels.cpu import attention as cpu
 from ellm_sgl.kernels.cpu.library import load
-from ellm_sgl.kernels.layout import GroupLayout
+from ellm_sgl.kernels.layout import MixedAttention
 
 if TYPE_CHECKING:
     from ellm_sgl.kernels.experimental.graph import GraphSteps
-
-
-class MixedAttention(Protocol):
-    """An attention kernel; `reference.mixed_attention` defines what it does.
-
-    `delta` is the share of the processor, 0..1, that begins with recomputation (K1). It shows in
-    the time alone; a kernel that does one thing after the other has no use for it.
-    """
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layout: GroupLayout,
-        scale: float,
-        out_rows: int | None = None,
-        delta: float = 0.5,
-    ) -> torch.Tensor: ...
 
 
 CopyUnits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ellm_sgl.kernels.experimental.flashinfer.attention import FlashInferAttention
-from ellm_sgl.kernels.layout import GroupLayout, RequestLayout
-
-if TYPE_CHECKING:
-    from ellm_sgl.kernels.choose import MixedAttention
+from ellm_sgl.kernels.layout import GroupLayout, MixedAttention, RequestLayout
 
 
 class DividedAttention:

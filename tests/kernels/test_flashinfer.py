@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from ellm_sgl.kernels import reference, torch_paged
+from ellm_sgl.kernels.choose import choose_graph_steps
 from ellm_sgl.kernels.experimental.cuda import DividedAttention
 from ellm_sgl.kernels.experimental.flashinfer.attention import FlashInferAttention
 from ellm_sgl.kernels.experimental.flashinfer.graph import FlashInferGraphSteps
@@ -114,7 +115,8 @@ def test_steps_at_fixed_addresses() -> None:
     other = replace(DECODING, requests=((20, 1), (530, 1)))
     steps = [in_two_groups(DECODING), in_two_groups(other)]
     most = max(len(inputs.keys) for inputs, _ in steps[0])
-    graph = FlashInferGraphSteps(kernel, 2, 4, most, steps[0][0][0].keys, heads=2)
+    divided = DividedAttention(kernel, torch_paged.mixed_attention)
+    graph = choose_graph_steps(divided, 2, 4, most, steps[0][0][0].keys, heads=2)
     for rows in (4, 3):
         graph.capture(rows)
     for step, rows in ((steps[0], 4), (steps[1], 3), (steps[1], 4), (steps[0], 3)):
@@ -139,9 +141,12 @@ def test_steps_at_fixed_addresses() -> None:
 
 def test_steps_that_no_graph_computes() -> None:
     (inputs, first), (_, second) = in_two_groups(DECODING)
-    sizes = dict(layer_groups=2, most_rows=4, pool=inputs.keys, heads=2)
-    assert not FlashInferGraphSteps(kernel, most_blocks=40, **sizes).fits([first, second])
-    graph = FlashInferGraphSteps(kernel, most_blocks=len(inputs.keys), **sizes)
+
+    def graph_steps(most_blocks: int) -> FlashInferGraphSteps:
+        return FlashInferGraphSteps(kernel, 2, 4, most_blocks, inputs.keys, heads=2)
+
+    assert not graph_steps(40).fits([first, second])
+    graph = graph_steps(len(inputs.keys))
     assert graph.fits([first, second])
     assert not graph.fits([first, make(DECODING).layout]), "groups that differ"
     prompt = [layout for _, layout in in_two_groups(replace(DECODING, requests=((5, 2),)))]

@@ -112,8 +112,9 @@ class FlashInferAttention:
             rows = planned.rows
             part = self._attend_ranges(q[rows].contiguous(), k[rows], v[rows], pool, planned)
             parts.append((rows, part))
+        out: torch.Tensor
         if len(parts) == 1 and isinstance(parts[0][0], slice):
-            out = parts[0][1]
+            _, out = parts[0]
         else:
             out = q.new_empty((layout.rows, *q.shape[1:]))
             for rows, part in parts:
