@@ -2,8 +2,9 @@
 
 The baselines move whole requests and leave admission to SGLang, whose conservativeness is given to
 each: eLLM is compared with the best of all these. A conservativeness of 0 is vLLM's admission, of
-whatever prompt fits: SGLang by itself still wants room for all that a newcomer may generate, which
-no conservativeness changes, so that it is also told to expect no more than a token of anybody.
+whatever prompt fits, as near as SGLang comes to it: whatever its conservativeness, it wants room
+for all that a newcomer may generate, so that it is told to expect a token of anybody. Where output
+lengths are known it goes by them, and by no conservativeness.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def contenders(
 
     `ELLM` has the load's ample memory, and is told how much of it to use.
     """
-    ours = ("--ellm-layer-group", str(layer_group), "--ellm-tpot-slo-ms", str(load.tpot_slo_ms))
+    slo = () if load.tpot_slo_ms is None else ("--ellm-tpot-slo-ms", str(load.tpot_slo_ms))
+    ours = ("--ellm-layer-group", str(layer_group), *slo)
     pool = ("--ellm-device-kv-tokens", str(load.device_tokens), *ours)
     host = ("--ellm-host-kv-tokens", str(load.ample_tokens))
     wide = ("--ellm-device-kv-tokens", str(load.ample_tokens), *ours)

@@ -37,7 +37,7 @@ class Load:
     """What requests allow for where output lengths are unknown."""
     factors: tuple[float, ...]
     outputs: tuple[str, ...]
-    tpot_slo_ms: float
+    tpot_slo_ms: float | None = None
     """Of all requests; servers are told."""
     trace: str | None = None
     """Azure-format CSV file that arrivals and lengths come from, scaled to the above."""
@@ -79,8 +79,12 @@ class Load:
         requests = to_requests(trace, seed, tpot_slo_ms=self.tpot_slo_ms)
         if cell.outputs == KNOWN:
             return requests
-        early = {"output_tokens": self.max_new_tokens, "exact": False}
-        return [dataclasses.replace(r, **early, stop_after=r.output_tokens) for r in requests]
+        return [
+            dataclasses.replace(
+                r, output_tokens=self.max_new_tokens, exact=False, stop_after=r.output_tokens
+            )
+            for r in requests
+        ]
 
     def _scaled(self, file: Path, count: int, seed: int) -> Trace:
         """Requests of a trace that follow one another, from another place for each seed: as many
@@ -100,15 +104,15 @@ class Load:
 
 
 def _chat(mean: float, longest: int) -> Lengths:
-    """Outputs that spread as those of chats do (the spread of `workloads.LENGTHS`)."""
+    """Outputs with the spread that `workloads.LENGTHS` gives ShareGPT's."""
     return Lengths(LENGTHS.prompt, LogNormal(mean, 1.0, longest))
 
 
 LOADS = {
     # Faster than any server ends them, so that memory is what is short.
-    "oversubscribed": Load(24, 16.0, LENGTHS, 1024, (1.5, 3.0), OUTPUTS, tpot_slo_ms=50.0),
+    "oversubscribed": Load(24, 16.0, LENGTHS, 1024, (1.5, 3.0), OUTPUTS),
     # The factors of the next two are those of a device of 5,000 tokens.
-    "burst": Load(40, 100.0, _chat(600, 3000), 3000, (5.568,), (UNKNOWN,), tpot_slo_ms=20.0),
-    "steady": Load(48, 8.0, _chat(300, 1024), 1024, (3.8016,), (UNKNOWN,), tpot_slo_ms=20.0),
+    "burst": Load(40, 100.0, _chat(600, 3000), 3000, (5.568,), (UNKNOWN,), 20.0),
+    "steady": Load(48, 8.0, _chat(300, 1024), 1024, (3.8016,), (UNKNOWN,), 20.0),
 }
 """For the demo model, by the name that `--load` takes."""

@@ -7,8 +7,8 @@ memory it wants. eLLM is held against the baseline with the most tokens per seco
 
 The loads are for the demo model: oversubscribed, 24 requests whose KV is 1.5 and 3 times what the
 device holds; burst, 40 requests at once that answer 600 tokens on average and may answer 3,000;
-steady, 48 requests, eight a second, 300 tokens on average of 1,024. The last two tell nobody how
-long answers are, and have devices of 5,000 tokens.
+steady, 48 requests, eight a second, 300 tokens on average of 1,024. In the last two nobody knows
+how long answers are, and the device holds 5,000 tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Compare(Scenario):
         multiple=True,
     )
     tpot_slo_ms: float | None = option(
-        None, MILLISECONDS, "Of every request; eLLM's servers are told."
+        None, MILLISECONDS, "Of every request; eLLM's servers are told.  [burst, steady: 20]"
     )
     trace: str | None = option(
         None,
