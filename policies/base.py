@@ -114,6 +114,9 @@ class SystemState:
     """The server's SLO on the time per output token, in seconds; inf if none was set."""
     last_step: StepReport | None
     """The last measured step; None before the first."""
+    pace: float
+    """By how much decoding has of late taken longer than the latency model predicts its steps to,
+    prompts between them included: a high quantile of means over some dozen steps. 1 at first."""
     lengths: OutputLengths
     """How long answers get, by what the server has seen."""
 

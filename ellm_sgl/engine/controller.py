@@ -71,6 +71,7 @@ class Controller:
             hardware=self.limits.hardware,
             tpot_slo_s=self.limits.tpot_slo_s,
             last_step=self.steps.last,
+            pace=self.steps.pace.ratio,
             lengths=lengths,
         )
 

@@ -7,7 +7,6 @@ import numpy as np
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
-from ellm_sgl.policies.pace import SLO_SHARE, Pace
 from ellm_sgl.policies.pausing.choice import Pausing
 from ellm_sgl.policies.pausing.rotation import (
     ADMITTED_RATIO,
@@ -24,11 +23,10 @@ from ellm_sgl.policies.problem.candidates import (
     ratios_of,
     share_for,
     short_tokens,
-    slos_s,
     step_limit_s,
     work_of,
 )
-from ellm_sgl.policies.problem.forecast import Forecast
+from ellm_sgl.policies.problem.forecast import Forecast, planned_slos_s
 from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.work_split import plan_split
 
@@ -86,7 +84,6 @@ class Fcfs(Policy):
         if forecast and solver == "slsqp":
             raise ValueError('solver "slsqp" is for the paper\'s problem: give forecast false, too')
         self._forecasts = forecast
-        self._pace = Pace()
         self._pausing = Pausing() if pause else None
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
@@ -103,13 +100,12 @@ class Fcfs(Policy):
 
     def batch(self, state: SystemState) -> Batch:
         count = len(state.running)
-        self._pace.note(state.last_step)
         self._rotated = None
         if count and self._rotation is not None and can_rotate(state):
             self._rotated = self._rotation.decide(state)
             return self._rotated.batch()
         if count and self._pausing is not None:
-            active = self._pausing.active(state, self._pace.ratio)
+            active = self._pausing.active(state)
             if active < count:
                 return Batch(admit=(), pause=tuple(range(active, count)))
         most = min(len(state.waiting), state.max_running - count)
@@ -139,8 +135,7 @@ class Fcfs(Policy):
             ):
                 return admitted
         if self._forecasts:
-            slo_s = slos_s(state, most)
-            size = Forecast.of(state, most).solve(SLO_SHARE / self._pace.ratio * slo_s)
+            size = Forecast.of(state, most).solve(planned_slos_s(state, most))
         else:
             size = self._solve(BatchProblem.of(state, most))
         admitted = size - len(state.running)

@@ -46,12 +46,8 @@ class Pausing:
         self._evicted: IntArray | None = None
         """n_i of the running requests while some pause; computed with `_counted`."""
 
-    def active(self, state: SystemState, pace: float) -> int:
-        """How many of the running requests take part, from the first on; at least one.
-
-        Args:
-            pace: by how much decoding takes longer than predicted.
-        """
+    def active(self, state: SystemState) -> int:
+        """How many of the running requests take part, from the first on; at least one."""
         ids = state.running.request_id
         paused = np.isin(ids, self._paused)
         active = max(int(paused.argmax()), 1) if paused.any() else len(ids)
@@ -59,7 +55,7 @@ class Pausing:
         if self._counted is None or not self._counted.holds(*given):
             self._counted = Standing(None, *given, iterations=COUNT_EVERY)
             self._evicted = None
-            active = participants(state, active, pace)
+            active = participants(state, active)
         self._paused = ids[active:]
         return active
 
@@ -70,24 +66,23 @@ class Pausing:
         return self._evicted
 
 
-def participants(state: SystemState, active: int, pace: float = 1.0) -> int:
+def participants(state: SystemState, active: int) -> int:
     """How many of the running requests should take part, from the first on; at least one. Where no
     number keeps the SLO it is left out of account.
 
     Args:
         active: how many took part in the step before.
-        pace: by how much decoding takes longer than predicted.
     """
     forecast = _with_paused(Forecast.of(state, 0), Candidates.of(state))
     sizes = np.arange(1, len(state.running) + 1)
     _, seconds, fits = forecast.least(sizes)
     value = np.where(fits[0], sizes / seconds[0], 0.0)
-    soon_s = forecast.summed(seconds)[0] * pace
+    soon_s = forecast.summed(seconds)[0] * state.pace
     value = np.where(_saves_most(state, soon_s), value, 0.0)
     best = int(value[:active].argmax()) + 1
     if value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
-    limit_s = float(slos_s(state, 0)[0]) / pace
+    limit_s = float(slos_s(state, 0)[0]) / state.pace
     return max(active, _resumed(forecast, state, active, limit_s, value))
 
 

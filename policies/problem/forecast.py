@@ -17,12 +17,20 @@ import numpy as np
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
 from ellm_sgl.policies.planned import evictable, running_and
-from ellm_sgl.policies.problem.candidates import TOLERANCE, least_evicted, unowned_tokens
+from ellm_sgl.policies.problem.candidates import (
+    TOLERANCE,
+    least_evicted,
+    slos_s,
+    unowned_tokens,
+)
 
 FIRST_STEPS = 32
 """The first time ahead; each further one is twice as far, until all are at their bounds."""
 DEVIATIONS = 1.5
 """Standard deviations above the mean that memory is planned at."""
+SLO_SHARE = 0.95
+"""Of an SLO on the time per token, that is planned with: a request may meet slower steps than the
+mean one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +146,12 @@ class Forecast:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
         between = np.diff(self.steps)[:, None] * (of[1:] + of[:-1]) / 2
         return np.cumsum(between, axis=0)
+
+
+def planned_slos_s(state: SystemState, most: int) -> FloatArray:
+    """What the mean step of the first b candidates may take by the latency model's prediction,
+    [b] from 0, so that their SLO is kept."""
+    return SLO_SHARE / state.pace * slos_s(state, most)
 
 
 def _times(furthest: int) -> IntArray:

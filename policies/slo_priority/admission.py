@@ -11,8 +11,8 @@ import numpy as np
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
 from ellm_sgl.policies.planned import evictable_tokens, select
-from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted, slos_s
-from ellm_sgl.policies.problem.forecast import Forecast
+from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted
+from ellm_sgl.policies.problem.forecast import Forecast, planned_slos_s
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
 
@@ -73,9 +73,7 @@ class PrefillBudget:
         self._offered = dict(zip(waiting.request_id.tolist(), seconds.tolist(), strict=True))
 
 
-def admit(
-    state: SystemState, levels: Levels, budget: PrefillBudget, slo_share: float
-) -> tuple[int, ...] | None:
+def admit(state: SystemState, levels: Levels, budget: PrefillBudget) -> tuple[int, ...] | None:
     """Positions in `state.waiting` of the requests that are admitted, in order; None if those first
     in line have to wait for `budget`.
 
@@ -84,9 +82,6 @@ def admit(
     run as many are admitted as memory allows at the others' expense (see `_at_others_expense`).
     While more urgent requests run, the prefill of less urgent ones takes no longer than a step, or
     is of one request, and `budget` says when.
-
-    Args:
-        slo_share: of SLOs, that is planned with.
     """
     places = min(state.max_running - len(state.running), MOST_ADMITTED)
     if places <= 0 or len(state.waiting) == 0:
@@ -103,7 +98,7 @@ def admit(
     several = len(state.running) > 0 and bool((levels.running != level[0]).any())
     line = _in_line(state, order, ignore_slo=several)
     forecast = Forecast.of(line, len(order))
-    count = forecast.solve(slo_share * slos_s(line, len(order))) - len(state.running)
+    count = forecast.solve(planned_slos_s(line, len(order))) - len(state.running)
     if several and level[0] < levels.running.max():
         lower = np.flatnonzero(levels.running > level[0])
         count = max(count, _at_others_expense(line, lower, forecast))

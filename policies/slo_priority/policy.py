@@ -18,7 +18,6 @@ from ellm_sgl.policies.base import (
     SystemState,
     WorkSplit,
 )
-from ellm_sgl.policies.pace import SLO_SHARE, Pace
 from ellm_sgl.policies.planned import evictable_tokens, running_and
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
@@ -61,7 +60,6 @@ class SloPriority(Policy):
 
     def __init__(self, loss: float = 0.07) -> None:
         SHARE.check("loss", loss)
-        self._pace = Pace()
         self._program = EvictionProgram()
         self._ranked: Standing[Levels] | None = None
         self._refused: Standing[None] | None = None
@@ -73,7 +71,6 @@ class SloPriority(Policy):
         self._plan: _Plan | None = None
 
     def batch(self, state: SystemState) -> Batch:
-        self._pace.note(state.last_step)
         levels = self._levels(state)
         admitted = self._admit(state, levels)
         schedule = self._schedule(state, levels, queue=len(admitted) < len(state.waiting))
@@ -98,7 +95,7 @@ class SloPriority(Policy):
             return ()
         if self._refused is not None and self._refused.holds(_bounds(state)):
             return ()
-        admitted = admit(state, levels, self._budget, SLO_SHARE / self._pace.ratio)
+        admitted = admit(state, levels, self._budget)
         refused = Standing(None, _bounds(state), iterations=ASK_AGAIN)
         self._refused = refused if admitted == () else None
         return admitted or ()

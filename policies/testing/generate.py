@@ -160,6 +160,7 @@ def make_state(
         latency=RooflineLatencyModel(model, hardware) if latency is None else latency,
         tpot_slo_s=tpot_slo_s,
         last_step=last_step,
+        pace=1.0,
         lengths=OutputLengths.nothing(),
     )
 

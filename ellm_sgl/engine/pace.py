@@ -6,13 +6,10 @@ from collections import deque
 
 import numpy as np
 
-from ellm_sgl.policies.base import StepReport
+from ellm_sgl.latency import StepWork
 
-SLO_SHARE = 0.95
-"""Of an SLO on the time per token, that is planned with: a request may meet slower steps than the
-mean one."""
-WINDOW_STEPS, WINDOWS = 32, 32
-FEWEST_WINDOWS = 4
+WINDOW_STEPS, WINDOWS = 64, 16
+FEWEST_WINDOWS = 2
 QUANTILE = 0.8
 
 
@@ -24,20 +21,16 @@ class Pace:
     def __init__(self) -> None:
         self.ratio = 1.0
         self._ratios: deque[float] = deque(maxlen=WINDOWS)
-        self._last: StepReport | None = None
         self._begin()
 
-    def note(self, report: StepReport | None) -> None:
-        """The last measured step; the same one may be told several times."""
-        if report is None or report is self._last:
+    def note(self, work: StepWork, seconds: float, predicted_s: float, steps: int = 1) -> None:
+        """So many equal steps took so long; each was predicted to take `predicted_s`."""
+        self._spent_s += seconds
+        if not work.decode_rows:
             return
-        self._last = report
-        self._spent_s += report.seconds
-        if not report.work.decode_rows:
-            return
-        self._predicted_s += report.predicted_s
-        self._steps += 1
-        if self._steps == WINDOW_STEPS:
+        self._predicted_s += predicted_s * steps
+        self._steps += steps
+        if self._steps >= WINDOW_STEPS:
             self._ratios.append(self._spent_s / self._predicted_s)
             if len(self._ratios) >= FEWEST_WINDOWS:
                 self.ratio = float(np.quantile(self._ratios, QUANTILE))
