@@ -28,7 +28,7 @@ PRIOR_TOKENS, PRIOR_HAZARD = 256, 0.3
 _PRIOR: FloatArray = PRIOR_HAZARD / np.maximum(EDGES[1:], PRIOR_TOKENS)
 """Hazard where nothing was seen: an answer that is long already will go on for long. Too long a
 guess puts requests off until it is mended, too short a one lets in more than there is room for."""
-REMEMBERED = 256
+REMEMBERED = 64
 """Answers after which an older one counts 1 / e."""
 CLASS_PRIOR = 4.0
 """So many answers' weight all classes together have in what is known of one."""

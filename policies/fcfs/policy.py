@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ellm_sgl.config.ranges import shown
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
@@ -79,8 +80,11 @@ class Fcfs(Policy):
         solver: str = "scan",
         rotate: bool = False,
     ) -> None:
+        for name, value in (("forecast", forecast), ("pause", pause), ("rotate", rotate)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, got {shown(value)}")
         if solver not in ("scan", "slsqp"):
-            raise ValueError(f'solver must be "scan" or "slsqp", got {solver!r}')
+            raise ValueError(f'solver must be "scan" or "slsqp", got {shown(solver)}')
         if forecast and solver == "slsqp":
             raise ValueError('solver "slsqp" is for the paper\'s problem: give forecast false, too')
         self._forecasts = forecast
@@ -194,10 +198,10 @@ def _in_time(state: SystemState, batch: Batch, candidates: Candidates, evicted: 
 
 def _question(state: SystemState, admitted: int) -> tuple[object, ...]:
     """What it depends on how many are admitted: who runs, who is admitted and the next one behind
-    them, places and memory."""
+    them, places, the server's SLO and memory."""
     memory = state.memory
     return (
         state.running.request_id,
         state.waiting.request_id[: admitted + 1],
-        (state.max_running, memory.device_tokens, memory.max_restored_tokens),
+        (state.max_running, state.tpot_slo_s, memory.device_tokens, memory.max_restored_tokens),
     )

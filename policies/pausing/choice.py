@@ -1,10 +1,10 @@
 """Which running requests take part, when not all can.
 
 To restore part of every request in every step may cost more than to pause the last ones, without
-their KV, until there is room for them again; and a step that takes longer than the SLO breaks
-everybody's. The latency model decides: the first k requests run for which k / T(k, r(k)) is best,
-within the SLO. Those that pause come back as new requests come in: when all that run then fit until
-they end, by what is known of output lengths, or where restoring pays.
+their KV, until there is room for them again. The latency model decides: the first k requests run
+for which k / T(k, r(k)) is best. Those that pause come back as new requests come in: when all that
+run then fit until they end, by what is known of output lengths, or where restoring pays; and the
+SLO is kept. A step that takes longer than the SLO is no reason to pause: who pauses misses it, too.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, SystemState
+from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
     evicted_at,
     least_evicted,
     share_for,
     short_tokens,
-    slos_s,
 )
-from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
+from ellm_sgl.policies.problem.forecast import Forecast, planned_slos_s
 from ellm_sgl.policies.problem.standing import Standing
 
 GAIN = 0.05
 """Requests begin to pause when that decodes so much more per second."""
 COUNT_EVERY = 16
 """Iterations after which it is asked again who takes part, though nobody has come or gone."""
-WORTH = 3
 GROWTH_STEPS = 2 * COUNT_EVERY
 """What is evicted of those that pause makes room for so many further steps at once."""
 
@@ -67,39 +65,22 @@ class Pausing:
 
 
 def participants(state: SystemState, active: int) -> int:
-    """How many of the running requests should take part, from the first on; at least one. Where no
-    number keeps the SLO it is left out of account.
+    """How many of the running requests should take part, from the first on; at least one.
 
     Args:
         active: how many took part in the step before.
     """
-    forecast = _with_paused(Forecast.of(state, 0), Candidates.of(state))
-    sizes = np.arange(1, len(state.running) + 1)
+    count, candidates = len(state.running), Candidates.of(state)
+    if active == count and short_tokens(state, candidates) <= 0:
+        return count
+    forecast = _with_paused(Forecast.of(state, 0), candidates)
+    sizes = np.arange(1, count + 1)
     _, seconds, fits = forecast.least(sizes)
     value = np.where(fits[0], sizes / seconds[0], 0.0)
-    soon_s = forecast.summed(seconds)[0] * state.pace
-    value = np.where(_saves_most(state, soon_s), value, 0.0)
     best = int(value[:active].argmax()) + 1
     if value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
-    limit_s = float(slos_s(state, 0)[0]) / state.pace
-    return max(active, _resumed(forecast, state, active, limit_s, value))
-
-
-def _saves_most(state: SystemState, soon_s: FloatArray) -> BoolArray:
-    """Whether, of the first k running requests, [k - 1], fewer would come to be behind their SLO if
-    fewer ran: `WORTH` for each that would pause instead.
-
-    Args:
-        soon_s: time of the next `FIRST_STEPS` steps if the first k run, [k - 1].
-    """
-    running = state.running
-    slo_s = np.minimum(running.tpot_slo_s, state.tpot_slo_s)
-    ahead_s = (slo_s - running.tpot_s) * (running.tokens - running.prompt_tokens)
-    spare_s = np.nan_to_num(ahead_s, nan=0.0) + FIRST_STEPS * slo_s
-    behind = np.tril(spare_s < soon_s[:, None]).sum(axis=1)
-    least = WORTH * np.arange(len(behind)) - behind
-    return np.asarray(least == np.maximum.accumulate(least))
+    return max(active, _resumed(forecast, state, active, value))
 
 
 def _with_paused(forecast: Forecast, candidates: Candidates) -> Forecast:
@@ -109,9 +90,7 @@ def _with_paused(forecast: Forecast, candidates: Candidates) -> Forecast:
     return replace(forecast, short=forecast.short + beyond)
 
 
-def _resumed(
-    forecast: Forecast, state: SystemState, active: int, limit_s: float, value: FloatArray
-) -> int:
+def _resumed(forecast: Forecast, state: SystemState, active: int, value: FloatArray) -> int:
     """How many take part once some resume: not so many that they would have to pause again, nor
     more than one step can bring back."""
     back = np.cumsum(state.running.uncached_tokens[active:])
@@ -120,7 +99,7 @@ def _resumed(
     most = active + int(np.logical_and.accumulate(possible).sum())
     if most == active:
         return active
-    return forecast.between(active, most).solve(np.full(most + 1, limit_s))
+    return forecast.between(active, most).solve(planned_slos_s(state, 0))
 
 
 def evicted_tokens(state: SystemState, active: int) -> IntArray:

@@ -26,7 +26,8 @@ from ellm_sgl.policies.problem.candidates import (
 
 FIRST_STEPS = 32
 """The first time ahead; each further one is twice as far, until all are at their bounds."""
-DEVIATIONS = 1.5
+ENDS = 12
+DEVIATIONS = 2.0
 """Standard deviations above the mean that memory is planned at."""
 SLO_SHARE = 0.95
 """Of an SLO on the time per token, that is planned with: a request may meet slower steps than the
@@ -64,7 +65,7 @@ class Forecast:
         requests, block = running_and(state, slice(most)), state.memory.block_tokens
         generated = requests.tokens - requests.prompt_tokens
         left = np.maximum(requests.max_new_tokens - generated, 1)
-        steps = _times(int(left.max(initial=1)))
+        steps = _times(left)
         goes_on = state.lengths.survival(generated, requests.priority, steps)
         goes_on *= steps[:, None] < left
         tokens, shared = requests.tokens + steps[:, None], requests.shared_tokens
@@ -154,7 +155,10 @@ def planned_slos_s(state: SystemState, most: int) -> FloatArray:
     return SLO_SHARE / state.pace * slos_s(state, most)
 
 
-def _times(furthest: int) -> IntArray:
-    """0, and times to at least `furthest` steps ahead."""
-    doubled = max(math.ceil(math.log2(furthest / FIRST_STEPS)), 0)
-    return np.append(0, FIRST_STEPS << np.arange(doubled + 1))
+def _times(left: IntArray) -> IntArray:
+    """0, times each twice as far as the one before, and the last steps before requests are at their
+    bounds: of `ENDS` of them at most, evenly spread. Memory is fullest before somebody ends."""
+    doubled = max(math.ceil(math.log2(int(left.max(initial=1)) / FIRST_STEPS)), 0)
+    ends = np.unique(left - 1)
+    ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), ENDS)).astype(np.int64)]
+    return np.unique(np.concatenate(([0], FIRST_STEPS << np.arange(doubled + 1), ends)))

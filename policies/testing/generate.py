@@ -129,6 +129,8 @@ def make_state(
     tpot_slo_s: float = np.inf,
     now_s: float = 1000.0,
     last_step: StepReport | None = None,
+    pace: float = 1.0,
+    lengths: OutputLengths | None = None,
 ) -> SystemState:
     """A state of these requests.
 
@@ -137,6 +139,7 @@ def make_state(
             `device_tokens`; blocks that several requests share are counted once, as if all
             shared one prefix.
         latency: a `RooflineLatencyModel` of `model` on `hardware` unless given.
+        lengths: nothing is known of output lengths unless given.
         running, waiting, ...: the fields of `SystemState` and `MemoryState`.
     """
     if device_free_tokens is None:
@@ -160,8 +163,8 @@ def make_state(
         latency=RooflineLatencyModel(model, hardware) if latency is None else latency,
         tpot_slo_s=tpot_slo_s,
         last_step=last_step,
-        pace=1.0,
-        lengths=OutputLengths.nothing(),
+        pace=pace,
+        lengths=OutputLengths.nothing() if lengths is None else lengths,
     )
 
 

@@ -237,9 +237,9 @@ def test_only_an_administrator_may_switch_where_there_is_one() -> None:
         ({"name": 5}, "give"),
         ({}, "give"),
         ({"name": "stock", "option": {}}, "give"),
-        ({"name": "fcfs", "options": {"lookahead": 1e300}}, "lookahead"),
-        ({"name": "fcfs", "options": {"lookahead": True}}, "lookahead"),
-        ({"name": "fcfs", "options": {"lookahead": nested(500)}}, "nested more than 100 deep"),
+        ({"name": "slo-priority", "options": {"loss": 1e300}}, "loss"),
+        ({"name": "fcfs", "options": {"pause": 1}}, "pause"),
+        ({"name": "fcfs", "options": {"pause": nested(500)}}, "nested more than 100 deep"),
     ],
 )
 def test_a_bad_switch_changes_nothing(

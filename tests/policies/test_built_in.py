@@ -21,7 +21,7 @@ STATES = 25
         partial(FixedRatio, ratio=0.5),
         Fcfs,
         partial(Fcfs, pause=False),
-        partial(Fcfs, solver="slsqp"),
+        partial(Fcfs, forecast=False, solver="slsqp"),
     ],
     states=STATES,
 )

@@ -12,7 +12,7 @@ from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import Batch, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
-from ellm_sgl.policies.pausing.choice import RESUME_STEPS, evicted_tokens, participants
+from ellm_sgl.policies.pausing.choice import GROWTH_STEPS, evicted_tokens, participants
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 
@@ -85,7 +85,7 @@ def test_the_last_are_evicted_first_and_only_what_is_needed(active: int) -> None
     state = four(34 * BLOCK, COSTLY)
     tokens = evicted_tokens(state, active)
     assert (tokens[:active] == 0).all() and (np.diff(tokens) >= 0).all()
-    kept = 4 * 11 * BLOCK + active * RESUME_STEPS - tokens.sum()
+    kept = 4 * 11 * BLOCK + active * GROWTH_STEPS - tokens.sum()
     everything = tokens[active:].min() == 9 * BLOCK
     assert everything or kept <= 34 * BLOCK + BLOCK
 

@@ -139,7 +139,7 @@ def test_every_numeric_setting_has_a_range() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"lookahead": 1e999}', '{"lookahead": NaN}', "[" * 5000, "1" * 5000]
+    "text", ['{"loss": 1e999}', '{"loss": NaN}', "[" * 5000, "1" * 5000]
 )
 def test_options_of_policies_hold_finite_numbers(
     text: str, monkeypatch: pytest.MonkeyPatch
