@@ -302,7 +302,7 @@ class Simulation:
         """Each of these requests got a token at each of these times."""
         progress = self.progress
         fresh = np.isnan(progress.first_s[ids])
-        self.record.gaps(ends, progress.last_s[ids][~fresh], int(fresh.sum()))
+        self.record.tokens(ends, progress.last_s[ids][~fresh], int(fresh.sum()))
         progress.first_s[ids[fresh]] = ends[0]
         progress.last_s[ids] = ends[-1]
         progress.generated[ids] += len(ends)
