@@ -58,9 +58,6 @@ class Summary:
     tpot_attainment: float
     """Share of the requests that completed within their TPOT SLOs: the SLO attainment of the eLLM
     paper (§6.2)."""
-    tpot_attainment: float
-    """Share of the requests that completed within their TPOT SLOs: the SLO attainment of the eLLM
-    paper (Table 1)."""
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Summary:
