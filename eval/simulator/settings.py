@@ -28,6 +28,7 @@ from ellm_sgl.memory import PageTable, PoolShape
 from ellm_sgl.policies.registry import create
 
 MODES = ("ellm", "recompute", "swap", "hcache")
+ADMISSIONS = ("sglang", "vllm", "paper")
 LEAST_RESTORED = 16_384
 """SGLang's --max-prefill-tokens: a step may always recompute so many tokens."""
 FACTOR = Range(0, 10**6, low_open=True)
@@ -63,6 +64,9 @@ class Settings:
     """F, of mode ellm. The baselines keep all layers of a block together."""
     max_running: int = 256
     chunk_tokens: int = 8192
+    admission: str = "sglang"
+    """How the baselines admit requests: one of `ADMISSIONS`; see `admission`. Mode ellm is a plugin
+    of SGLang, whose admission it keeps."""
     conservativeness: float = 1.0
     """SGLang's --schedule-conservativeness."""
     late_results: bool = False
@@ -82,10 +86,20 @@ class Settings:
     faster, and less exact: see `engine`."""
 
     def __post_init__(self) -> None:
-        choices = {"mode": MODES, "restore": tuple(RESTORATIONS), "latency_model": LATENCY_MODELS}
+        choices = {
+            "mode": MODES,
+            "restore": tuple(RESTORATIONS),
+            "latency_model": LATENCY_MODELS,
+            "admission": ADMISSIONS,
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r}: give one of {', '.join(known)}")
+        if self.mode == "ellm" and self.admission != "sglang":
+            raise ConfigError(
+                f"admission {self.admission!r}: mode ellm is a plugin of SGLang and admits as it; "
+                "give sglang, or another mode"
+            )
         counts = ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride")
         ranges = dict.fromkeys(counts, TOKENS)
         ranges |= {"conservativeness": FACTOR, "model_error": MODEL_ERROR}
