@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ellm_sgl.client.summary import ATTAINMENT
 from ellm_sgl.eval.paper.bounds import Bounds, bounds
-from ellm_sgl.eval.paper.claims import Case
+from ellm_sgl.eval.paper.claims import MAX_RUNNING, Case
 from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
 from ellm_sgl.eval.paper.measured import Measured
 from ellm_sgl.eval.paper.overheads import Overheads, measure
@@ -36,7 +36,7 @@ class Results:
     @property
     def settings(self) -> Settings:
         """Of the simulated devices, for bounds."""
-        return Settings(latency_model=self.latency_model)
+        return Settings(latency_model=self.latency_model, max_running=MAX_RUNNING)
 
     def of(self, figure: str) -> list[Done]:
         return [d for d in self.done if d.job.figure == figure]
