@@ -135,6 +135,9 @@ class Unsimulated:
 _ON_A_GPU = "On a GPU: python -m ellm_sgl.eval.gpu."
 _MLA = "DeepSeek's MLA is not served."
 UNSIMULATED = (
+    Unsimulated("§1", "SM utilisation over the baselines', at most", 15, " %", _ON_A_GPU),
+    Unsimulated("§2.2, Fig. 2", "device memory in use, at least", 50, " %",
+                "Under these loads memory is full whenever requests wait."),
     Unsimulated("§2.2, Fig. 2", "SM utilisation while memory is full, at most", 10, " %",
                 _ON_A_GPU),
     Unsimulated("§2.2", "SM utilisation of DeepSeek-V2-Lite, median", 35, " %", _MLA),

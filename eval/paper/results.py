@@ -78,9 +78,9 @@ class Comparison:
         return ", ".join(self.case)
 
     def best(self, variant: str) -> Done:
-        """The better of a variant's settings, by tokens per second."""
+        """The better of a variant's settings, by tokens per second within the SLO."""
         runs = (d for d in self.runs if d.job.variant == variant)
-        return max(runs, key=lambda d: d.sim.summary.tokens_per_s)
+        return max(runs, key=lambda d: d.sim.summary.slo_tokens_per_s)
 
     def baseline(self, mode: str, admission: str = "paper") -> Done:
         return self.best(mode if mode == "ellm" else f"{mode}, {admission}")

@@ -22,8 +22,10 @@ def test_every_end_to_end_load_runs_every_baseline_with_every_admission():
 
 def test_servers_and_requests_have_the_slos_of_table_1():
     for job in JOBS:
-        assert job.load.tpot_slo_s == job.settings.tpot_slo_s == TPOT_SLO_S.get(
-            job.case, job.settings.tpot_slo_s
+        assert (
+            job.load.tpot_slo_s
+            == job.settings.tpot_slo_s
+            == TPOT_SLO_S.get(job.case, job.settings.tpot_slo_s)
         )
 
 

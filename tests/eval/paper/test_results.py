@@ -41,9 +41,9 @@ def test_goodput_is_the_last_load_that_nine_in_ten_are_within_the_slo(some):
 
 
 def test_sglangs_admission_is_judged_at_the_better_of_its_settings(some):
-    runs = [at(some, 1.0, "swap, sglang", tokens_per_s=5.0),
-            at(some, 0.3, "swap, sglang", tokens_per_s=7.0),
-            at(some, 0.0, "swap, paper", tokens_per_s=9.0)]  # fmt: skip
+    runs = [at(some, 1.0, "swap, sglang", slo_tokens_per_s=5.0),
+            at(some, 0.3, "swap, sglang", slo_tokens_per_s=7.0),
+            at(some, 0.0, "swap, paper", slo_tokens_per_s=9.0)]  # fmt: skip
     compared = Comparison(LONG_13B, runs)
     assert compared.baseline("swap", "sglang") is runs[1]
     assert compared.baseline("swap") is runs[2]
