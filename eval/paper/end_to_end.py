@@ -76,12 +76,11 @@ def _throughput(compared: Comparison, bound: Bounds) -> Iterator[Row]:
             f"{times(over(steady(ours), steady(theirs)))}. Baseline with another admission: "
             f"{others}.{up_to}", "x",
         )  # fmt: skip
-    refused = f" The baselines refuse {compared.refused}." if compared.refused else ""
     printed = compared.best("ellm, as printed")
     yield Row(
         where, f"tokens/s within the TPOT SLO, eLLM: {compared.load}", None, within_slo(ours), None,
         f"Raw {raw(ours):.4g}, before the drain tail {steady(ours):.4g}; "
-        f"{ours.job.load.requests} requests.{refused} As printed (current lengths, next step, no "
+        f"{ours.sim.summary.requests} requests. As printed (current lengths, next step, no "
         f"pauses): {within_slo(printed):.4g}, raw {raw(printed):.4g}. Ceiling of any policy: "
         f"{bound.throughput_ceiling:.2f}x a full memory, were restoring free.",
     )  # fmt: skip
@@ -168,7 +167,7 @@ def under_load(results: Results) -> Iterator[Row]:
             "Fig. 14", f"relative load up to which TTFT is steady, {mode}: {', '.join(case)}",
             claims.KNEE[case].get(mode), sweep.knee, None,
             f"Mean TTFT within twice that at {sweep.runs[0].job.x:g}; "
-            f"{sweep.runs[0].job.load.requests} requests a load.", "x",
+            f"{sweep.runs[0].sim.summary.requests} requests a load.", "x",
         )  # fmt: skip
         if mode in BASELINES:
             yield _goodput(sweeps[case, "ellm"], sweep)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 
+from ellm_sgl.client.traces import LONGEST_TOKENS, Trace
 from ellm_sgl.client.workloads import paper_workload
 from ellm_sgl.eval.paper.claims import HOST_BYTES, Case
 from ellm_sgl.eval.simulator import Load, Machine, Settings, SimReport, preset, simulate
@@ -24,10 +25,14 @@ class LoadSpec:
     per_second: float | None = None
     """None: the paper's rate."""
     tpot_slo_s: float = float("inf")
+    largest: int = LONGEST_TOKENS
+    """Tokens that a request may have, prompt and output: larger ones are left out."""
 
     def draw(self) -> Load:
         trace = paper_workload(self.data_set, self.requests, 0, self.per_second)
-        return Load.of(trace, MAX_NEW_TOKENS[self.data_set], self.tpot_slo_s)
+        kept = trace.prompt_tokens + trace.output_tokens <= self.largest
+        sent = Trace(trace.at_s[kept], trace.prompt_tokens[kept], trace.output_tokens[kept])
+        return Load.of(sent, MAX_NEW_TOKENS[self.data_set], self.tpot_slo_s)
 
 
 def paper_machine(name: str) -> Machine:

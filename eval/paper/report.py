@@ -155,7 +155,8 @@ step of a full memory. There is no TTFT SLO, as in the paper.</li>
 <li>Output lengths are unknown to the servers: requests say they may generate 4,096 tokens
 (ShareGPT) or 16,384 (L-Eval). Lengths are log-normal with the paper's means; their spread is an
 assumption (ShareGPT: sigma 1, L-Eval: 0.5). ShareGPT requests end with Llama-2's context of 4,096
-tokens; L-Eval's are many times longer, and are served as if the model took them.</li>
+tokens; L-Eval's are many times longer, and are served as if the model took them. Of these those
+are left out that are larger than the device: no server of whole requests takes them.</li>
 <li>Arrivals have Gamma gaps with the deviation of the Azure trace and the rates stated: 50 a second
 for ShareGPT, 12.5 for L-Eval.</li>
 <li>There is no prefix cache, and copying to host memory costs no time. Host memory is bounded:

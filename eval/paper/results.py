@@ -12,7 +12,7 @@ from ellm_sgl.eval.paper.claims import MAX_RUNNING, Case
 from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
 from ellm_sgl.eval.paper.measured import Measured
 from ellm_sgl.eval.paper.overheads import Overheads, measure
-from ellm_sgl.eval.paper.plan import BASELINES, GROUPS, plan
+from ellm_sgl.eval.paper.plan import GROUPS, plan
 from ellm_sgl.eval.simulator import Settings, preset
 from ellm_sgl.eval.simulator.machines import PRESETS
 
@@ -84,11 +84,6 @@ class Comparison:
 
     def baseline(self, mode: str, admission: str = "paper") -> Done:
         return self.best(mode if mode == "ellm" else f"{mode}, {admission}")
-
-    @property
-    def refused(self) -> int:
-        """Requests that the baselines cannot take at all."""
-        return max(self.baseline(mode).sim.refused for mode in BASELINES)
 
 
 @dataclass(frozen=True)
