@@ -72,8 +72,7 @@ def _loads(settings: Settings) -> Iterator[Contradiction]:
     prompt, _ = mean_tokens("l-eval")
     yield Contradiction(
         "Table 1, §6.1", f"L-Eval's mean prompt of {prompt:,.0f} tokens",
-        f"The context of Llama-2 is {CONTEXT:,} tokens, prompt and output together; of "
-        f"ShareGPT's, {LENGTHS['sharegpt'].context:,} bound the longest.",
+        f"The context of Llama-2 is {CONTEXT:,} tokens, prompt and output together.",
     )  # fmt: skip
     rate = PAPER_RATES["l-eval"]
     parameters = weight_bytes(MODELS["llama2-70b"]) / 2

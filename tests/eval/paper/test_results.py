@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def some() -> Done:
     return run_job(JOB)
 
 
-def at(some: Done, x: float, variant: str = "ellm", **figures: float) -> Done:
+def at(some: Done, x: float, variant: str = "ellm", **figures: Any) -> Done:
     """A run at a place, some of its figures changed."""
     ttft = dataclasses.replace(some.sim.summary.ttft, mean=figures.pop("ttft", 1.0))
     summary = dataclasses.replace(some.sim.summary, ttft=ttft, **figures)
