@@ -41,6 +41,9 @@ class Requests:
     """Tokens in blocks that other requests use too; these stay cached."""
     uncached_tokens: IntArray
     """Tokens whose KV is missing now, so that a step has to restore it. 0 while waiting."""
+    uncached_on_host: IntArray
+    """Those of `uncached_tokens` that the host has and a step can fetch; the KV of the others is
+    lost, and computed again. 0 while waiting, and without a host tier."""
     arrival_s: FloatArray
     """When the request arrived, in seconds of the server's clock (see `SystemState.now_s`)."""
     waited_s: FloatArray
@@ -109,7 +112,9 @@ class SystemState:
     hardware: HardwareProfile
     """The machine that serves it."""
     latency: LatencyModel
-    """Predicts a step's time. A policy may call `step_seconds` and nothing else."""
+    """Predicts the time of a step of given work. Of what it restores, it takes what the host has or
+    could still take to be fetched, and the rest to be recomputed. A policy may call `step_seconds`
+    and nothing else."""
     tpot_slo_s: float
     """The server's SLO on the time per output token, in seconds; inf if none was set."""
     last_step: StepReport | None

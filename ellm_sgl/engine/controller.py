@@ -10,10 +10,11 @@ import numpy.typing as npt
 from ellm_sgl.engine.decision import Decision
 from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.engine.step_log import StepLog
-from ellm_sgl.latency import FetchingLatencyModel, HardwareProfile, ModelShape
+from ellm_sgl.latency import HardwareProfile, ModelShape
 from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState
 from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
+from ellm_sgl.policies.planned import latency_seen
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,6 @@ class Controller:
         self.steps = steps
         self.limits = limits
         self.guard = PolicyGuard(policy, budget_s)
-        self._fetching = FetchingLatencyModel(steps.model)
 
     def switch(self, policy: Policy) -> None:
         """Ask `policy` from now on; counters start again. The one before is not waited for."""
@@ -67,7 +67,7 @@ class Controller:
             max_running=self.limits.max_running,
             memory=memory,
             model=self.limits.model,
-            latency=self._fetching if memory.host_tokens else self.steps.model,
+            latency=latency_seen(self.steps.model, running, memory),
             hardware=self.limits.hardware,
             tpot_slo_s=self.limits.tpot_slo_s,
             last_step=self.steps.last,

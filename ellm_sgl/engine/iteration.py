@@ -76,8 +76,9 @@ class Iteration:
         now, elastic, requests = self.clock(), self.elastic, self.requests
         lengths = elastic.table.lengths_of(seq_ids)
         uncached = elastic.table.uncached_tokens(seq_ids)
+        on_host = elastic.table.uncached_on_host(seq_ids)
         shared = elastic.shared_tokens(seq_ids)
-        decoding = requests.running(running, lengths, shared, uncached, now)
+        decoding = requests.running(running, lengths, shared, uncached, on_host, now)
         return self.controller.state(
             now,
             decoding,

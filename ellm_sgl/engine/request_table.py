@@ -108,7 +108,7 @@ class RequestTable:
         column = self._columns
         zeros = np.zeros(len(entries), np.int64)
         waited = now_s - column["waiting_since_s"][entries]
-        return self._requests(entries, column["tokens"][entries], zeros, zeros, waited)
+        return self._requests(entries, column["tokens"][entries], zeros, zeros, zeros, waited)
 
     def running(
         self,
@@ -116,12 +116,14 @@ class RequestTable:
         lengths: npt.NDArray[np.int64],
         shared: npt.NDArray[np.int64],
         uncached: npt.NDArray[np.int64],
+        on_host: npt.NDArray[np.int64],
         now_s: float,
     ) -> Requests:
-        """Requests that decode, as a policy sees them. Lengths, in tokens, are the caller's."""
+        """Requests that decode, as a policy sees them. Lengths, in tokens, are the caller's, and
+        so are the shared, the uncached and, of these, those on the host."""
         last = self._columns["last_token_s"][entries]
         waited = np.where(np.isnan(last), 0.0, now_s - last)
-        return self._requests(entries, lengths, shared, uncached, waited)
+        return self._requests(entries, lengths, shared, uncached, on_host, waited)
 
     def _requests(
         self,
@@ -129,6 +131,7 @@ class RequestTable:
         tokens: npt.NDArray[np.int64],
         shared: npt.NDArray[np.int64],
         uncached: npt.NDArray[np.int64],
+        on_host: npt.NDArray[np.int64],
         waited: npt.NDArray[np.float64],
     ) -> Requests:
         column = self._columns
@@ -142,6 +145,7 @@ class RequestTable:
             "max_new_tokens": column["max_new_tokens"][entries],
             "shared_tokens": shared,
             "uncached_tokens": uncached,
+            "uncached_on_host": on_host,
             "arrival_s": column["arrival_s"][entries],
             "waited_s": waited,
             "priority": column["priority"][entries],

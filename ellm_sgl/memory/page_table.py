@@ -449,6 +449,20 @@ class PageTable:
         tokens[mapped] -= np.where(lacks[ends[mapped] - 1], places, 0)
         return tokens
 
+    def uncached_on_host(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
+        """Those of `uncached_tokens` whose KV the host has wherever the device does not: a step can
+        fetch them and has to recompute none of their layers."""
+        nothing_kept = self.host.free_units == self.host.num_units
+        if self.missing_units == 0 or not seq_ids or nothing_kept:
+            return np.zeros(len(seq_ids), np.int64)
+        blocks = [self._sequences[s].blocks for s in seq_ids]
+        every = np.concatenate(blocks)
+        lacking = np.flatnonzero(self.misses_units(every))
+        kept = lacking[self.depth(every[lacking]) == 0]  # full blocks: no others are copied
+        ends = np.cumsum([len(b) for b in blocks])
+        counts = np.diff(np.searchsorted(kept, ends), prepend=0)
+        return np.asarray(counts * self.shape.block_tokens, np.int64)
+
     def missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
         """Blocks of these requests that lack a device unit, ascending, each once."""
         blocks = [self.blocks_of(s) for s in seq_ids] if self.missing_units else []

@@ -11,7 +11,7 @@ import pytest
 from ellm_sgl.engine import Arrival, Controller, Decision, Iteration, ServerLimits, StepLog
 from ellm_sgl.engine.decision import FETCH_ALL
 from ellm_sgl.engine.request_table import Entries
-from ellm_sgl.latency import RooflineLatencyModel
+from ellm_sgl.latency import RooflineLatencyModel, StepWork
 from ellm_sgl.memory import ElasticMemory, PageTable, PoolShape
 from ellm_sgl.policies import Stock, WorkSplit
 from tests.latency.machines import GPU, TINY
@@ -27,9 +27,10 @@ KEEP_ALL = Decision(
 class Server:
     """`requests` that run, of two blocks each."""
 
-    def __init__(self, requests: int = 0) -> None:
+    def __init__(self, requests: int = 0, host_blocks: int = 0) -> None:
         self.now_s = 100.0
-        self.table = PageTable(SHAPE, 4 * BLOCKS, BLOCKS * SHAPE.num_groups)
+        groups = SHAPE.num_groups
+        self.table = PageTable(SHAPE, 4 * BLOCKS, BLOCKS * groups, host_blocks * groups)
         elastic = ElasticMemory(self.table, 64, lambda tokens: 0)
         limits = ServerLimits(TINY, GPU, 8, math.inf, 64)
         steps = StepLog(RooflineLatencyModel(TINY, GPU), lambda: self.now_s)
@@ -66,6 +67,22 @@ def test_what_is_observed_is_what_the_tables_hold() -> None:
     assert state.running.uncached_tokens.tolist() == [0, 4]
     assert state.waiting.waited_s.tolist() == [3.0]
     assert state.memory.device_free_tokens == (BLOCKS - 3) * SHAPE.block_tokens
+
+
+def test_a_policy_is_told_what_the_host_has_and_asked_about_steps_that_fetch_just_that() -> None:
+    server = Server(2, host_blocks=2)
+    for seq_id in server.seq_ids:
+        block = int(server.table.blocks_of(seq_id)[0])
+        if seq_id == 70:
+            server.table.keep_copies(block, np.arange(SHAPE.num_groups, dtype=np.int32))
+        server.table.evict(block)
+    state = server.iteration.observe(entries(*server.running), server.seq_ids, entries())
+    assert state.running.uncached_tokens.tolist() == [4, 4]
+    assert state.running.uncached_on_host.tolist() == [4, 0]
+    model = server.iteration.controller.steps.model
+    asked = StepWork(2, 16, 8, 32)
+    half = dataclasses.replace(asked, swap_tokens=8, recompute_share=0.5)
+    assert state.latency.step_seconds(asked) == model.step_seconds(half)
 
 
 def test_a_decision_on_positions_is_in_force_on_requests() -> None:

@@ -18,7 +18,7 @@ ARRIVAL = Arrival(
 
 def one(book: RequestTable, slot: int, length: int, now: float) -> float:
     zeros = np.zeros(1, np.int64)
-    view = book.running(entries_array([slot]), np.array([length]), zeros, zeros, now)
+    view = book.running(entries_array([slot]), np.array([length]), zeros, zeros, zeros, now)
     return float(view.tpot_s[0])
 
 
@@ -62,7 +62,7 @@ def test_a_request_that_sits_out_waits_for_its_next_token() -> None:
     book.decoded(slots, np.array([11, 11]), 1.0)
     book.decoded(slots[:1], np.array([12]), 2.0)
     zeros = np.zeros(2, np.int64)
-    view = book.running(slots, np.array([12, 11]), zeros, zeros, now_s=2.5)
+    view = book.running(slots, np.array([12, 11]), zeros, zeros, zeros, now_s=2.5)
     assert view.waited_s.tolist() == [0.5, 1.5]
 
 

@@ -80,7 +80,6 @@ def _told(state: SystemState, decision: Decision) -> tuple[Any, ...]:
 def _use(iteration: Iteration, model: LatencyModel, policy: Policy) -> None:
     controller = iteration.controller
     controller.steps.model = model
-    controller._fetching = controller._fetching.__class__(model)
     controller.switch(policy)
 
 
