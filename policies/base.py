@@ -146,8 +146,10 @@ class Ratios:
     running: FloatArray
     """One per entry of `state.running`."""
     admitted: FloatArray
-    """One per entry of `batch.admit`: what they will come to. The server admits as many as fit once
-    they, and those that run, are at this ratio, with all the output that they may have."""
+    """One per entry of `batch.admit`: what each will come to. The server admits them in their order
+    while they fit at these ratios, with all the output that they may have: of each, a share
+    1 - (1 - M_o) r counts. Those that run count as coming to the least of the ratios of those
+    admitted with them, or to their own targets where these are higher."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from ellm_sgl.engine.decision import Decision
 from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.engine.step_log import StepLog
@@ -83,13 +80,8 @@ class Controller:
             admit=batch.admit,
             pause=frozenset(batch.pause),
             ratios=tuple(ratios.running.tolist()),
-            admitted_ratio=_weighted(ratios.admitted, state.waiting.tokens[list(batch.admit)]),
+            admitted_ratios=tuple(ratios.admitted.tolist()),
             split=answer.split,
             fetch_ahead_s=0.0 if last is None else LINK_SHARE * last.seconds,
             stands=self.guard.idle_without_pressure and keeps_all,
         )
-
-
-def _weighted(ratios: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64]) -> float:
-    total = int(tokens.sum())
-    return float((ratios * tokens).sum() / total) if total else 0.0

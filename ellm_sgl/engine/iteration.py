@@ -119,7 +119,12 @@ class Iteration:
     def decide_nothing(self) -> None:
         """Nobody runs or waits."""
         self.in_force = dataclasses.replace(
-            self.in_force, uncached_ratios={}, admit={}, pause=frozenset(), fetch_ahead_s=0.0
+            self.in_force,
+            uncached_ratios={},
+            admit={},
+            admitted_ratios=(),
+            pause=frozenset(),
+            fetch_ahead_s=0.0,
         )
 
     def ask_anew(self) -> None:
@@ -131,11 +136,11 @@ class Iteration:
         self.controller.steps.idle()
 
     def admission_tokens(self, reclaimable: int = 0) -> tuple[int, int]:
-        """(now, eventually): see `ElasticMemory.admission_tokens`."""
-        return self.elastic.admission_tokens(reclaimable, self.in_force.admitted_ratio)
+        """(now, eventually) for the first who may be admitted: see `AdmissionRoom.tokens`."""
+        return self.elastic.admission_room(reclaimable).tokens(self.in_force.first_ratio)
 
     def refused(self, eventually: int) -> None:
-        """Those who wait found no room beyond so many tokens."""
+        """Those who wait found no room beyond so many tokens: of the one considered last."""
         self._refused_at = eventually
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:

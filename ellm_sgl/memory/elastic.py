@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ellm_sgl.memory.admission import AdmissionRoom
 from ellm_sgl.memory.page_table import PageTable
 from ellm_sgl.memory.shape import NONE, IntArray
 from ellm_sgl.memory.totals import Totals
@@ -115,26 +116,16 @@ class ElasticMemory:
             staging_overhead=self.staging_overhead(),
         )
 
-    def admission_tokens(self, reclaimable: int, ratio: float) -> tuple[int, int]:
-        """Token budgets for admitting waiting requests.
+    def admission_room(self, reclaimable: int) -> AdmissionRoom:
+        """Room for waiting requests, as it is now.
 
         Args:
             reclaimable: tokens of cached prefixes that nobody uses.
-            ratio: the uncached ratio that those admitted will be brought to, in [0, 1), and with
-                them those that run now and have lower targets.
-
-        Returns:
-            (now, eventually): tokens that fit fully cached now, with what those that run can
-            make room for, and tokens whose requests fit once all are at the ratio. Both fall by
-            what is evicted beyond the targets: while requests miss more than the policy wants,
-            none should be admitted.
         """
         table, shape = self.table, self.table.shape
         excess = int(self._excess_blocks(table.sequence_ids).sum())
         free = shape.tokens_in(table.free_units) + reclaimable - excess * shape.block_tokens
-        gained = 1.0 - self.staging_overhead()
-        now = free + int(gained * self._yields(ratio))
-        return now, int(now / (1.0 - gained * ratio))
+        return AdmissionRoom(free, 1.0 - self.staging_overhead(), self._yields)
 
     # -- decide and apply -------------------------------------------------------------------
 
@@ -284,8 +275,6 @@ class ElasticMemory:
 
     def _yields(self, ratio: float) -> int:
         """Tokens that all requests lose beyond their targets when brought to this ratio."""
-        if ratio == 0.0:
-            return 0
         seq_ids = list(self.table.sequence_ids)
         lengths = self.table.lengths_of(seq_ids)
         targets = np.fromiter((self._targets.get(s, 0) for s in seq_ids), np.int64, len(seq_ids))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ellm_sgl.client.traces import IntArray
+from ellm_sgl.memory import AdmissionRoom
 
 CLIP_NEW_TOKENS = 4096
 INIT_RATIO, LEAST_RATIO_FACTOR, DECAY_STEPS = 0.7, 0.14, 600
@@ -52,6 +53,8 @@ class Candidate:
     generated: int
     begin: int = 0
     """Tokens prefilled, of a prompt that is prefilled in chunks and not yet to its end."""
+    ratio: float = 0.0
+    """The uncached ratio that it will come to."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,12 @@ class Admitted:
     chunks: tuple[Chunk, ...]
     full: bool
     """Memory or places ran out before the queue did."""
+    ratio: float = 0.0
+    """That of the candidate considered last."""
 
 
 def admit(
-    room: tuple[int, int],
+    room: AdmissionRoom,
     candidates: Iterable[Candidate],
     under_way: Candidate | None,
     *,
@@ -87,7 +92,7 @@ def admit(
     """The prefill batch of one iteration.
 
     Args:
-        room: in tokens, now and eventually, before anything is admitted.
+        room: before anything is admitted.
         candidates: waiting requests in the order of their turn.
         under_way: a prompt that is not finished; it goes first, whatever memory says.
         chunk_tokens: that one step may prefill.
@@ -97,7 +102,7 @@ def admit(
     """
     block, left = block_tokens, chunk_tokens
     chunks: list[Chunk] = []
-    now, eventually = float(room[0]), room[1] - reserved
+    taken, others, ratio = 0, reserved, 0.0
     if under_way is not None:
         end = min(under_way.tokens, under_way.begin + left)
         last = end == under_way.tokens
@@ -106,16 +111,18 @@ def admit(
             return Admitted(tuple(chunks), full=False)
         rows = end - under_way.begin
         left -= rows
-        now -= rows + block
-        eventually -= rows + min(under_way.max_new_tokens, CLIP_NEW_TOKENS) + block
+        taken += rows + block
+        others += rows + min(under_way.max_new_tokens, CLIP_NEW_TOKENS) + block
     for candidate in candidates:
+        ratio = candidate.ratio
         if len(chunks) >= places or left <= 0:
-            return Admitted(tuple(chunks), full=len(chunks) >= places)
+            return Admitted(tuple(chunks), len(chunks) >= places, ratio)
+        now, eventually = room.offer(ratio, others)
         remaining = max(candidate.max_new_tokens - candidate.generated, 0)
         total = candidate.tokens + min(remaining, CLIP_NEW_TOKENS) + block
         unlimited = alone and not chunks
         if total >= eventually and not unlimited:
-            return Admitted(tuple(chunks), full=True)
+            return Admitted(tuple(chunks), True, ratio)
         rows = -(-candidate.tokens // block) * block
         if rows <= left:
             end, charged = candidate.tokens, rows + min(candidate.max_new_tokens, CLIP_NEW_TOKENS)
@@ -127,10 +134,10 @@ def admit(
         last = end == candidate.tokens
         chunks.append(Chunk(candidate.request, 0, end, last))
         left -= rows
-        now -= rows + block
-        eventually -= charged + block
+        taken += rows + block
+        room.take(ratio, charged + block)
         if not last:
             break
-        if now <= 0 or eventually <= 0:
-            return Admitted(tuple(chunks), full=True)
-    return Admitted(tuple(chunks), full=False)
+        if now <= taken or eventually <= charged + block:
+            return Admitted(tuple(chunks), True, ratio)
+    return Admitted(tuple(chunks), False, ratio)

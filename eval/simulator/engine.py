@@ -143,12 +143,12 @@ class Simulation:
             wanted = []
         if not wanted and self._under_way is None:
             return ()
-        room = self.mode.admission_tokens()
+        room = self.mode.admission_room()
         batch = np.array(self._running + self._left, np.int64)
         remaining = self.load.max_new_tokens[batch] - self.progress.generated[batch]
         admitted = admit(
             room,
-            map(self._candidate, wanted),
+            (self._candidate(i, ratio=self.mode.admitted_ratio(i)) for i in wanted),
             self._under_way,
             block_tokens=self.settings.block_tokens,
             chunk_tokens=self.settings.chunk_tokens,
@@ -158,7 +158,7 @@ class Simulation:
         )
         if admitted.full:
             self._full = True
-            self.mode.refused(room[1])
+            self.mode.refused(room.tokens(admitted.ratio)[1])
         begun = [c.request for c in admitted.chunks if c.begin == 0]
         self._waiting = self._waiting[~np.isin(self._waiting, begun)]
         self._under_way = None
@@ -166,7 +166,7 @@ class Simulation:
             self._under_way = self._candidate(last.request, last.end)
         return admitted.chunks
 
-    def _candidate(self, request: int, begin: int = 0) -> Candidate:
+    def _candidate(self, request: int, begin: int = 0, ratio: float = 0.0) -> Candidate:
         said = int(self.load.max_new_tokens[request])
         if not isinstance(self.mode, Elastic):  # SGLang cuts it to what the pool could hold
             room = self.machine.kv_tokens - int(self.load.prompt_tokens[request])
@@ -177,6 +177,7 @@ class Simulation:
             max_new_tokens=said,
             generated=int(self.progress.generated[request]),
             begin=begin,
+            ratio=ratio,
         )
 
     # -- steps ------------------------------------------------------------------------------
@@ -202,6 +203,7 @@ class Simulation:
             pairs += count * chunk.begin + count * (count + 1) / 2
             spans += span.rows
             squares += span.squares
+        self.mode.prefills(chunks)
         work = StepWork(
             0,
             0,

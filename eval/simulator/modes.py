@@ -26,7 +26,7 @@ import numpy as np
 from ellm_sgl.client.traces import IntArray
 from ellm_sgl.eval.simulator.admission import Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.memory import PageTable
+from ellm_sgl.memory import AdmissionRoom, PageTable
 from ellm_sgl.memory.shape import IntArray as Ids
 
 
@@ -116,6 +116,14 @@ class Mode:
         free = self._free_blocks() * self.table.shape.block_tokens
         return free, free
 
+    def admission_room(self) -> AdmissionRoom:
+        """Room for those who wait."""
+        return AdmissionRoom(self.admission_tokens()[0])
+
+    def admitted_ratio(self, request: int) -> float:
+        """The uncached ratio that a waiting request will come to."""
+        return 0.0
+
     def refused(self, eventually: int) -> None:
         """Memory (of so many `admission_tokens`) or places ran out before the queue did."""
         self._refused_at = eventually
@@ -135,6 +143,9 @@ class Mode:
         else:
             self.table.extend(chunk.request, chunk.end, blocks)
         return Span()
+
+    def prefills(self, chunks: Sequence[Chunk]) -> None:
+        """A step computes these chunks, which all have their memory."""
 
     # -- decoding ---------------------------------------------------------------------------
 

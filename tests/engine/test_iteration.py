@@ -19,7 +19,7 @@ from tests.latency.machines import GPU, TINY
 SHAPE = PoolShape(num_layers=4, layer_group=2, block_tokens=4)
 BLOCKS = 10
 KEEP_ALL = Decision(
-    admit=(), pause=frozenset(), ratios=(), admitted_ratio=0.0,
+    admit=(), pause=frozenset(), ratios=(), admitted_ratios=(),
     split=WorkSplit(1, 1, 512), fetch_ahead_s=0.0, stands=True,
 )  # fmt: skip
 
@@ -89,13 +89,19 @@ def test_a_decision_on_positions_is_in_force_on_requests() -> None:
     server = Server(2)
     first, second = server.arrive(), server.arrive()
     decision = dataclasses.replace(
-        KEEP_ALL, admit=(1, 0), pause=frozenset({1}), ratios=(0.25, 0.5), admitted_ratio=0.1
+        KEEP_ALL,
+        admit=(1, 0),
+        pause=frozenset({1}),
+        ratios=(0.25, 0.5),
+        admitted_ratios=(0.1, 0.0),
     )
     server.put_in_force(decision, (first, second))
     in_force = server.iteration.in_force
     assert in_force.admit == {second: 0, first: 1}
     assert in_force.pause == {server.running[1]}
     assert in_force.uncached_ratios == {70: 0.25, 71: 0.5}
+    assert in_force.admitted_ratios[in_force.admit[second]] == in_force.first_ratio == 0.1
+    assert in_force.admitted_ratios[in_force.admit[first]] == 0.0
     assert server.iteration.elastic.totals.pauses == 1
     server.put_in_force(decision, (first, second))  # who is paused still has not begun to be again
     assert server.iteration.elastic.totals.pauses == 1
@@ -121,7 +127,10 @@ def test_a_decision_does_not_stand_where_something_may_change(what: str) -> None
     waiting = (server.arrive(),)
     server.put_in_force(
         dataclasses.replace(
-            KEEP_ALL, admit=(0,) if what == "admits" else (), stands=what != "promise"
+            KEEP_ALL,
+            admit=(0,) if what == "admits" else (),
+            admitted_ratios=(0.0,) if what == "admits" else (),
+            stands=what != "promise",
         ),
         waiting,
     )
@@ -132,11 +141,15 @@ def test_a_decision_does_not_stand_where_something_may_change(what: str) -> None
 
 def test_nobody_to_decide_for_leaves_what_was_decided_of_the_others() -> None:
     server = Server(2)
-    server.put_in_force(dataclasses.replace(KEEP_ALL, pause=frozenset({0}), admitted_ratio=0.3))
+    waiting = (server.arrive(),)
+    decision = dataclasses.replace(
+        KEEP_ALL, admit=(0,), admitted_ratios=(0.3,), pause=frozenset({0})
+    )
+    server.put_in_force(decision, waiting)
     server.iteration.decide_nothing()
     in_force = server.iteration.in_force
     assert not in_force.pause and not in_force.uncached_ratios and not in_force.admit
-    assert (in_force.split, in_force.admitted_ratio, in_force.stands) == (KEEP_ALL.split, 0.3, True)
+    assert (in_force.split, in_force.first_ratio, in_force.stands) == (KEEP_ALL.split, 0.0, True)
 
 
 def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> None:
@@ -145,7 +158,7 @@ def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> N
     server.put_in_force(waiting=waiting)
     assert iteration.queue_closed(False, True)  # nobody is to be admitted
     assert not iteration.queue_closed(False, False)
-    server.put_in_force(dataclasses.replace(KEEP_ALL, admit=(0,)), waiting)
+    server.put_in_force(dataclasses.replace(KEEP_ALL, admit=(0,), admitted_ratios=(0.0,)), waiting)
     assert not iteration.queue_closed(True, True)  # nobody was refused
     iteration.refused(iteration.admission_tokens()[1])
     assert iteration.queue_closed(True, True)
