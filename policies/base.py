@@ -1,8 +1,8 @@
 """What a policy sees and what it answers.
 
-Every decode iteration the control loop builds a `SystemState` and asks three questions in turn:
-`batch` (who runs), `ratio` (how much of each stays cached), `split` (how the processor is
-shared). All answers are checked before they are applied; see `ellm_sgl.policies.checks`.
+The control loop builds a `SystemState` and asks three questions in turn: `batch` (who runs),
+`ratio` (how much of each stays cached), `split` (how the processor is shared). `Policy` says when.
+All answers are checked before they are applied; see `ellm_sgl.policies.checks`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class StepReport:
 
 @dataclass(frozen=True, eq=False)
 class SystemState:
-    """One decode iteration, as a policy sees it. Read-only."""
+    """One iteration of the scheduler, as a policy sees it. Read-only."""
 
     now_s: float
     """The server's clock, in seconds (monotonic)."""
@@ -178,25 +178,42 @@ class WorkSplit:
 class Policy(ABC):
     """Decides who runs, how much of each request stays cached, and how a step is divided.
 
-    Called from one thread, once per decode iteration, `batch` before `ratio` before `split`.
-    A policy may remember things between calls, but must not change the state it is given. It
-    has `--ellm-policy-budget-ms` (5 by default) for all three answers. An exception, an answer
-    that fails its check, or a late one is replaced for that step by "keep all cached, admit as
-    SGLang does" and counted. With tensor parallelism only rank 0 asks; the others get its answer.
+    Asked once per iteration of the scheduler in which somebody runs or waits, before it is known
+    whether the iteration's step computes prompts or decodes: `batch` before `ratio` before `split`.
+    Where it computes prompts, only who is admitted and the split are applied; running requests'
+    ratios and pauses are for steps that decode, and the next iteration asks anew. The policy is not
+    asked while a decision stands (`idle_without_pressure`). With tensor parallelism only rank 0
+    asks; the others get its answer.
+
+    All calls come from one thread. A policy may remember things between them, but must not change
+    the state it is given. It has `--ellm-policy-budget-ms` (5 by default) for all three answers.
+    An exception, an answer that fails its check, or a late one is replaced for that iteration by
+    "keep all cached, admit as SGLang does" and counted.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A promise is of those answers alone that it was made for."""
+        """A promise is of those methods alone that it was made for."""
         super().__init_subclass__(**kwargs)
-        if "idle_without_pressure" not in vars(cls) and vars(cls).keys() & {"batch", "ratio"}:
-            # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
+        own = vars(cls).keys()
+        # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
+        if "idle_without_pressure" not in own and own & {"batch", "ratio"}:
             cls.idle_without_pressure = Policy.idle_without_pressure  # type: ignore[method-assign]
+        if "never_waits" not in own and own & {"batch", "ratio", "split"}:
+            cls.never_waits = Policy.never_waits  # type: ignore[method-assign]
 
     def idle_without_pressure(self) -> bool:
         """Promise that once all run and all is cached it stays so, while nobody waits and there is
         room for a block more of every request. The server then does not ask before such a time
         ends: on a CPU, 5 % of a short step. A subclass that answers `batch` or `ratio` itself
         promises nothing unless it says so."""
+        return False
+
+    def never_waits(self) -> bool:
+        """Promise that no method waits for anything: another thread, a file, the network. The
+        server then asks on its own thread, which spares a hand-over that takes milliseconds on a
+        busy CPU host; the budget is the same, but a call that hangs hangs the server. Any other
+        policy is asked on a thread of its own, and left behind when it is late. A subclass that
+        answers a question itself promises nothing unless it says so."""
         return False
 
     @abstractmethod

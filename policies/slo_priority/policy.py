@@ -72,6 +72,9 @@ class SloPriority(Policy):
         self._scheduled: Standing[Schedule] | None = None
         self._plan: _Plan | None = None
 
+    def never_waits(self) -> bool:
+        return True
+
     def batch(self, state: SystemState) -> Batch:
         self._pace.note(state.last_step)
         levels = self._levels(state)

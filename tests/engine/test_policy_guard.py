@@ -239,21 +239,55 @@ def test_a_promise_that_is_never_given_is_none_and_nothing_else_is_asked_meanwhi
         assert not safe.idle_without_pressure
 
 
-def test_a_policy_of_this_package_has_all_the_time_it_wants_for_its_first_answer(
-    monkeypatch: pytest.MonkeyPatch,
+class Prompt(Scripted):
+    """Promises never to wait."""
+
+    def never_waits(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("kind", "own_thread"), [(Scripted, True), (Prompt, False)])
+def test_a_policy_that_promises_never_to_wait_is_asked_on_the_callers_thread(
+    kind: type[Scripted], own_thread: bool
 ) -> None:
-    monkeypatch.setattr(asking_module, "FIRST_ANSWER_S", 0.0)
     threads: list[int] = []
 
-    def slow(*_: object) -> Batch:
+    def note() -> Batch:
         threads.append(threading.get_ident())
-        time.sleep(0.02)
+        return Batch(admit=(0, 1, 2))
+
+    with asking(kind(batch=note)) as safe:
+        safe.warm_up(STATE)
+        safe.answer(STATE)
+    assert [thread != threading.get_ident() for thread in threads] == [own_thread] * 2
+    assert not safe.failures
+
+
+@pytest.mark.parametrize("kind", [Scripted, Prompt])
+def test_all_policies_have_one_budget(kind: type[Scripted]) -> None:
+    def slow() -> Batch:
+        time.sleep(0.05)
         return Batch(admit=())
 
-    monkeypatch.setattr(FixedRatio, "batch", slow)
-    with asking(FixedRatio(0.25)) as safe:
-        safe.warm_up(STATE)
-    assert threads == [threading.get_ident()] and not safe.failures
+    policy = kind(batch=slow, ratio=lambda: Ratios(np.zeros(2), np.empty(0)))
+    with asking(policy, budget_s=0.01) as safe:
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 1}
+
+
+def test_built_in_policies_have_the_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FixedRatio, "batch", lambda *_: time.sleep(0.05) or Batch(admit=(2,)))
+    with asking(FixedRatio(0.25), budget_s=0.01) as safe:
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 1}
+
+
+def test_who_answers_otherwise_does_not_inherit_the_promise() -> None:
+    class Other(FixedRatio):
+        def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+            return super().split(state, plan)
+
+    assert FixedRatio().never_waits() and Stock().never_waits() and not Other().never_waits()
 
 
 def test_a_policy_that_tries_to_end_the_process_raised_an_exception() -> None:
