@@ -175,6 +175,22 @@ class WorkSplit:
         return self.delta / ALL_THREADS
 
 
+@dataclass(frozen=True)
+class EndedRequest:
+    """A request that the server knows no longer."""
+
+    request_id: int
+    """As in `Requests.request_id`, if the policy has seen it at all."""
+    output_tokens: int
+    """Tokens generated."""
+    aborted: bool
+    """The client, or the server, gave it up; else it ended by itself or at its bound."""
+
+
+MOST_ENDED = 65_536
+"""Ended requests that wait to be told to a policy."""
+
+
 class Policy(ABC):
     """Decides who runs, how much of each request stays cached, and how a step is divided.
 
@@ -198,7 +214,7 @@ class Policy(ABC):
         # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
         if "idle_without_pressure" not in own and own & {"batch", "ratio"}:
             cls.idle_without_pressure = Policy.idle_without_pressure  # type: ignore[method-assign]
-        if "never_waits" not in own and own & {"batch", "ratio", "split"}:
+        if "never_waits" not in own and own & {"batch", "ratio", "split", "ended", "close"}:
             cls.never_waits = Policy.never_waits  # type: ignore[method-assign]
 
     def idle_without_pressure(self) -> bool:
@@ -213,8 +229,20 @@ class Policy(ABC):
         server then asks on its own thread, which spares a hand-over that takes milliseconds on a
         busy CPU host; the budget is the same, but a call that hangs hangs the server. Any other
         policy is asked on a thread of its own, and left behind when it is late. A subclass that
-        answers a question itself promises nothing unless it says so."""
+        has one of these methods of its own promises nothing unless it says so."""
         return False
+
+    def ended(self, request: EndedRequest) -> None:  # noqa: B027 (does nothing by default)
+        """A request has ended, for what a policy remembers of it. Called once for each, before the
+        next `batch`, on the same thread and within the same budget; an exception is counted like
+        one in an answer, and the questions are asked all the same. Requests that ended while other
+        policies were asked are not told of, and of those that end while a call of this one hangs
+        only the latest `MOST_ENDED`."""
+
+    def close(self) -> None:  # noqa: B027 (does nothing by default)
+        """Another policy takes its place, or its simulation is over: let go of files and threads.
+        The last call, on the same thread; nobody waits for it, and not made where the server's
+        process ends."""
 
     @abstractmethod
     def batch(self, state: SystemState) -> Batch:

@@ -242,6 +242,15 @@ class Iteration:
             self.requests.decoded(*self._in_step, self.clock())
             self._in_step = None
 
+    def ended(self, entry: int, output_tokens: int, aborted: bool) -> None:
+        """A request has ended, with so many tokens of output."""
+        self.controller.guard.ended(self.requests.end(entry, output_tokens, aborted))
+
+    def left(self, entry: int) -> None:
+        """The server knows a request no longer; if it has not ended, it was aborted."""
+        if (ended := self.requests.remove(entry)) is not None:
+            self.controller.guard.ended(ended)
+
     def retracted(self, entry: int, tokens: int) -> None:
         """A running request waits again, with so many tokens of prompt and output."""
         self.requests.wait_again(entry, tokens, self.clock())

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies import Batch, EndedRequest, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.base import MOST_ENDED
 from ellm_sgl.policies.checks import InvalidAnswer, check_batch, check_ratios, check_split
 from ellm_sgl.policies.planned import step_work
 from ellm_sgl.worker import OverdueError, Worker, result_within
@@ -68,6 +69,11 @@ class PolicyGuard:
         """Answers replaced, by kind: "late", "exception", or an `InvalidAnswer.kind`."""
         self.asked = 0
         self._worker = Worker("ellm-policy")
+        self._ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
+        """Not told of yet."""
+        self._raised: deque[Exception] = deque()
+        """By `Policy.ended`, not counted yet."""
+        self._listens = type(policy).ended is not Policy.ended
         self._pending: Future[Any] | None = None
         """A question that was not answered in time. None other is put before it has been."""
         self._logged: dict[str, float] = {}
@@ -109,9 +115,21 @@ class PolicyGuard:
             "keep all cached and admit as SGLang does",
         )
 
+    def ended(self, request: EndedRequest) -> None:
+        """Tell the policy with the next question."""
+        if self._listens:
+            self._ended.append(request)
+
     def answer(self, state: SystemState) -> Answer:
         """The policy's answer to `state`, within the budget; else the safe one."""
         self.asked += 1
+        answer = self._answered(state)
+        while self._raised:
+            error = self._raised.popleft()
+            self._count("exception", f"raised {_told(error)} when told of an ended request")
+        return answer
+
+    def _answered(self, state: SystemState) -> Answer:
         if self._pending is not None:
             if not self._pending.done():
                 return self._failed(state, "late", "is still at an earlier question")
@@ -130,8 +148,20 @@ class PolicyGuard:
             return self._failed(state, "exception", f"raised {_told(error)}")
 
     def close(self) -> None:
-        """Let the thread go; a question in progress is not waited for, now or ever."""
+        """Close the policy, and let the thread go; neither that nor a question in progress is
+        waited for, now or ever. Nothing may be asked any more."""
+        if type(self.policy).close is not Policy.close:
+            if self._directly:
+                self._close_policy()
+            else:
+                self._worker.submit(self._close_policy)
         self._worker.close()
+
+    def _close_policy(self) -> None:
+        try:
+            self.policy.close()
+        except Exception as error:
+            logger.warning("policy %s: close raised %s", type(self.policy).__name__, _told(error))
 
     def _in_time(self, seconds: float, question: Callable[..., T], *arguments: Any) -> T:
         """The policy's answer; or OverdueError, with the question left pending."""
@@ -145,6 +175,11 @@ class PolicyGuard:
             raise
 
     def _ask(self, state: SystemState) -> Answer:
+        while self._ended:
+            try:
+                self.policy.ended(self._ended.popleft())
+            except Exception as error:
+                self._raised.append(error)
         batch = self.policy.batch(state)
         check_batch(state, batch)
         ratios = self.policy.ratio(state, batch)

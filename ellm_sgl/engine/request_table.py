@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.policies import Requests
+from ellm_sgl.policies import EndedRequest, Requests
 from ellm_sgl.policies.lengths import OutputLengths, Seen
 
 Entries = npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ class Arrival:
 
 
 _OF_ARRIVAL = tuple(field.name for field in dataclasses.fields(Arrival))
-_OURS = ("request_id", "waiting_since_s", "first_token_s", "last_token_s", "first_length")
+_OURS = ("request_id", "waiting_since_s", "first_token_s", "last_token_s", "first_length", "ended")
 """Columns; times (`_s`) are float64, the others int64."""
 
 
@@ -65,19 +65,34 @@ class RequestTable:
         column["waiting_since_s"][entry] = now_s
         column["first_token_s"][entry] = np.nan
         column["last_token_s"][entry] = np.nan
+        column["ended"][entry] = 0
         return entry
 
-    def remove(self, entry: int) -> None:
-        """A request has left the server: it ended, or was aborted."""
+    def end(self, entry: int, output_tokens: int, aborted: bool) -> EndedRequest:
+        """A request has ended: learn from its length. Its entry stays until it is removed."""
         column = self._columns
-        if not np.isnan(column["first_token_s"][entry]):
+        column["ended"][entry] = 1
+        if output_tokens:
+            bound = int(column["max_new_tokens"][entry])
+            # The last token has no KV: lengths are counted as of requests that run.
+            self._learn(entry, output_tokens - 1, aborted or output_tokens >= bound)
+        return EndedRequest(int(column["request_id"][entry]), output_tokens, aborted)
+
+    def _learn(self, entry: int, tokens: int, cut_off: bool) -> None:
+        kind = int(self._columns["priority"][entry])
+        self._seen = self._seen.and_one(tokens, cut_off)
+        known = self._seen_by_class.get(kind, Seen.nothing())
+        self._seen_by_class = {**self._seen_by_class, kind: known.and_one(tokens, cut_off)}
+
+    def remove(self, entry: int) -> EndedRequest | None:
+        """A request has left the server, and its entry is free. One that has not ended was aborted:
+        this is returned."""
+        column, ended = self._columns, None
+        if not column["ended"][entry]:
             generated = int(column["tokens"][entry] - column["prompt_tokens"][entry])
-            cut_off = generated + 1 >= column["max_new_tokens"][entry]
-            kind = int(column["priority"][entry])
-            self._seen = self._seen.and_one(generated, cut_off)
-            known = self._seen_by_class.get(kind, Seen.nothing())
-            self._seen_by_class = {**self._seen_by_class, kind: known.and_one(generated, cut_off)}
+            ended = self.end(entry, generated, aborted=True)
         self._free.append(entry)
+        return ended
 
     def lengths(self, running: Requests) -> OutputLengths:
         """What is known of output lengths, these requests' included."""

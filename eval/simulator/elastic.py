@@ -131,7 +131,11 @@ class Elastic(Mode):
             self.elastic.totals.retractions += 1
             self.iteration.retracted(entry, self.prefill_tokens(request))
         else:
-            self.iteration.requests.remove(entry)
+            self.iteration.ended(entry, int(self.progress.generated[request]), aborted=False)
+            self.iteration.left(entry)
+
+    def close(self) -> None:
+        self.iteration.controller.guard.close()
 
     def forget(self, request: int) -> None:
         self.elastic.forget(request)

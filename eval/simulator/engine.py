@@ -78,6 +78,7 @@ class Simulation:
             self._iterate()
             if tick is not None:
                 tick(self.record.ended)
+        self.mode.close()
         if self.settings.late_results:
             for column in (self.progress.first_s, self.progress.last_s):
                 column[:] = self.record.one_step_late(column)

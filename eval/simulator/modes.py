@@ -200,6 +200,9 @@ class Mode:
         self.table.release(blocks)
         self.progress.on_host[request] = retracted and self.fetch_seconds is not None
 
+    def close(self) -> None:
+        """All requests have ended."""
+
     # -- blocks -----------------------------------------------------------------------------
 
     def forget(self, request: int) -> None:

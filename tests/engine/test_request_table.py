@@ -9,6 +9,7 @@ import pytest
 
 from ellm_sgl.engine import Arrival, RequestTable
 from ellm_sgl.engine.request_table import entries_array
+from ellm_sgl.policies import EndedRequest
 
 ARRIVAL = Arrival(
     tokens=10, prompt_tokens=10, max_new_tokens=5, arrival_s=1.0, priority=3,
@@ -82,6 +83,25 @@ def test_a_slot_used_again_does_not_remember() -> None:
     book.remove(slot)
     assert book.add(ARRIVAL, 3.0) == slot
     assert math.isnan(one(book, slot, 10, 3.0))
+
+
+def test_an_ended_request_is_told_of_once_and_its_length_is_learnt() -> None:
+    book = RequestTable()
+    slot = book.add(ARRIVAL, 0.0)
+    seen_before = book._seen.spent.sum()
+    assert book.end(slot, output_tokens=4, aborted=False) == EndedRequest(1, 4, False)
+    assert book._seen.ended.sum() == 1 and book._seen.spent.sum() == seen_before + 3
+    assert book.remove(slot) is None and book._seen.ended.sum() == 1
+
+
+def test_who_leaves_without_having_ended_was_aborted() -> None:
+    book = RequestTable()
+    waited, retracted = book.add(ARRIVAL, 0.0), book.add(ARRIVAL, 0.0)
+    book.wait_again(retracted, tokens=ARRIVAL.tokens + 7, now_s=1.0)
+    assert book.remove(waited) == EndedRequest(1, 0, True)
+    assert book.remove(retracted) == EndedRequest(2, 7, True)
+    assert book._seen.ended.sum() == 0, "how long it would have got is not known"
+    assert book.remove(book.add(ARRIVAL, 3.0)) == EndedRequest(3, 0, True)
 
 
 def test_policies_cannot_write_to_it() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -52,14 +53,28 @@ class Recorded:
 
     def __init__(self) -> None:
         self.decisions: list[tuple[Any, ...]] = []
-        decide = Iteration.decide
+        self.ended: list[tuple[int, int, bool]] = []
+        decide, ended = Iteration.decide, Iteration.ended
+
+        def ending(iteration: Iteration, entry: int, output_tokens: int, aborted: bool) -> None:
+            name = int(iteration.requests._columns["priority"][entry])
+            self.ended.append((name, output_tokens, aborted))
+            ended(iteration, entry, output_tokens, aborted)
 
         def recording(iteration: Iteration, state: SystemState) -> Decision:
             decision = decide(iteration, state)
             self.decisions.append(_told(state, decision))
             return decision
 
-        self.recording = patch.object(Iteration, "decide", recording)
+        @contextmanager
+        def recorded() -> Iterator[None]:
+            with (
+                patch.object(Iteration, "decide", recording),
+                patch.object(Iteration, "ended", ending),
+            ):
+                yield
+
+        self.recording = recorded()
 
 
 def _told(state: SystemState, decision: Decision) -> tuple[Any, ...]:
@@ -164,5 +179,7 @@ def test_one_load_meets_the_same_decisions_on_sglangs_scheduler_and_in_the_simul
     for i, (one, other) in enumerate(zip(served.decisions, simulated.decisions, strict=False)):
         assert one == other, f"decision {i}"
     assert len(served.decisions) == len(simulated.decisions) > 100
+    assert sorted(served.ended) == sorted(simulated.ended)
+    assert [name for name, _, _ in sorted(served.ended)] == list(range(len(PROMPTS)))
     crowded = [d for d in served.decisions if d[0] and d[3]]
     assert len(crowded) > 30, "somebody waits while others run"
