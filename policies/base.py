@@ -76,7 +76,8 @@ class MemoryState:
     host_free_tokens: int
     """KV tokens free in the host tier."""
     max_restored_tokens: int
-    """Most tokens (Σ n_i) that one step may restore."""
+    """Most tokens that one step can recompute. Σ n_i of those that take part has to stay within it,
+    also where the host has copies: what there is no room to fetch is recomputed."""
     staging_overhead: float
     """M_o per restored token: device memory a step needs to restore one token, in KV tokens."""
 

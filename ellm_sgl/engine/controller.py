@@ -23,7 +23,7 @@ class ServerLimits:
     max_running: int
     tpot_slo_s: float
     max_restored_tokens: int
-    """Most tokens one step may restore."""
+    """As `MemoryState.max_restored_tokens`."""
 
 
 class Controller:

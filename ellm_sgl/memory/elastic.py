@@ -37,7 +37,8 @@ class ElasticMemory:
 
     Args:
         table: the page table to work on.
-        max_restored_tokens: rows that a step may recompute; bounds what may be missing at once.
+        max_restored_tokens: most tokens that a step can recompute. Targets stay within it whatever
+            the host has: whether there is room to fetch is known only when a step is near.
         reclaim: frees cached prefixes; these go before any running request's blocks do.
         save: copies units to the host tier before they leave the device.
         slots: layer groups whose fetched units a step holds at once.

@@ -21,7 +21,7 @@ class Elastic(Mode):
 
     Args:
         controller: asks the policy.
-        max_restored_tokens: rows that a step may recompute.
+        max_restored_tokens: most tokens that a step can recompute.
     """
 
     def __init__(

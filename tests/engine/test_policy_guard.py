@@ -285,7 +285,11 @@ def test_all_policies_have_one_budget(kind: type[Scripted]) -> None:
 
 
 def test_built_in_policies_have_the_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FixedRatio, "batch", lambda *_: time.sleep(0.05) or Batch(admit=(2,)))
+    def slow(*_: object) -> Batch:
+        time.sleep(0.05)
+        return Batch(admit=(2,))
+
+    monkeypatch.setattr(FixedRatio, "batch", slow)
     with asking(FixedRatio(0.25), budget_s=0.01) as safe:
         assert is_safe(safe.answer(STATE))
         assert safe.failures == {"late": 1}
@@ -300,8 +304,8 @@ def test_who_answers_otherwise_does_not_inherit_the_promise() -> None:
 
 
 class Hears(Scripted):
-    def __init__(self, fails: bool = False, **scripts: Callable[[], Batch]) -> None:
-        super().__init__(**scripts)
+    def __init__(self, fails: bool = False, batch: Callable[[], Batch] | None = None) -> None:
+        super().__init__(batch)
         self.heard: list[tuple[str, int]] = []
         self.fails = fails
         self.closed = threading.Event()
@@ -367,7 +371,7 @@ def test_a_policy_that_fails_when_told_answers_all_the_same_and_is_counted(
 
 def test_a_policy_that_hangs_hears_of_it_later_and_nobody_waits_for_it_to_close() -> None:
     release = threading.Event()
-    policy = Hears(batch=hanging(release), ratio=lambda: Ratios(np.zeros(2), np.empty(0)))
+    policy = Hears(batch=hanging(release))
     safe = PolicyGuard(policy, budget_s=0.01)
     safe.answer(STATE)
     safe.ended(end(3))

@@ -56,7 +56,7 @@ def test_restoring_more_never_costs_less(uncached: int, held: float, capacity: i
     work = StepWork(16, 16_000, restored, 500 * restored)
     seconds = FetchingLatencyModel(inner(), copies).step_seconds(work)
     assert (np.diff(seconds) >= -1e-12).all()
-    assert (copies.fetched(restored) <= capacity).all()
+    assert np.max(copies.fetched(restored)) <= capacity
 
 
 def test_steps_that_restore_nothing_are_as_before() -> None:

@@ -162,7 +162,7 @@ def test_placing_nothing_needs_nothing() -> None:
 
 
 @pytest.mark.parametrize(("max_restored", "fits"), [(11, False), (12, True)])
-def test_a_step_fits_if_all_its_requests_miss_fits_the_transient_buffer(
+def test_a_step_fits_if_it_can_recompute_all_that_its_requests_miss(
     max_restored: int, fits: bool
 ) -> None:
     scene = Scene(room=10, max_restored=max_restored)
