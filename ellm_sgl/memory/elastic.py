@@ -94,7 +94,8 @@ class ElasticMemory:
 
     def staging_overhead(self) -> float:
         """M_o: room, in tokens of KV, that a step needs in the pool to restore one token. What is
-        computed again lives in buffers beside the pool, which the pool's size allows for."""
+        computed again lives in buffers beside the pool, which the pool's size allows for. The same
+        for all (l1, l2): of a block of which any group is fetched, a step holds a unit per slot."""
         return 0.0 if self._save is None else self.slots / self.table.shape.num_groups
 
     def memory_state(self, running: Iterable[int] = (), reclaimable: int = 0) -> MemoryState:
