@@ -7,6 +7,7 @@ looks ahead: blocks leave when units are needed, oldest first, and return when u
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
@@ -127,7 +128,7 @@ class ElasticMemory:
         table, shape = self.table, self.table.shape
         excess = int(self._excess_blocks(table.sequence_ids).sum())
         free = shape.tokens_in(table.free_units) + reclaimable - excess * shape.block_tokens
-        return AdmissionRoom(free, 1.0 - self.staging_overhead(), self._yields)
+        return AdmissionRoom(free, 1.0 - self.staging_overhead(), self._yields())
 
     # -- decide and apply -------------------------------------------------------------------
 
@@ -275,14 +276,23 @@ class ElasticMemory:
         excess = np.maximum(self.table.uncached_tokens(seq_ids) - targets, 0)
         return np.asarray(-(-excess // self.table.shape.block_tokens), np.int64)
 
-    def _yields(self, ratio: float) -> int:
-        """Tokens that all requests lose beyond their targets when brought to this ratio."""
-        seq_ids = list(self.table.sequence_ids)
-        lengths = self.table.lengths_of(seq_ids)
-        targets = np.fromiter((self._targets.get(s, 0) for s in seq_ids), np.int64, len(seq_ids))
-        most = evictable(lengths, self.shared_tokens(seq_ids), self.table.shape.block_tokens)
-        wanted = np.minimum((ratio * lengths).astype(np.int64), most)
-        return int(np.maximum(wanted - targets, 0).sum())
+    def _yields(self) -> Callable[[float], int]:
+        """Tokens that all requests lose beyond their targets when brought to a ratio; as of now."""
+
+        @functools.cache
+        def requests() -> tuple[TokenCounts, TokenCounts, TokenCounts]:
+            ids = list(self.table.sequence_ids)
+            lengths = self.table.lengths_of(ids)
+            targets = np.fromiter((self._targets.get(s, 0) for s in ids), np.int64, len(ids))
+            most = evictable(lengths, self.shared_tokens(ids), self.table.shape.block_tokens)
+            return lengths, targets, most
+
+        def yields(ratio: float) -> int:
+            lengths, targets, most = requests()
+            wanted = np.minimum((ratio * lengths).astype(np.int64), most)
+            return int(np.maximum(wanted - targets, 0).sum())
+
+        return yields
 
     def _reclaim_until(self, units: int) -> None:
         shape = self.table.shape
