@@ -76,6 +76,7 @@ class Simulation:
             self._iterate()
             if tick is not None:
                 tick(self.record.ended)
+        self.mode.close()
         if self.settings.late_results:
             for column in (self.progress.first_s, self.progress.last_s):
                 column[:] = self.record.one_step_late(column)
@@ -159,6 +160,7 @@ class Simulation:
             pairs += count * chunk.begin + count * (count + 1) / 2
             spans += span.rows
             squares += span.squares
+        self.mode.prefills(chunks)
         work = StepWork(
             0,
             0,

@@ -29,7 +29,7 @@ import numpy as np
 
 from ellm_sgl.client.traces import IntArray
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.memory import PageTable
+from ellm_sgl.memory import AdmissionRoom, PageTable
 from ellm_sgl.memory.shape import IntArray as Ids
 
 
@@ -140,6 +140,14 @@ class Mode:
         free = self.free_blocks * self.table.shape.block_tokens
         return free, free
 
+    def admission_room(self) -> AdmissionRoom:
+        """Room for those who wait."""
+        return AdmissionRoom(self.admission_tokens()[0])
+
+    def admitted_ratio(self, request: int) -> float:
+        """The uncached ratio that a waiting request will come to."""
+        return 0.0
+
     def refused(self, eventually: int) -> None:
         """Memory (of so many `admission_tokens`) or places ran out before the queue did."""
         self._refused_at = eventually
@@ -159,6 +167,9 @@ class Mode:
         else:
             self.table.extend(chunk.request, chunk.end, blocks)
         return Span()
+
+    def prefills(self, chunks: Sequence[Chunk]) -> None:
+        """A step computes these chunks, which all have their memory."""
 
     # -- decoding ---------------------------------------------------------------------------
 
@@ -212,6 +223,9 @@ class Mode:
         there = map(self.prefill_tokens, np.flatnonzero(self.progress.on_host).tolist())
         held = sum(map(self.table.shape.blocks_for, there))
         return (held + blocks) * self.table.shape.block_tokens <= self.host.tokens
+
+    def close(self) -> None:
+        """All requests have ended."""
 
     # -- blocks -----------------------------------------------------------------------------
 

@@ -93,6 +93,8 @@ class RestoringModel(LatencyModel):
             "restored_tokens": shares * work.restored_tokens,
             "restored_squares": shares * work.restored_squares,
             "restored_prefix": shares * work.restored_prefix,
+            "swap_tokens": 0.0,
+            "recompute_share": 1.0,
         }
         if self._fused:
             return self._inner.step_seconds(dataclasses.replace(work, **span))

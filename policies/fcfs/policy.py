@@ -102,6 +102,9 @@ class Fcfs(Policy):
     def idle_without_pressure(self) -> bool:
         return self._rotation is None
 
+    def never_waits(self) -> bool:
+        return True
+
     def batch(self, state: SystemState) -> Batch:
         count = len(state.running)
         self._rotated = None

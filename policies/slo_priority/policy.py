@@ -70,6 +70,9 @@ class SloPriority(Policy):
         self._scheduled: Standing[Schedule] | None = None
         self._plan: _Plan | None = None
 
+    def never_waits(self) -> bool:
+        return True
+
     def batch(self, state: SystemState) -> Batch:
         levels = self._levels(state)
         admitted = self._admit(state, levels)

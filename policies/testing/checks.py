@@ -16,9 +16,16 @@ import numpy as np
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
-from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.base import (
+    Batch,
+    EndedRequest,
+    Policy,
+    Ratios,
+    SystemState,
+    WorkSplit,
+)
 from ellm_sgl.policies.checks import checked_answers
-from ellm_sgl.policies.planned import planned_tokens, step_work
+from ellm_sgl.policies.planned import planned_tokens, select, step_work
 from ellm_sgl.policies.testing.generate import Size, random_state
 from ellm_sgl.policies.testing.starvation import SCENES, Server
 from ellm_sgl.policies.testing.states import (
@@ -42,6 +49,8 @@ HOPELESS = 20.0
 """Times the budget; slower policies are not put through the other checks."""
 MEMORY_STEPS = (1 / 4, 1 / 2, 3 / 4, 1.0, 2.0)
 """Device memory in the monotonicity check, as shares of what all requests need."""
+UNSEEN = 10**9
+"""A request that no policy has been asked about."""
 PATIENCE_S = 600.0
 """Simulated seconds within which a request has to get its first, or its next, token."""
 SCENE_S = 900.0
@@ -226,6 +235,21 @@ def idle_without_pressure(subject: Subject) -> None:
                 )
 
 
+def hears_of_the_end(subject: Subject) -> None:
+    """Told that requests have ended, also one that it has never seen, it raises nothing, and goes
+    on answering about the others; nor does it when it is closed."""
+    for told, state in subject.states():
+        policy = subject.make()
+        with _on(f"{told}, of which every other running request then ends"):
+            checked_answers(policy, state)
+            ids = state.running.request_id.tolist()
+            for request_id, aborted in ((i, i % 3 == 0) for i in (*ids[::2], UNSEEN)):
+                policy.ended(EndedRequest(request_id, output_tokens=5, aborted=aborted))
+            rest = select(state.running, np.arange(len(ids))[1::2])
+            checked_answers(policy, replace(state, running=rest))
+            policy.close()
+
+
 def nobody_starves(subject: Subject) -> None:
     """In the scenes of `starvation` everybody gets a token every ten minutes."""
     for scene in SCENES:
@@ -256,6 +280,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
         more_memory_never_less_cached,
         targets_fit_the_device,
         idle_without_pressure,
+        hears_of_the_end,
         nobody_starves,
     )
 }

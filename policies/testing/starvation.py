@@ -13,7 +13,15 @@ import numpy as np
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
-from ellm_sgl.policies.base import Batch, Policy, Ratios, Requests, StepReport, SystemState
+from ellm_sgl.policies.base import (
+    Batch,
+    EndedRequest,
+    Policy,
+    Ratios,
+    Requests,
+    StepReport,
+    SystemState,
+)
 from ellm_sgl.policies.checks import checked_answers
 from ellm_sgl.policies.planned import planned_tokens, select, step_work
 from ellm_sgl.policies.testing.generate import make_state, requests
@@ -175,6 +183,9 @@ class Server:
             if request.request_id not in paused:
                 request.output += 1
                 request.last_token_s = self.now_s
+        for request in self.running:
+            if request.output == request.output_tokens:
+                self.policy.ended(EndedRequest(request.request_id, request.output, aborted=False))
         self.running = [r for r in self.running if r.output < r.output_tokens]
 
     def _evict(self) -> None:

@@ -35,7 +35,9 @@ def with_memory(state: SystemState, share: float) -> SystemState:
     most = evictable_tokens(state.running, block)
     before = np.cumsum(most) - most
     uncached = np.clip(short - before, 0, most)
-    uncached.setflags(write=False)
+    on_host = np.minimum(state.running.uncached_on_host, uncached)
+    for column in (uncached, on_host):
+        column.setflags(write=False)
     free = max(0, device - int(need.sum() - uncached.sum()))
     memory = replace(
         state.memory,
@@ -43,7 +45,7 @@ def with_memory(state: SystemState, share: float) -> SystemState:
         device_free_tokens=free,
         max_restored_tokens=max(state.memory.max_restored_tokens, int(uncached.sum())),
     )
-    running = replace(state.running, uncached_tokens=uncached)
+    running = replace(state.running, uncached_tokens=uncached, uncached_on_host=on_host)
     return replace(state, running=running, waiting=requests([]), memory=memory, last_step=None)
 
 

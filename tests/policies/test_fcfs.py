@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,18 +13,11 @@ from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import Batch, Fcfs, Requests, SystemState
 from ellm_sgl.policies.base import IntArray
-from ellm_sgl.policies.lengths import OutputLengths, Seen
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
+from tests.policies.known_lengths import TO_THE_BOUND
 
 BLOCK = 10
-
-
-TO_THE_BOUND = replace(
-    OutputLengths.nothing(),
-    seen=reduce(lambda s, _: s.and_one(10**6, True), range(2000), Seen.nothing()),
-)
-"""As far as anybody knows no answer ends by itself."""
 
 
 class Linear(LatencyModel):
@@ -175,8 +168,8 @@ def test_no_more_than_may_run_at_once() -> None:
 
 
 def test_who_is_admitted_must_fit_until_all_have_ended() -> None:
-    # Where answers go on to their bounds, the first comes to 230 tokens, the other meanwhile to 222:
-    # 23 blocks each.
+    # Where answers go on to their bounds the first comes to 230 tokens, the other meanwhile to
+    # 222: 23 blocks each.
     both = requests([102], prompt_tokens=95, max_new_tokens=135), requests([95], max_new_tokens=135)
     state = scene(*both, 480, token_ms=1.0)
     assert answers(state, Fcfs())[0] == 1

@@ -16,6 +16,7 @@ from ellm_sgl.eval.simulator.admission.base import (
     whole_blocks,
 )
 from ellm_sgl.eval.simulator.modes import Chunk, Mode
+from ellm_sgl.memory import AdmissionRoom
 
 CLIP_NEW_TOKENS = 4096
 INIT_RATIO, LEAST_RATIO_FACTOR, DECAY_STEPS = 0.7, 0.14, 600
@@ -60,6 +61,8 @@ class Candidate:
     generated: int
     begin: int = 0
     """Tokens prefilled, of a prompt that is prefilled in chunks and not yet to its end."""
+    ratio: float = 0.0
+    """The uncached ratio that it will come to."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,12 @@ class Admitted:
     chunks: tuple[Chunk, ...]
     full: bool
     """Memory or places ran out before the queue did."""
+    ratio: float = 0.0
+    """That of the candidate considered last."""
 
 
 def admit(
-    room: tuple[int, int],
+    room: AdmissionRoom,
     candidates: Iterable[Candidate],
     under_way: Candidate | None,
     *,
@@ -85,7 +90,7 @@ def admit(
     """The prefill batch of one iteration.
 
     Args:
-        room: in tokens, now and eventually, before anything is admitted.
+        room: before anything is admitted.
         candidates: waiting requests in the order of their turn.
         under_way: a prompt that is not finished; it goes first, whatever memory says.
         chunk_tokens: that one step may prefill.
@@ -95,7 +100,7 @@ def admit(
     """
     block, left = block_tokens, chunk_tokens
     chunks: list[Chunk] = []
-    now, eventually = float(room[0]), room[1] - reserved
+    taken, others, ratio = 0, reserved, 0.0
     if under_way is not None:
         chunk = next_chunk(under_way.request, under_way.begin, under_way.tokens, left)
         chunks.append(chunk)
@@ -103,16 +108,18 @@ def admit(
             return Admitted(tuple(chunks), full=False)
         rows = chunk.end - chunk.begin
         left -= rows
-        now -= rows + block
-        eventually -= rows + min(under_way.max_new_tokens, CLIP_NEW_TOKENS) + block
+        taken += rows + block
+        others += rows + min(under_way.max_new_tokens, CLIP_NEW_TOKENS) + block
     for candidate in candidates:
+        ratio = candidate.ratio
         if len(chunks) >= places or left <= 0:
-            return Admitted(tuple(chunks), full=len(chunks) >= places)
+            return Admitted(tuple(chunks), len(chunks) >= places, ratio)
+        now, eventually = room.offer(ratio, others)
         remaining = max(candidate.max_new_tokens - candidate.generated, 0)
         total = candidate.tokens + min(remaining, CLIP_NEW_TOKENS) + block
         unlimited = alone and not chunks
         if total >= eventually and not unlimited:
-            return Admitted(tuple(chunks), full=True)
+            return Admitted(tuple(chunks), True, ratio)
         first = first_chunk(candidate.request, candidate.tokens, left, block)
         if first is None:
             break
@@ -121,11 +128,12 @@ def admit(
             break
         rows = whole_blocks(first.end, block)
         left -= rows
-        now -= rows + block
-        eventually -= rows + min(candidate.max_new_tokens, CLIP_NEW_TOKENS) + block
-        if now <= 0 or eventually <= 0:
-            return Admitted(tuple(chunks), full=True)
-    return Admitted(tuple(chunks), full=False)
+        taken += rows + block
+        charged = rows + min(candidate.max_new_tokens, CLIP_NEW_TOKENS) + block
+        room.take(ratio, charged)
+        if now <= taken or eventually <= charged:
+            return Admitted(tuple(chunks), True, ratio)
+    return Admitted(tuple(chunks), False, ratio)
 
 
 class SglangAdmission(Admission):
@@ -160,13 +168,13 @@ class SglangAdmission(Admission):
         begun = self.under_way
         if not wanted and begun is None:
             return ()
-        room = self.mode.admission_tokens()
+        room = self.mode.admission_room()
         batch = np.array([*running, *self.lingering], np.int64)
         remaining = self.mode.load.max_new_tokens[batch] - self.mode.progress.generated[batch]
         alone = not len(batch)
         admitted = admit(
             room,
-            map(self._candidate, wanted),
+            (self._candidate(i, ratio=self.mode.admitted_ratio(i)) for i in wanted),
             None if begun is None else self._candidate(begun.request, begun.end),
             block_tokens=self.mode.table.shape.block_tokens,
             chunk_tokens=self.chunk_tokens,
@@ -176,12 +184,12 @@ class SglangAdmission(Admission):
         )
         if admitted.full:
             self._full = True
-            self.mode.refused(room[1])
+            self.mode.refused(room.tokens(admitted.ratio)[1])
         if admitted.chunks and (alone or not admitted.chunks[-1].last):
             self._full = False
         return admitted.chunks
 
-    def _candidate(self, request: int, begin: int = 0) -> Candidate:
+    def _candidate(self, request: int, begin: int = 0, ratio: float = 0.0) -> Candidate:
         load, progress = self.mode.load, self.mode.progress
         room = self._pool_tokens - int(load.prompt_tokens[request])
         most = max(room - 2 * self.mode.table.shape.block_tokens, 0)
@@ -191,6 +199,7 @@ class SglangAdmission(Admission):
             max_new_tokens=int(min(load.max_new_tokens[request], most)),
             generated=int(progress.generated[request]),
             begin=begin,
+            ratio=ratio,
         )
 
     def victim(self, running: Sequence[int]) -> int:
