@@ -3,8 +3,8 @@
 To restore part of every request in every step may cost more than to pause the last ones, without
 their KV, until there is room for them again. The latency model decides: the first k requests run
 for which k / T(k, r(k)) is best. Those that pause come back as new requests come in: when all that
-run then fit until they end, by what is known of output lengths, or where restoring pays; and the
-SLO is kept. A step that takes longer than the SLO is no reason to pause: who pauses misses it, too.
+run then fit until they end, by what is known of output lengths, or where restoring pays. SLOs are
+left aside, since somebody has to wait, and who pauses misses it, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ellm_sgl.policies.problem.candidates import (
     share_for,
     short_tokens,
 )
-from ellm_sgl.policies.problem.forecast import Forecast, planned_slos_s
+from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
 
 GAIN = 0.05
@@ -78,7 +78,7 @@ def participants(state: SystemState, active: int) -> int:
     _, seconds, fits = forecast.least(sizes)
     value = np.where(fits[0], sizes / seconds[0], 0.0)
     best = int(value[:active].argmax()) + 1
-    if value[best - 1] > (1.0 + GAIN) * value[active - 1]:
+    if forecast.short[0, active] > 0.0 and value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
     return max(active, _resumed(forecast, state, active, value))
 
@@ -95,11 +95,12 @@ def _resumed(forecast: Forecast, state: SystemState, active: int, value: FloatAr
     more than one step can bring back."""
     back = np.cumsum(state.running.uncached_tokens[active:])
     lasting = value[active:] * (1.0 + GAIN) >= np.maximum.accumulate(value)[active:]
+    lasting |= forecast.short[0, active + 1 :] <= 0.0
     possible = (back <= state.memory.max_restored_tokens) & lasting
     most = active + int(np.logical_and.accumulate(possible).sum())
     if most == active:
         return active
-    return forecast.between(active, most).solve(planned_slos_s(state, 0))
+    return forecast.between(active, most).solve(np.full(most + 1, np.inf))
 
 
 def evicted_tokens(state: SystemState, active: int) -> IntArray:

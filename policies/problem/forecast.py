@@ -56,31 +56,32 @@ class Forecast:
     prefix: FloatArray
     """Σ p_i e_i a_i."""
     short: FloatArray
-    """Device tokens that are missing if all is cached, `DEVIATIONS` above their mean; negative
-    where all fits."""
+    """Device tokens that are missing if all is cached, `DEVIATIONS` above their mean, at most as if
+    nobody ended before its bound; negative where all fits."""
 
     @classmethod
-    def of(cls, state: SystemState, most: int) -> Forecast:
-        """With up to `most` waiting requests."""
-        requests, block = running_and(state, slice(most)), state.memory.block_tokens
+    def of(cls, state: SystemState, waiting: int) -> Forecast:
+        """With up to so many of the waiting requests."""
+        requests, block = running_and(state, slice(waiting)), state.memory.block_tokens
         generated = requests.tokens - requests.prompt_tokens
         left = np.maximum(requests.max_new_tokens - generated, 1)
         steps = _times(left)
-        goes_on = state.lengths.survival(generated, requests.priority, steps)
-        goes_on *= steps[:, None] < left
+        bounded = steps[:, None] < left
+        goes_on = state.lengths.survival(generated, requests.priority, steps) * bounded
         tokens, shared = requests.tokens + steps[:, None], requests.shared_tokens
         evict = evictable(tokens, shared, block)
         charged = (tokens // block + 1 - -(-shared // block)) * block
-        columns = np.zeros((7, len(steps), len(left) + 1))
-        columns[:, :, 1:] = goes_on
+        columns = np.zeros((8, len(steps), len(left) + 1))
+        columns[:7, :, 1:] = goes_on
+        columns[7, :, 1:] = bounded * charged
         for column, of in zip(
-            columns[1:],
+            columns[1:7],
             (tokens, evict, evict * evict, evict * shared, charged, charged**2 * (1.0 - goes_on)),
             strict=True,
         ):
             column[:, 1:] *= of
         sums = np.cumsum(columns, axis=2)
-        rows, all_tokens, evictable_tokens, squares, prefix, held, variance = sums
+        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, most = sums
         free = state.memory.device_tokens - unowned_tokens(state)
         return cls(
             steps=steps,
@@ -92,7 +93,7 @@ class Forecast:
             evictable=evictable_tokens,
             squares=squares,
             prefix=prefix,
-            short=held + DEVIATIONS * np.sqrt(variance) - free,
+            short=np.minimum(held + DEVIATIONS * np.sqrt(variance), most) - free,
         )
 
     def between(self, fewest: int, most: int) -> Forecast:

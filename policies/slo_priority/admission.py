@@ -12,7 +12,7 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
 from ellm_sgl.policies.planned import evictable_tokens, select
 from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted
-from ellm_sgl.policies.problem.forecast import Forecast, planned_slos_s
+from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast, planned_slos_s
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
 
@@ -138,18 +138,19 @@ def _at_others_expense(state: SystemState, lower: IntArray, forecast: Forecast) 
     """How many of the waiting requests can be admitted if less urgent ones that run are partly
     evicted for them, and pause for some steps.
 
-    As many as memory allows, while a step in which the others alternate is no longer than one in
-    which all that run now decode from the cache. Those evicted restore their KV only in the steps
-    that they take part in.
+    As many as memory allows for the next steps, while a step in which the others alternate is no
+    longer than one in which all that run now decode from the cache. Those evicted restore their KV
+    only in the steps that they take part in.
 
     Args:
         lower: positions of the less urgent running requests.
-        forecast: of all of these requests; memory has to suffice at any time.
+        forecast: of all of these requests.
     """
     running, memory = state.running, state.memory
     size = np.arange(len(running), len(running) + len(state.waiting) + 1)
     evictable = evictable_tokens(running, memory.block_tokens)[lower].astype(np.float64)
-    evicted = least_evicted(memory, forecast.short[:, size].max(axis=0))
+    soon = forecast.steps <= FIRST_STEPS
+    evicted = least_evicted(memory, forecast.short[soon][:, size].max(axis=0))
     fits = (evicted <= evictable.sum()) & (evicted <= memory.max_restored_tokens)
     share = evicted / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
     tokens = forecast.tokens[0, size]

@@ -34,6 +34,7 @@ from ellm_sgl.policies.testing.states import (
     generated,
     missing_tokens,
     some_ratios_fit,
+    with_ample_memory,
     with_memory,
     with_room,
 )
@@ -225,7 +226,7 @@ def idle_without_pressure(subject: Subject) -> None:
             continue
         checked_answers(policy, state)  # whatever came before must not matter,
         with _on(f"{told}, nobody waiting, room for a block more of each"):
-            checked_answers(policy, with_memory(state, 2.0))  # but who paused may resume first
+            checked_answers(policy, with_ample_memory(state))  # but who paused may resume first
             batch, ratios, _ = checked_answers(policy, with_room(state))
             if batch.pause or ratios.running.any():
                 raise BrokenRuleError(

@@ -23,6 +23,7 @@ from ellm_sgl.policies.base import (
     SystemState,
 )
 from ellm_sgl.policies.checks import checked_answers
+from ellm_sgl.policies.lengths import OutputLengths, Seen
 from ellm_sgl.policies.planned import planned_tokens, select, step_work
 from ellm_sgl.policies.testing.generate import make_state, requests
 
@@ -110,6 +111,7 @@ class Server:
     arrived: int = 0
     last_step: StepReport | None = None
     latency: LatencyModel = field(default_factory=SlowMachine)
+    seen: Seen = field(default_factory=Seen.nothing)
 
     def __post_init__(self) -> None:
         self._arrive(self.scene.few, 3)
@@ -145,8 +147,10 @@ class Server:
 
     def state(self) -> SystemState:
         """What the policy sees now."""
+        running = self._columns(self.running)
+        generated = running.tokens - running.prompt_tokens
         return make_state(
-            self._columns(self.running),
+            running,
             self._columns(self.waiting),
             device_tokens=DEVICE_TOKENS,
             device_free_tokens=max(0, self._free_tokens()),
@@ -155,6 +159,7 @@ class Server:
             latency=self.latency,
             now_s=self.now_s,
             last_step=self.last_step,
+            lengths=OutputLengths(self.seen, {}, generated, running.priority),
         )
 
     def _arrive(self, kind: Kind, count: int) -> None:
@@ -186,6 +191,7 @@ class Server:
         for request in self.running:
             if request.output == request.output_tokens:
                 self.policy.ended(EndedRequest(request.request_id, request.output, aborted=False))
+                self.seen = self.seen.and_one(request.output, cut_off=False)
         self.running = [r for r in self.running if r.output < r.output_tokens]
 
     def _evict(self) -> None:

@@ -25,6 +25,14 @@ def generated(count: int) -> Iterator[Described]:
         yield f"state: {_describe(state)}; {made}", state
 
 
+def with_ample_memory(state: SystemState) -> SystemState:
+    """The same running requests, nobody waiting, and twice what they need, or come to need."""
+    running = state.running
+    longest = running.prompt_tokens + running.max_new_tokens
+    share = float(np.maximum(longest, running.tokens).sum() / running.tokens.sum())
+    return with_memory(state, 2.0 * share)
+
+
 def with_memory(state: SystemState, share: float) -> SystemState:
     """The same running requests, nobody waiting, and this share of the memory they need; what
     does not fit is uncached, from the front of the list."""

@@ -98,9 +98,9 @@ def test_an_ended_request_is_told_of_once_and_its_length_is_learnt() -> None:
 def test_who_leaves_without_having_ended_was_aborted() -> None:
     book = RequestTable()
     waited, retracted = book.add(ARRIVAL, 0.0), book.add(ARRIVAL, 0.0)
-    book.wait_again(retracted, tokens=ARRIVAL.tokens + 7, now_s=1.0)
+    book.wait_again(retracted, tokens=ARRIVAL.tokens + 3, now_s=1.0)
     assert book.remove(waited) == EndedRequest(1, 0, True)
-    assert book.remove(retracted) == EndedRequest(2, 7, True)
+    assert book.remove(retracted) == EndedRequest(2, 3, True)
     assert book._seen.ended.sum() == 1, "an answer that is cut off makes room as one that ends"
     assert book.remove(book.add(ARRIVAL, 3.0)) == EndedRequest(3, 0, True)
 

@@ -171,9 +171,9 @@ def test_who_is_admitted_must_fit_until_all_have_ended() -> None:
     # Where answers go on to their bounds the first comes to 230 tokens, the other meanwhile to
     # 222: 23 blocks each.
     both = requests([102], prompt_tokens=95, max_new_tokens=135), requests([95], max_new_tokens=135)
-    state = scene(*both, 480, token_ms=1.0)
+    state = scene(*both, 460, token_ms=1.0)
     assert answers(state, Fcfs())[0] == 1
-    state = scene(*both, 450, token_ms=1.0)
+    state = scene(*both, 300, token_ms=1.0)
     assert answers(state, Fcfs())[0] == 0
     assert answers(state, Fcfs(forecast=False, pause=False))[0] == 1
     # One that is nearly done grows no further.
@@ -224,7 +224,7 @@ def test_nobody_is_admitted_until_something_has_changed() -> None:
     ("tokens", "forecast", "free", "admitted"),
     [
         (95, False, (50, 100), (0, 1)),  # memory that cached prefixes gave back
-        (79, True, (170, 0), (1, 0)),  # or took, before the server has let them in
+        (79, True, (160, 0), (1, 0)),  # or took, before the server has let them in
     ],
 )
 def test_an_answer_is_thought_over_now_and_then(
@@ -232,7 +232,7 @@ def test_an_answer_is_thought_over_now_and_then(
 ) -> None:
     policy = Fcfs(forecast=forecast, pause=False)
     running, waiting = briefly([tokens] * 3), briefly([tokens])
-    before = scene(running, waiting, 410, 1.0, device_free_tokens=free[0])
+    before = scene(running, waiting, 400, 1.0, device_free_tokens=free[0])
     after = replace(before, memory=replace(before.memory, device_free_tokens=free[1]))
     assert answers(before, policy)[0] == admitted[0]
     count = [answers(after, policy)[0] for _ in range(16)]
@@ -262,7 +262,7 @@ def test_a_refusal_ends_when_the_slo_allows_more() -> None:
 )
 def test_what_ends_an_answer_early(forecast: bool, changes: dict[str, Any], admitted: int) -> None:
     policy = Fcfs(forecast=forecast, pause=False)
-    before = scene(briefly([79] * 3), briefly([79]), 410, 1.0, device_free_tokens=170)
+    before = scene(briefly([79] * 3), briefly([79]), 400, 1.0, device_free_tokens=160)
     before = replace(before, tpot_slo_s=1.0)
     assert answers(before, policy)[0] == 1
     after = replace(before, memory=replace(before.memory, device_free_tokens=0), **changes)

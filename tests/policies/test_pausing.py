@@ -75,12 +75,8 @@ def test_a_small_gain_is_not_worth_it() -> None:
 
 def test_they_resume_when_there_is_room_until_they_end() -> None:
     # With 63 tokens more each has 14 blocks; of who pauses two stay.
-    for blocks, count in (
-        (3 * 14 + 2 - 1, 2),
-        (3 * 14 + 2 + 1, 3),
-        (4 * 14 - 1, 3),
-        (4 * 14 + 1, 4),
-    ):
+    three, all_four = 3 * 14 + 2, 4 * 14
+    for blocks, count in ((three - 1, 2), (three, 3), (all_four - 1, 3), (all_four, 4)):
         assert participants(four(blocks * BLOCK, COSTLY, missing=144, most=64), active=2) == count
 
 
