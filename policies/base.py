@@ -121,8 +121,8 @@ class SystemState:
     last_step: StepReport | None
     """The last measured step; None before the first."""
     pace: float
-    """By how much decoding has of late taken longer than the latency model predicts its steps to,
-    prompts between them included: a high quantile of means over some dozen steps. 1 at first."""
+    """By how much decode steps have of late taken longer than the latency model predicts: a high
+    quantile of means over some dozen steps. 1 at first."""
     lengths: OutputLengths
     """How long answers get, by what the server has seen."""
 

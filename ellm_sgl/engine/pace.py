@@ -1,4 +1,4 @@
-"""How much longer decoding takes than its steps are predicted to, prompts between them included."""
+"""How much longer decode steps take than they are predicted to."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ QUANTILE = 0.8
 
 
 class Pace:
-    """Time from token to token over the predicted time of a decode step, as a quantile of means
-    over `WINDOW_STEPS`: an SLO on the mean time per token is missed by a slow spell, not by a slow
-    step."""
+    """Time of decode steps over what was predicted, as a quantile of means over `WINDOW_STEPS`: an
+    SLO on the mean time per token is missed by a slow spell, not by a slow step."""
 
     def __init__(self) -> None:
         self.ratio = 1.0
@@ -25,9 +24,9 @@ class Pace:
 
     def note(self, work: StepWork, seconds: float, predicted_s: float, steps: int = 1) -> None:
         """So many equal steps took so long; each was predicted to take `predicted_s`."""
-        self._spent_s += seconds
-        if not work.decode_rows:
+        if not work.decode_rows or work.prefill_rows:
             return
+        self._spent_s += seconds
         self._predicted_s += predicted_s * steps
         self._steps += steps
         if self._steps >= WINDOW_STEPS:

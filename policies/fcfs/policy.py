@@ -27,7 +27,7 @@ from ellm_sgl.policies.problem.candidates import (
     step_limit_s,
     work_of,
 )
-from ellm_sgl.policies.problem.forecast import Forecast, planned_slos_s
+from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.work_split import plan_split
 
@@ -142,7 +142,7 @@ class Fcfs(Policy):
             ):
                 return admitted
         if self._forecasts:
-            size = Forecast.of(state, most).solve(planned_slos_s(state, most))
+            size = Forecast.of(state, most).solve()
         else:
             size = self._solve(BatchProblem.of(state, most))
         admitted = size - len(state.running)

@@ -100,7 +100,7 @@ def _resumed(forecast: Forecast, state: SystemState, active: int, value: FloatAr
     most = active + int(np.logical_and.accumulate(possible).sum())
     if most == active:
         return active
-    return forecast.between(active, most).solve(np.full(most + 1, np.inf))
+    return forecast.between(active, most).solve(keep_slo=False)
 
 
 def evicted_tokens(state: SystemState, active: int) -> IntArray:

@@ -55,6 +55,14 @@ class Forecast:
     """Σ p_i e_i²."""
     prefix: FloatArray
     """Σ p_i e_i a_i."""
+    prompts_s: FloatArray
+    """Time to compute the prompts of those who wait, [b]."""
+    slo_s: FloatArray
+    """The least SLO on the time per token, [b]."""
+    ahead_s: FloatArray
+    """Time by which each running request is ahead of its SLO, [running]; negative: behind."""
+    pace: float
+    """`SystemState.pace`."""
     short: FloatArray
     """Device tokens that are missing if all is cached, `DEVIATIONS` above their mean, at most as if
     nobody ended before its bound; negative where all fits."""
@@ -93,13 +101,19 @@ class Forecast:
             evictable=evictable_tokens,
             squares=squares,
             prefix=prefix,
+            prompts_s=_prompts_s(state, waiting),
+            slo_s=slos_s(state, waiting),
+            ahead_s=_ahead_s(state),
+            pace=state.pace,
             short=np.minimum(held + DEVIATIONS * np.sqrt(variance), most) - free,
         )
 
     def between(self, fewest: int, most: int) -> Forecast:
         """The same for so many of the candidates."""
         arrays: dict[str, Any] = {
-            name: array[:, : most + 1] for name, array in vars(self).items() if np.ndim(array) == 2
+            name: array[..., : most + 1]
+            for name, array in vars(self).items()
+            if np.ndim(array) == 2 or name in ("prompts_s", "slo_s")
         }
         return replace(self, fewest=fewest, **arrays)
 
@@ -121,12 +135,12 @@ class Forecast:
         fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)
         return evicted, seconds, fits
 
-    def solve(self, limit_s: FloatArray) -> int:
+    def solve(self, keep_slo: bool = True) -> int:
         """The smallest of the best batch sizes: all that fit without restoring anything; beyond
         that, the one that makes most tokens per second until all have ended.
 
         Args:
-            limit_s: [b], what the mean step may take, from now to any time ahead.
+            keep_slo: at any time ahead the time per token must keep the SLO.
 
         Returns:
             b; `fewest` if none fits.
@@ -135,7 +149,8 @@ class Forecast:
         evicted, seconds, fits_then = self.least(sizes)
         spent = self.summed(seconds)
         fits = fits_then.all(axis=0)
-        fits &= (spent <= limit_s[sizes] * self.steps[1:, None]).all(axis=0)
+        if keep_slo:
+            fits &= self._in_time(sizes, spent)
         made = self.summed(self.rows[:, sizes])[-1]
         value = np.where(fits, made / spent[-1], 0.0)
         cached = np.flatnonzero(fits & (evicted == 0.0).all(axis=0))
@@ -144,16 +159,43 @@ class Forecast:
             return self.fewest
         return int(sizes[first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())])
 
+    def _in_time(self, sizes: IntArray, decoding_s: FloatArray) -> BoolArray:
+        """Whether nobody misses the SLO because of those who come: neither they themselves, nor of
+        the running requests any that would keep it without them.
+
+        Args:
+            decoding_s: predicted time of the steps until each time ahead, [times - 1, sizes].
+        """
+        allowed_s = SLO_SHARE * self.slo_s[sizes] * self.steps[1:, None]
+        spent_s = self.pace * decoding_s + self.prompts_s[sizes]
+        behind_s = np.minimum(self.ahead_s, 0.0)
+        kept = behind_s >= (spent_s - allowed_s)[:, :1]
+        behind = np.where(kept, behind_s, 0.0).min(axis=1, initial=0.0)
+        return np.asarray((spent_s <= allowed_s + behind[:, None]).all(axis=0))
+
     def summed(self, of: FloatArray) -> FloatArray:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
         between = np.diff(self.steps)[:, None] * (of[1:] + of[:-1]) / 2
         return np.cumsum(between, axis=0)
 
 
-def planned_slos_s(state: SystemState, most: int) -> FloatArray:
-    """What the mean step of the first b candidates may take by the latency model's prediction,
-    [b] from 0, so that their SLO is kept."""
-    return SLO_SHARE / state.pace * slos_s(state, most)
+def _prompts_s(state: SystemState, waiting: int) -> FloatArray:
+    """Time to compute the prompts of those of the first b candidates who wait, [b] from 0."""
+    tokens, shared = state.waiting.tokens[:waiting], state.waiting.shared_tokens[:waiting]
+    rows = (tokens - shared).cumsum()
+    pairs = ((tokens - shared) * (tokens + shared) / 2).cumsum()
+    seconds = state.latency.step_seconds(StepWork(0, 0, prefill_rows=rows, prefill_pairs=pairs))
+    return np.concatenate((np.zeros(len(state.running) + 1), seconds))
+
+
+def _ahead_s(state: SystemState) -> FloatArray:
+    """Time by which each running request is ahead of its SLO, [running]; 0 if it has none, or not
+    two tokens yet."""
+    running = state.running
+    slo_s = np.minimum(running.tpot_slo_s, state.tpot_slo_s)
+    told = np.isfinite(slo_s) & np.isfinite(running.tpot_s)
+    spare_s = np.where(told, slo_s, 0.0) - np.where(told, running.tpot_s, 0.0)
+    return np.asarray(spare_s * (running.tokens - running.prompt_tokens), np.float64)
 
 
 def _times(left: IntArray) -> IntArray:

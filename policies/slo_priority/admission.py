@@ -12,7 +12,7 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
 from ellm_sgl.policies.planned import evictable_tokens, select
 from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted
-from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast, planned_slos_s
+from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
 
@@ -98,7 +98,7 @@ def admit(state: SystemState, levels: Levels, budget: PrefillBudget) -> tuple[in
     several = len(state.running) > 0 and bool((levels.running != level[0]).any())
     line = _in_line(state, order, ignore_slo=several)
     forecast = Forecast.of(line, len(order))
-    count = forecast.solve(planned_slos_s(line, len(order))) - len(state.running)
+    count = forecast.solve() - len(state.running)
     if several and level[0] < levels.running.max():
         lower = np.flatnonzero(levels.running > level[0])
         count = max(count, _at_others_expense(line, lower, forecast))
