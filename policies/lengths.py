@@ -105,13 +105,13 @@ class OutputLengths:
         Returns:
             float64 [times, requests].
         """
+        if not self._cumulative:
+            return _survival(self._pooled, generated, ahead)
         result = np.empty((len(ahead), len(generated)))
         for kind in np.unique(priority).tolist():
             members = priority == kind
-            own = generated[members]
             cumulative = self._cumulative.get(kind, self._pooled)
-            later = np.interp(own + ahead[:, None], EDGES, cumulative)
-            result[:, members] = np.exp(np.interp(own, EDGES, cumulative) - later)
+            result[:, members] = _survival(cumulative, generated[members], ahead)
         return result
 
     @cached_property
@@ -131,6 +131,12 @@ class OutputLengths:
             going_on = self.generated[self.priority == kind]
             found[kind] = _summed(seen.hazard(going_on, self._hazard, CLASS_PRIOR))
         return found
+
+
+def _survival(cumulative: FloatArray, generated: IntArray, ahead: IntArray) -> FloatArray:
+    """Of requests with these cumulative hazards at every edge; [times, requests]."""
+    later = np.interp(generated + ahead[:, None], EDGES, cumulative)
+    return np.asarray(np.exp(np.interp(generated, EDGES, cumulative) - later))
 
 
 def _summed(hazard: FloatArray) -> FloatArray:

@@ -17,6 +17,7 @@ import numpy as np
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
 from ellm_sgl.policies.planned import evictable, running_and
+from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
     TOLERANCE,
     least_evicted,
@@ -25,8 +26,12 @@ from ellm_sgl.policies.problem.candidates import (
 )
 
 FIRST_STEPS = 32
-"""The first time ahead; each further one is twice as far, until all are at their bounds."""
-ENDS = 12
+"""The first time ahead; each further one is `FACTOR` times as far, until all are at their ends,"""
+FACTOR = 4
+ENDS = 4
+"""and before so many of these ends."""
+MANY = 128
+"""Waiting requests beyond which those that do not even fit now are left out first."""
 DEVIATIONS = 2.0
 """Standard deviations above the mean that memory is planned at."""
 SLO_SHARE = 0.95
@@ -69,7 +74,9 @@ class Forecast:
 
     @classmethod
     def of(cls, state: SystemState, waiting: int) -> Forecast:
-        """With up to so many of the waiting requests."""
+        """With up to so many of the waiting requests; of `MANY`, as many as fit now."""
+        if waiting > MANY:
+            waiting = _fitting_now(state, waiting)
         requests, block = running_and(state, slice(waiting)), state.memory.block_tokens
         generated = requests.tokens - requests.prompt_tokens
         left = np.maximum(requests.max_new_tokens - generated, 1)
@@ -179,13 +186,24 @@ class Forecast:
         return np.cumsum(between, axis=0)
 
 
+def _fitting_now(state: SystemState, waiting: int) -> int:
+    """With how many of up to so many waiting requests the next step fits into memory and SLO: it
+    gets no easier until some have ended, and to look far ahead for a thousand takes time."""
+    problem = BatchProblem.of(state, waiting)
+    limit_s = SLO_SHARE / state.pace * slos_s(state, waiting)
+    sizes = np.arange(problem.fewest, problem.most + 1)
+    _, _, fits = replace(problem, limit_s=limit_s).least(sizes)
+    most = problem.fewest + int(np.logical_and.accumulate(fits[1:]).sum())
+    return max(min(most, problem.most) - len(state.running), 0)
+
+
 def _prompts_s(state: SystemState, waiting: int) -> FloatArray:
     """Time to compute the prompts of those of the first b candidates who wait, [b] from 0."""
     tokens, shared = state.waiting.tokens[:waiting], state.waiting.shared_tokens[:waiting]
     rows = (tokens - shared).cumsum()
     pairs = ((tokens - shared) * (tokens + shared) / 2).cumsum()
     seconds = state.latency.step_seconds(StepWork(0, 0, prefill_rows=rows, prefill_pairs=pairs))
-    return np.concatenate((np.zeros(len(state.running) + 1), seconds))
+    return np.append(np.zeros(len(state.running) + 1), np.broadcast_to(seconds, rows.shape))
 
 
 def _ahead_s(state: SystemState) -> FloatArray:
@@ -199,9 +217,10 @@ def _ahead_s(state: SystemState) -> FloatArray:
 
 
 def _times(left: IntArray) -> IntArray:
-    """0, times each twice as far as the one before, and the last steps before requests are at their
-    bounds: of `ENDS` of them at most, evenly spread. Memory is fullest before somebody ends."""
-    doubled = max(math.ceil(math.log2(int(left.max(initial=1)) / FIRST_STEPS)), 0)
+    """0, times each `FACTOR` times as far as the one before, and the last steps before requests are
+    at their bounds: `ENDS` of these at most, evenly spread. Memory is fullest before such an end.
+    """
+    further = max(math.ceil(math.log(int(left.max(initial=1)) / FIRST_STEPS, FACTOR)), 0)
     ends = np.unique(left - 1)
     ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), ENDS)).astype(np.int64)]
-    return np.unique(np.concatenate(([0], FIRST_STEPS << np.arange(doubled + 1), ends)))
+    return np.unique(np.concatenate(([0], FIRST_STEPS * FACTOR ** np.arange(further + 1), ends)))

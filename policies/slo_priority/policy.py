@@ -18,7 +18,8 @@ from ellm_sgl.policies.base import (
     SystemState,
     WorkSplit,
 )
-from ellm_sgl.policies.planned import evictable_tokens, running_and
+from ellm_sgl.policies.pausing.choice import Pausing
+from ellm_sgl.policies.planned import evictable_tokens, running_and, select
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
     least_evicted,
@@ -52,6 +53,8 @@ class SloPriority(Policy):
       expense.
     - Ratios: a convex program that evicts less urgent requests first.
     - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
+      Where restoring does not pay the last of the least urgent pause until there is room, as those
+      of `fcfs` do; nobody is admitted then but more urgent requests.
 
     Args:
         loss: share of tokens per second that pauses may cost in the mean while they are needed, by
@@ -65,6 +68,9 @@ class SloPriority(Policy):
         self._refused: Standing[None] | None = None
         """Nobody could be admitted. While the requests are the same, running ones only grow: it
         gets no easier."""
+        self._pausing = Pausing()
+        self._evicted_of: IntArray | None = None
+        """n_i of the running requests while some pause until there is room."""
         self._losses = Losses(loss)
         self._budget = PrefillBudget()
         self._scheduled: Standing[Schedule] | None = None
@@ -75,11 +81,18 @@ class SloPriority(Policy):
 
     def batch(self, state: SystemState) -> Batch:
         levels = self._levels(state)
+        out = self._out_of_room(state, levels)
         admitted = self._admit(state, levels)
+        if len(out):
+            urgency = levels.running[out].min()
+            admitted = tuple(i for i in admitted if levels.waiting[i] < urgency)
         schedule = self._schedule(state, levels, queue=len(admitted) < len(state.waiting))
-        return Batch(admit=admitted, pause=schedule.paused(state))
+        return Batch(admitted, pause=tuple(sorted({*schedule.paused(state), *out.tolist()})))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        if batch.pause and self._evicted_of is not None:
+            none = np.zeros(len(batch.admit), np.int64)
+            return ratios_for(state, batch, np.concatenate((self._evicted_of, none)))
         return ratios_for(state, batch, self._evicted(state, batch))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
@@ -91,6 +104,18 @@ class SloPriority(Policy):
             self._ranked = Standing(rank_levels(state.running, state.waiting), *ids)
             self._refused = None
         return self._ranked.answer
+
+    def _out_of_room(self, state: SystemState, levels: Levels) -> IntArray:
+        """Positions of the running requests that pause until there is room."""
+        running = state.running
+        order = np.lexsort((running.request_id, levels.running))
+        ordered = replace(state, running=select(running, order))
+        active = self._pausing.active(ordered) if len(order) else 0
+        self._evicted_of = None
+        if active < len(order):
+            self._evicted_of = np.zeros(len(order), np.int64)
+            self._evicted_of[order] = self._pausing.evicted(ordered, active)
+        return order[active:]
 
     def _admit(self, state: SystemState, levels: Levels) -> tuple[int, ...]:
         self._budget.note(state, levels.several)
