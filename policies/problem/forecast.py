@@ -27,8 +27,8 @@ from ellm_sgl.policies.problem.candidates import (
 
 FIRST_STEPS = 32
 """The first time ahead; each further one is `FACTOR` times as far, until all are at their ends,"""
-FACTOR = 4
-ENDS = 4
+FACTOR = 2
+ENDS = 6
 """and before so many of these ends."""
 MANY = 128
 """Waiting requests beyond which those that do not even fit now are left out first."""
