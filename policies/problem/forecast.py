@@ -144,7 +144,7 @@ class Forecast:
 
     def solve(self, keep_slo: bool = True) -> int:
         """The smallest of the best batch sizes: all that fit without restoring anything; beyond
-        that, the one that makes most tokens per second until all have ended.
+        that, the one that makes most tokens per second until they have ended.
 
         Args:
             keep_slo: at any time ahead the time per token must keep the SLO.
@@ -154,17 +154,26 @@ class Forecast:
         """
         sizes = np.arange(self.fewest, self.rows.shape[1])
         evicted, seconds, fits_then = self.least(sizes)
-        spent = self.summed(seconds)
         fits = fits_then.all(axis=0)
         if keep_slo:
-            fits &= self._in_time(sizes, spent)
-        made = self.summed(self.rows[:, sizes])[-1]
-        value = np.where(fits, made / spent[-1], 0.0)
+            fits &= self._in_time(sizes, self.summed(seconds))
+        value = np.where(fits, self._rate(sizes, seconds), 0.0)
         cached = np.flatnonzero(fits & (evicted == 0.0).all(axis=0))
         first = int(cached[-1]) if len(cached) else 0
         if (best := value[first:].max()) <= 0.0:
             return self.fewest
         return int(sizes[first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())])
+
+    def _rate(self, sizes: IntArray, seconds: FloatArray) -> FloatArray:
+        """Tokens per second that batches make, [sizes]. A time ahead counts for as many as are left
+        then: whoever ends has made room for others, and few steps should pay for none.
+
+        Args:
+            seconds: of a step, [times, sizes].
+        """
+        rows = self.rows[:, sizes]
+        left = rows / rows[0]
+        return np.asarray(self.summed(left * rows)[-1] / self.summed(left * seconds)[-1])
 
     def _in_time(self, sizes: IntArray, decoding_s: FloatArray) -> BoolArray:
         """Whether nobody misses the SLO because of those who come: neither they themselves, nor of

@@ -96,6 +96,8 @@ def _told(state: SystemState, decision: Decision) -> tuple[Any, ...]:
 
 def _use(iteration: Iteration, model: LatencyModel, policy: Policy) -> None:
     controller = iteration.controller
+    # What clocks tell differs, and so would what is done for an SLO's sake.
+    controller.limits = dataclasses.replace(controller.limits, tpot_slo_s=math.inf)
     controller.steps.model = model
     controller.switch(policy)
 
