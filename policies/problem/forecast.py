@@ -125,10 +125,13 @@ class Forecast:
         return replace(self, fewest=fewest, **arrays)
 
     def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
-        """For each of these batch sizes: the least Σ n_i that fits into memory, T with the same
-        share of each request's e_i evicted, and whether a step may restore it, [times, sizes]."""
+        """For each of these batch sizes: the least Σ n_i that fits into memory (0 where none does), T
+        with the same share of each request's e_i evicted, and whether a step may restore it, [times,
+        sizes]."""
         evicted = least_evicted(self.memory, self.short[:, sizes])
         evictable = self.evictable[:, sizes]
+        fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)
+        evicted = np.where(fits, evicted, 0.0)
         share = evicted / np.maximum(evictable, 1.0)
         seconds = self.latency.step_seconds(
             StepWork(
@@ -139,7 +142,6 @@ class Forecast:
                 restored_prefix=share * self.prefix[:, sizes],
             )
         )
-        fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)
         return evicted, seconds, fits
 
     def solve(self, keep_slo: bool = True) -> int:
