@@ -27,7 +27,8 @@ from ellm_sgl.policies.problem.standing import Standing
 GAIN = 0.05
 """Requests begin to pause when that decodes so much more per second."""
 COUNT_EVERY = 16
-"""Iterations after which it is asked again who takes part, though nobody has come or gone."""
+"""Iterations after which it is asked again who takes part, though nobody has come or gone, nor has
+twice as much memory come to be missing."""
 GROWTH_STEPS = 2 * COUNT_EVERY
 """What is evicted of those that pause makes room for so many further steps at once."""
 
@@ -49,7 +50,8 @@ class Pausing:
         ids = state.running.request_id
         paused = np.isin(ids, self._paused)
         active = max(int(paused.argmax()), 1) if paused.any() else len(ids)
-        given = ids, state.memory.device_tokens
+        short = max(short_tokens(state, Candidates.of(state)), 0)
+        given = ids, state.memory.device_tokens, short.bit_length()
         if self._counted is None or not self._counted.holds(*given):
             self._counted = Standing(None, *given, iterations=COUNT_EVERY)
             self._evicted = None

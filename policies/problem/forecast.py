@@ -125,9 +125,9 @@ class Forecast:
         return replace(self, fewest=fewest, **arrays)
 
     def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
-        """For each of these batch sizes: the least Σ n_i that fits into memory (0 where none does), T
-        with the same share of each request's e_i evicted, and whether a step may restore it, [times,
-        sizes]."""
+        """For each of these batch sizes, [times, sizes]: the least Σ n_i that fits into memory, T
+        with the same share of each request's e_i evicted, and whether it fits and a step may
+        restore it; where not, the first two are those of nothing evicted."""
         evicted = least_evicted(self.memory, self.short[:, sizes])
         evictable = self.evictable[:, sizes]
         fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)

@@ -61,7 +61,7 @@ class Regret(Scenario):
     requests: int = option(100, click.IntRange(2, 10_000), "Of each cell.")
     every: int = option(1, click.IntRange(1), "Take every so many cells of the grid.")
 
-    columns = (Column("tokens/s within the SLO", WITHIN),)
+    columns = (Column("tokens/s within the SLO", WITHIN), Column("within", ATTAINED, "{:.0%}"))
 
     def starters(self) -> Mapping[str, Any]:
         return {"simulator": nullcontext}
