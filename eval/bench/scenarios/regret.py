@@ -59,7 +59,7 @@ class Regret(Scenario):
         tuple(MACHINES), click.Choice(tuple(MACHINES)), flag="--machine", multiple=True
     )
     requests: int = option(100, click.IntRange(2, 10_000), "Of each cell.")
-    every: int = option(1, click.IntRange(1), "Take every so many cells of the grid.")
+    every: int = option(1, click.IntRange(1, 1000), "Take every so many cells of the grid.")
 
     columns = (Column("tokens/s within the SLO", WITHIN), Column("within", ATTAINED, "{:.0%}"))
 
