@@ -2,7 +2,8 @@
 
 `python -m ellm_sgl.eval.gpu --out FILE [--part NAME ...] [--budget-gb N ...]` writes one JSON file
 and keeps it up to date after every part, so that a run that is cut off has lost only what it was
-doing. A part that fails is noted, with its last words, and the next one begins.
+doing. A part that fails is noted, with its last words, and the next one begins. What the device did
+meanwhile, by NVML (`nvml.py`), stands beside each result.
 
 - `tests`: the tests marked `gpu` (from a checkout);
 - `verify`: `ellm-sgl verify` on a tiny model, fp32 and bf16;
@@ -32,13 +33,14 @@ from ellm_sgl.client.replay import Request, replay
 from ellm_sgl.client.summary import summarize
 from ellm_sgl.config.click_types import FiniteRange
 from ellm_sgl.eval.bench.report import versions
+from ellm_sgl.eval.nvml import Sampler
 from ellm_sgl.eval.tiny_models import write
 from ellm_sgl.sglang.cuda import EXPERIMENTAL
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU_TESTS = ("tests/kernels", "tests/step")
 """Folders with tests that need a device."""
-PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel")
+PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel", "nvidia-ml-py")
 LLAMA_2_13B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -77,6 +79,13 @@ def device() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "versions": dict.fromkeys(PACKAGES) | versions(PACKAGES),
     }
+
+
+def sampler() -> Sampler:
+    """Of the device that all of it runs on."""
+    import torch
+
+    return Sampler(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
 
 
 def run_tests() -> dict[str, Any]:
@@ -127,16 +136,19 @@ def servers(model: str, budget_gb: float | None) -> dict[str, list[str]]:
 def serve(name: str, arguments: Sequence[str], budget_gb: float | None) -> list[dict[str, Any]]:
     """One server: warmed up, then loaded with lengths that it may, and may not, rely on (`exact`).
 
-    `state` is eLLM's counters. `budget_gb`: KV memory; None: all that is left.
+    `state` is eLLM's counters, `device` the sampler's summary. `budget_gb`: KV memory; None: all
+    that is left.
     """
     served = []
     with ServerProcess(arguments, {EXPERIMENTAL: "1"}) as server:
         replay(server.url, requests(exact=True, seed=0)[:4])
         for exact in (True, False):
-            summary = asdict(summarize(replay(server.url, requests(exact, seed=1))))
+            with sampler() as beside:
+                summary = asdict(summarize(replay(server.url, requests(exact, seed=1))))
             state = server.state() if name == "ellm" else {}
             served.append({"server": name, "budget_gb": budget_gb, "exact": exact,
-                           "summary": summary, "state": state})  # fmt: skip
+                           "summary": summary, "state": state,
+                           "device": beside.summary()})  # fmt: skip
     return served
 
 
@@ -160,14 +172,15 @@ def _ellm_sgl(*arguments: str) -> dict[str, Any]:
 
 def _command(*arguments: str) -> dict[str, Any]:
     """Run Python in a process of its own; its JSON, or its last words."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, EXPERIMENTAL: "1"},
-        capture_output=True,
-        text=True,
-    )
-    result: dict[str, Any] = {"ok": done.returncode == 0}
+    with sampler() as beside:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, EXPERIMENTAL: "1"},
+            capture_output=True,
+            text=True,
+        )
+    result: dict[str, Any] = {"ok": done.returncode == 0, "device": beside.summary()}
     try:
         result["report"] = json.loads(done.stdout)
     except json.JSONDecodeError:

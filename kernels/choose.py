@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from ellm_sgl.kernels import torch_paged
 from ellm_sgl.kernels.cpu import attention as cpu
 from ellm_sgl.kernels.cpu.library import load
-from ellm_sgl.kernels.layout import GroupLayout
+from ellm_sgl.kernels.layout import MixedAttention
 
-CUDA_VARIABLE = "ELLM_SGL_CUDA_ATTENTION"
-"""Environment: "flashinfer" takes FlashInfer's kernels on CUDA. For tests and comparisons."""
-
-
-class MixedAttention(Protocol):
-    """An attention kernel; `reference.mixed_attention` defines what it does.
-
-    `delta` is the share of the processor, 0..1, that begins with recomputation (K1). It shows in
-    the time alone; a kernel that does one thing after the other has no use for it.
-    """
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layout: GroupLayout,
-        scale: float,
-        out_rows: int | None = None,
-        delta: float = 0.5,
-    ) -> torch.Tensor: ...
+if TYPE_CHECKING:
+    from ellm_sgl.kernels.experimental.graph import GraphSteps
 
 
 CopyUnits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -70,15 +48,43 @@ def _choose_on_device(
     device: torch.device, head_dim: int, row_type: torch.dtype, pool_type: torch.dtype
 ) -> tuple[MixedAttention, str]:
     # Not above: a CPU host may have neither library.
-    from ellm_sgl.kernels.experimental import flashinfer
-    from ellm_sgl.kernels.experimental.triton import attention as fused
+    from ellm_sgl.kernels.experimental.cuda import DividedAttention
+    from ellm_sgl.kernels.experimental.flashinfer import attention as flashinfer
+    from ellm_sgl.kernels.experimental.triton import attention as triton
 
-    shape = f"heads of {head_dim} in {row_type} on {pool_type}"
-    if os.environ.get(CUDA_VARIABLE) == "flashinfer":
-        if not flashinfer.supports(head_dim, row_type, pool_type):
-            raise ValueError(f"{CUDA_VARIABLE}=flashinfer: FlashInfer has no kernel for {shape}")
-        return flashinfer.FlashInferAttention(device), "FlashInfer"
-    if device.type == "cuda" and fused.supports(head_dim, row_type, pool_type):
-        kernel = fused.FusedAttention(device)
-        return kernel, f"fused Triton kernel ({kernel.programs} programs)"
-    return torch_paged.mixed_attention, f"PyTorch's kernels (no Triton kernel for {shape})"
+    shape = head_dim, row_type, pool_type
+    what = f"heads of {head_dim} in {row_type} on {pool_type}"
+    if device.type != "cuda" or not triton.supports(*shape):
+        return torch_paged.mixed_attention, f"PyTorch's kernels (no Triton kernel for {what})"
+    fused = triton.FusedAttention(device)
+    name = f"fused Triton kernel ({fused.programs} programs)"
+    if not flashinfer.supports(*shape):
+        return fused, f"{name}; FlashInfer has none for {what}"
+    divided = DividedAttention(flashinfer.FlashInferAttention(device), fused)
+    return divided, f"FlashInfer; where rows are recomputed, {name}"
+
+
+def choose_graph_steps(
+    kernel: MixedAttention,
+    layer_groups: int,
+    most_rows: int,
+    most_blocks: int,
+    pool: torch.Tensor,
+    heads: int,
+) -> GraphSteps:
+    """Decode steps for CUDA graphs, by what `kernel`, chosen on a device, takes for such steps.
+
+    Args:
+        kernel: see `choose`.
+        layer_groups, most_rows, most_blocks, pool: see `GraphSteps`.
+        heads: query heads.
+    """
+    from ellm_sgl.kernels.experimental.cuda import DividedAttention
+    from ellm_sgl.kernels.experimental.flashinfer.graph import FlashInferGraphSteps
+    from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
+    from ellm_sgl.kernels.experimental.triton.graph import FusedGraphSteps
+
+    sizes = layer_groups, most_rows, most_blocks, pool, heads
+    if isinstance(kernel, DividedAttention):
+        return FlashInferGraphSteps(kernel.ragged, *sizes)
+    return FusedGraphSteps(FusedAttention(pool.device), *sizes)

@@ -1,12 +1,12 @@
-"""What an attention kernel is told about the rows of one step.
+"""What an attention kernel is told about the rows of one step, and how it is called.
 
-These are named tuples: made in every step, per request or per group, in a fourth of a frozen
+The layouts are named tuples: made in every step, per request or per group, in a fourth of a frozen
 dataclass's time.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -113,6 +113,27 @@ class GroupLayout(NamedTuple):
     @property
     def write_offsets(self) -> torch.Tensor:
         return self.stacked.write_offsets
+
+
+class MixedAttention(Protocol):
+    """An attention kernel; `reference.mixed_attention` defines what it does.
+
+    `delta` is the share of the processor, 0..1, that begins with recomputation (K1). It shows in
+    the time alone; a kernel that does one thing after the other has no use for it.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layout: GroupLayout,
+        scale: float,
+        out_rows: int | None = None,
+        delta: float = 0.5,
+    ) -> torch.Tensor: ...
 
 
 def packed_heads(x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ No torch, no SGLang in here. This module has what authors of policies need; to t
 
 from ellm_sgl.policies.base import (
     Batch,
+    EndedRequest,
     MemoryState,
     Policy,
     Ratios,
@@ -22,6 +23,7 @@ from ellm_sgl.policies.work_split import plan_split
 
 __all__ = [
     "Batch",
+    "EndedRequest",
     "Fcfs",
     "FixedRatio",
     "MemoryState",

@@ -1,8 +1,8 @@
 """What a policy sees and what it answers.
 
-Every decode iteration the control loop builds a `SystemState` and asks three questions in turn:
-`batch` (who runs), `ratio` (how much of each stays cached), `split` (how the processor is
-shared). All answers are checked before they are applied; see `ellm_sgl.policies.checks`.
+The control loop builds a `SystemState` and asks three questions in turn: `batch` (who runs),
+`ratio` (how much of each stays cached), `split` (how the processor is shared). `Policy` says when.
+All answers are checked before they are applied; see `ellm_sgl.policies.checks`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
+from ellm_sgl.policies.lengths import OutputLengths
 
 ALL_THREADS = 1024
 """T, of which δ recompute."""
@@ -40,6 +41,9 @@ class Requests:
     """Tokens in blocks that other requests use too; these stay cached."""
     uncached_tokens: IntArray
     """Tokens whose KV is missing now, so that a step has to restore it. 0 while waiting."""
+    uncached_on_host: IntArray
+    """Those of `uncached_tokens` that the host has and a step can fetch; the KV of the others is
+    lost, and computed again. 0 while waiting, and without a host tier."""
     arrival_s: FloatArray
     """When the request arrived, in seconds of the server's clock (see `SystemState.now_s`)."""
     waited_s: FloatArray
@@ -72,7 +76,8 @@ class MemoryState:
     host_free_tokens: int
     """KV tokens free in the host tier."""
     max_restored_tokens: int
-    """Most tokens (Σ n_i) that one step may restore."""
+    """Most tokens that one step can recompute. Σ n_i of those that take part has to stay within it,
+    also where the host has copies: what there is no room to fetch is recomputed."""
     staging_overhead: float
     """M_o per restored token: device memory a step needs to restore one token, in KV tokens."""
 
@@ -92,7 +97,7 @@ class StepReport:
 
 @dataclass(frozen=True, eq=False)
 class SystemState:
-    """One decode iteration, as a policy sees it. Read-only."""
+    """One iteration of the scheduler, as a policy sees it. Read-only."""
 
     now_s: float
     """The server's clock, in seconds (monotonic)."""
@@ -108,11 +113,18 @@ class SystemState:
     hardware: HardwareProfile
     """The machine that serves it."""
     latency: LatencyModel
-    """Predicts a step's time. A policy may call `step_seconds` and nothing else."""
+    """Predicts the time of a step of given work. Of what it restores, it takes what the host has or
+    could still take to be fetched, and the rest to be recomputed. A policy may call `step_seconds`
+    and nothing else."""
     tpot_slo_s: float
     """The server's SLO on the time per output token, in seconds; inf if none was set."""
     last_step: StepReport | None
     """The last measured step; None before the first."""
+    pace: float
+    """By how much decode steps have of late taken longer than the latency model predicts: a high
+    quantile of means over some dozen steps. 1 at first."""
+    lengths: OutputLengths
+    """How long answers get, by what the server has seen."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +150,10 @@ class Ratios:
     running: FloatArray
     """One per entry of `state.running`."""
     admitted: FloatArray
-    """One per entry of `batch.admit`: what they will come to. The server admits as many as fit once
-    they, and those that run, are at this ratio, with all the output that they may have."""
+    """One per entry of `batch.admit`: what each will come to. The server admits them in their order
+    while they fit at these ratios, with all the output that they may have: of each, a share
+    1 - (1 - M_o) r counts. Those that run count as coming to the least of the ratios of those
+    admitted with them, or to their own targets where these are higher."""
 
 
 @dataclass(frozen=True)
@@ -165,22 +179,47 @@ class WorkSplit:
         return self.delta / ALL_THREADS
 
 
+@dataclass(frozen=True)
+class EndedRequest:
+    """A request that the server knows no longer."""
+
+    request_id: int
+    """As in `Requests.request_id`, if the policy has seen it at all."""
+    output_tokens: int
+    """Tokens generated."""
+    aborted: bool
+    """The client, or the server, gave it up; else it ended by itself or at its bound."""
+
+
+MOST_ENDED = 65_536
+"""Ended requests that wait to be told to a policy."""
+
+
 class Policy(ABC):
     """Decides who runs, how much of each request stays cached, and how a step is divided.
 
-    Called from one thread, once per decode iteration, `batch` before `ratio` before `split`.
-    A policy may remember things between calls, but must not change the state it is given. It
-    has `--ellm-policy-budget-ms` (5 by default) for all three answers. An exception, an answer
-    that fails its check, or a late one is replaced for that step by "keep all cached, admit as
-    SGLang does" and counted. With tensor parallelism only rank 0 asks; the others get its answer.
+    Asked once per iteration of the scheduler in which somebody runs or waits, before it is known
+    whether the iteration's step computes prompts or decodes: `batch` before `ratio` before `split`.
+    Where it computes prompts, only who is admitted and the split are applied; running requests'
+    ratios and pauses are for steps that decode, and the next iteration asks anew. The policy is not
+    asked while a decision stands (`idle_without_pressure`). With tensor parallelism only rank 0
+    asks; the others get its answer.
+
+    All calls come from one thread. A policy may remember things between them, but must not change
+    the state it is given. It has `--ellm-policy-budget-ms` (5 by default) for all three answers.
+    An exception, an answer that fails its check, or a late one is replaced for that iteration by
+    "keep all cached, admit as SGLang does" and counted.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A promise is of those answers alone that it was made for."""
+        """A promise is of those methods alone that it was made for."""
         super().__init_subclass__(**kwargs)
-        if "idle_without_pressure" not in vars(cls) and vars(cls).keys() & {"batch", "ratio"}:
-            # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
+        own = vars(cls).keys()
+        # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
+        if "idle_without_pressure" not in own and own & {"batch", "ratio"}:
             cls.idle_without_pressure = Policy.idle_without_pressure  # type: ignore[method-assign]
+        if "never_waits" not in own and own & {"batch", "ratio", "split", "ended", "close"}:
+            cls.never_waits = Policy.never_waits  # type: ignore[method-assign]
 
     def idle_without_pressure(self) -> bool:
         """Promise that once all run and all is cached it stays so, while nobody waits and there is
@@ -188,6 +227,26 @@ class Policy(ABC):
         ends: on a CPU, 5 % of a short step. A subclass that answers `batch` or `ratio` itself
         promises nothing unless it says so."""
         return False
+
+    def never_waits(self) -> bool:
+        """Promise that no method waits for anything: another thread, a file, the network. The
+        server then asks on its own thread, which spares a hand-over that takes milliseconds on a
+        busy CPU host; the budget is the same, but a call that hangs hangs the server. Any other
+        policy is asked on a thread of its own, and left behind when it is late. A subclass that
+        has one of these methods of its own promises nothing unless it says so."""
+        return False
+
+    def ended(self, request: EndedRequest) -> None:  # noqa: B027 (does nothing by default)
+        """A request has ended, for what a policy remembers of it. Called once for each, before the
+        next `batch`, on the same thread and within the same budget; an exception is counted like
+        one in an answer, and the questions are asked all the same. Requests that ended while other
+        policies were asked are not told of, and of those that end while a call of this one hangs
+        only the latest `MOST_ENDED`."""
+
+    def close(self) -> None:  # noqa: B027 (does nothing by default)
+        """Another policy takes its place, or its simulation is over: let go of files and threads.
+        The last call, on the same thread; nobody waits for it, and not made where the server's
+        process ends."""
 
     @abstractmethod
     def batch(self, state: SystemState) -> Batch:

@@ -32,6 +32,9 @@ class FixedRatio(Policy):
     def idle_without_pressure(self) -> bool:
         return self._ratio == 0.0
 
+    def never_waits(self) -> bool:
+        return True
+
     def batch(self, state: SystemState) -> Batch:
         return Batch(admit=tuple(range(len(state.waiting))))
 

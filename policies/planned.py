@@ -6,8 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, FloatArray, IntArray, Ratios, Requests, SystemState
+from ellm_sgl.latency import FetchingLatencyModel, HostCopies, LatencyModel, StepWork
+from ellm_sgl.policies.base import (
+    Batch,
+    FloatArray,
+    IntArray,
+    MemoryState,
+    Ratios,
+    Requests,
+    SystemState,
+)
 
 
 def evictable_tokens(requests: Requests, block_tokens: int) -> IntArray:
@@ -28,8 +36,26 @@ def planned_tokens(requests: Requests, ratios: FloatArray, block_tokens: int) ->
     return np.minimum(blocks * block_tokens, evictable_tokens(requests, block_tokens))
 
 
+def host_copies(running: Requests, memory: MemoryState) -> HostCopies:
+    """What of the tokens that these requests miss, or come to miss, the host has."""
+    return HostCopies(
+        uncached=int(running.uncached_tokens.sum()),
+        held=int(running.uncached_on_host.sum()),
+        capacity=memory.host_tokens,
+    )
+
+
+def latency_seen(model: LatencyModel, running: Requests, memory: MemoryState) -> LatencyModel:
+    """What a policy is given to predict steps of these requests with, on a server that predicts by
+    `model`."""
+    if memory.host_tokens == 0:
+        return model
+    return FetchingLatencyModel(model, host_copies(running, memory))
+
+
 def step_work(state: SystemState, batch: Batch, ratios: Ratios) -> StepWork:
-    """Work of the decode step that these answers lead to, with those admitted decoding too."""
+    """Work of the decode step that these answers lead to, with those admitted decoding too.
+    `swap_tokens` are those of the restored tokens that can be fetched."""
     block = state.memory.block_tokens
     running, ratio = state.running, ratios.running
     if batch.pause:
@@ -40,13 +66,14 @@ def step_work(state: SystemState, batch: Batch, ratios: Ratios) -> StepWork:
         admitted = select(state.waiting, batch.admit)
         decoding.append(_decoding(admitted, ratios.admitted, block))
     rows, tokens, uncached, squares, prefix = map(sum, zip(*decoding, strict=True))
+    copies = host_copies(state.running, state.memory)
     return StepWork(
         decode_rows=int(rows),
         decode_tokens=tokens,
         restored_tokens=uncached,
         restored_squares=squares,
         restored_prefix=prefix,
-        swap_tokens=uncached if state.memory.host_tokens else 0,
+        swap_tokens=float(copies.fetched(uncached)),
     )
 
 

@@ -31,7 +31,8 @@ def plan_split(state: SystemState, plan: StepWork) -> WorkSplit:
 
     Args:
         state: gives model and hardware.
-        plan: the step's work; its fields are numbers here.
+        plan: the step's work; its fields are numbers here. `swap_tokens` of the restored tokens
+            can be fetched; the others are recomputed whatever the configuration.
     """
     model, hardware = state.model, state.hardware
     weights = model.attention_weights + model.experts_per_token * model.expert_weights
@@ -47,7 +48,9 @@ def plan_split(state: SystemState, plan: StepWork) -> WorkSplit:
             2.0 * weights * restored_tokens / hardware.flops
             + pair_flops * restored_pairs / hardware.attention_flops
         )
-        l1, l2 = _shortest(swap_s, recompute_s, _decode_layer_s(state, plan, weights))
+        choice = min(fetched / max(restored_tokens, 1.0), 1.0) * recompute_s
+        compute_s = _decode_layer_s(state, plan, weights) + recompute_s - choice
+        l1, l2 = _shortest(swap_s, choice, compute_s)
     else:
         # Whatever memory pressure evicts beyond the plan comes from the host, where there is one.
         l1, l2 = SWAP_ALL if state.memory.host_tokens else RECOMPUTE_ALL

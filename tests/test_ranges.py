@@ -79,7 +79,7 @@ def test_a_value_in_a_message_is_one_short_line(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ({"lookahead": math.inf}, "lookahead: inf"),
+        ({"loss": math.inf}, "loss: inf"),
         ({"a": {"b": [1, {"c": -math.inf}]}}, "c: -inf"),
         ([1.0, math.nan], "options: nan"),
         (math.nan, "options: nan"),

@@ -43,39 +43,64 @@ class Summary:
     output_tokens: int
     tokens_per_s: float
     """Output tokens per second, over `seconds`."""
+    steady_tokens_per_s: float
+    """Output tokens per second before the drain tail: from the first request sent until no request
+    waits for its first token any more."""
+    slo_tokens_per_s: float
+    """Output tokens of the requests that completed within their TPOT SLOs, per second of `seconds`:
+    the throughput of the eLLM paper (§6.1)."""
     ttft: Spread
     tpot: Spread
     itl: Spread
     """Time between tokens of one request, over all tokens."""
     slo_attainment: float
     """Share of the requests that completed within both of their SLOs (within those they have)."""
+    tpot_attainment: float
+    """Share of the requests that completed within their TPOT SLOs: the SLO attainment of the eLLM
+    paper (§6.2)."""
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Summary:
     """The figures of a replay; requests that failed count as SLOs missed."""
-    ends = [o.token_s[-1] for o in outcomes if o.token_s]
-    seconds = max(ends, default=0.0) - min((o.sent_s for o in outcomes), default=0.0)
-    tokens = sum(len(o.token_s) for o in outcomes)
+    began = min((o.sent_s for o in outcomes), default=0.0)
+    times = np.array([at for o in outcomes for at in o.token_s])
+    seconds = float(times.max(initial=began)) - began
+    drain = max((o.token_s[0] for o in outcomes if o.token_s), default=began)
+    in_time = [meets_tpot_slo(o) for o in outcomes]
+    tokens = sum(len(o.token_s) for o, met in zip(outcomes, in_time, strict=True) if met)
     gaps = [np.diff(o.token_s) for o in outcomes if len(o.token_s) > 1]
     return Summary(
         requests=len(outcomes),
         failed=sum(not o.complete for o in outcomes),
         seconds=seconds,
-        output_tokens=tokens,
-        tokens_per_s=tokens / seconds if seconds > 0 else 0.0,
+        output_tokens=len(times),
+        tokens_per_s=per_second(len(times), seconds),
+        steady_tokens_per_s=per_second(int((times <= drain).sum()), drain - began),
+        slo_tokens_per_s=per_second(tokens, seconds),
         ttft=Spread.of([o.ttft_s for o in outcomes]),
         tpot=Spread.of([o.tpot_s for o in outcomes]),
         itl=Spread.of(np.concatenate(gaps) if gaps else []),
         slo_attainment=float(np.mean([meets_slos(o) for o in outcomes])) if outcomes else 0.0,
+        tpot_attainment=float(np.mean(in_time)) if outcomes else 0.0,
     )
+
+
+def per_second(tokens: int, seconds: float) -> float:
+    """Tokens per second; 0 of no time."""
+    return tokens / seconds if seconds > 0 else 0.0
 
 
 def meets_slos(outcome: Outcome) -> bool:
     """Whether a request completed within the SLOs it came with."""
-    wanted = outcome.request
-    late = wanted.ttft_slo_ms is not None and outcome.ttft_s * 1e3 > wanted.ttft_slo_ms
-    slow = wanted.tpot_slo_ms is not None and outcome.tpot_s * 1e3 > wanted.tpot_slo_ms
-    return outcome.complete and not late and not slow
+    slo = outcome.request.ttft_slo_ms
+    late = slo is not None and outcome.ttft_s * 1e3 > slo
+    return meets_tpot_slo(outcome) and not late
+
+
+def meets_tpot_slo(outcome: Outcome) -> bool:
+    """Whether a request completed within the TPOT SLO it came with."""
+    slo = outcome.request.tpot_slo_ms
+    return outcome.complete and not (slo is not None and outcome.tpot_s * 1e3 > slo)
 
 
 def goodput(

@@ -6,6 +6,10 @@ logarithms are near normal: so each is a log-normal, cut off at a longest length
 the cut is the paper's. Its spread (sigma of the logarithm) is an assumption: 1 for ShareGPT, whose
 messages run from a word to a page, 0.5 for L-Eval, a benchmark of documents chosen to be long.
 Nothing here was adjusted to results.
+
+Contexts. The paper serves Llama-2, whose context is 4,096 tokens: a ShareGPT request ends there,
+prompt and output together. L-Eval's mean prompt alone is nine times that. The paper does not say
+how it was served; here requests have the lengths stated, as if the model took them.
 """
 
 from __future__ import annotations
@@ -19,7 +23,11 @@ from ellm_sgl.client.replay import Request
 from ellm_sgl.client.traces import FloatArray, IntArray, Trace
 
 PAPER_GAP_S, PAPER_GAP_SD_S = 0.02215, 0.03749
-"""Mean and standard deviation of the time between arrivals in the eLLM paper, in seconds."""
+"""Mean and standard deviation of the time between arrivals in the eLLM paper's trace, in seconds
+(§6.1)."""
+PAPER_RATES = {"sharegpt": 50.0, "l-eval": 12.5}
+"""Requests per second that the paper states by data set: the first 3,000 intervals of the trace,
+25 a second, halved and doubled (§6.1). The mean above would be 45.1 a second before that."""
 
 PRINTABLE = range(32, 127)
 """Token ids of prompts: the printable characters of a byte-level model, and in any vocabulary."""
@@ -64,10 +72,20 @@ class Lengths:
 
     prompt: LogNormal
     output: LogNormal
+    context: int | None = None
+    """The model's: an output ends where prompt and output have so many tokens. None: no bound."""
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+        """Prompt and output tokens of so many requests."""
+        prompts = self.prompt.draw(count, rng)
+        outputs = self.output.draw(count, rng)
+        if self.context is not None:
+            outputs = np.minimum(outputs, self.context - prompts)
+        return prompts, outputs
 
 
 LENGTHS = {
-    "sharegpt": Lengths(LogNormal(222, 1.0, 4096), LogNormal(1346, 1.0, 8192)),
+    "sharegpt": Lengths(LogNormal(222, 1.0, 3072), LogNormal(1346, 1.0, 4096 - 222), 4096),
     "l-eval": Lengths(LogNormal(35_956, 0.5, 131_072), LogNormal(5189, 0.5, 32_768)),
 }
 """By data set, with the means that the eLLM paper gives."""
@@ -78,10 +96,10 @@ def poisson_arrivals(count: int, per_second: float, rng: np.random.Generator) ->
     return _arrivals(rng.exponential(1 / per_second, count))
 
 
-def gamma_arrivals(count: int, rng: np.random.Generator) -> FloatArray:
-    """Arrival times in seconds, the first at 0; Gamma gaps of the paper's mean and deviation."""
+def gamma_arrivals(count: int, per_second: float, rng: np.random.Generator) -> FloatArray:
+    """Arrival times in seconds, the first at 0; Gamma gaps that vary as the paper's do."""
     shape = (PAPER_GAP_S / PAPER_GAP_SD_S) ** 2
-    return _arrivals(rng.gamma(shape, PAPER_GAP_S / shape, count))
+    return _arrivals(rng.gamma(shape, 1.0, count)) / (shape * per_second)
 
 
 def _arrivals(gaps: FloatArray) -> FloatArray:
@@ -91,8 +109,7 @@ def _arrivals(gaps: FloatArray) -> FloatArray:
 
 def drawn(lengths: Lengths, at_s: FloatArray, rng: np.random.Generator) -> Trace:
     """A trace of these arrivals with lengths drawn from distributions."""
-    prompts = lengths.prompt.draw(len(at_s), rng)
-    return Trace(at_s, prompts, lengths.output.draw(len(at_s), rng))
+    return Trace(at_s, *lengths.draw(len(at_s), rng))
 
 
 def sampled(
@@ -104,17 +121,15 @@ def sampled(
 
 
 def paper_workload(data_set: str, count: int, seed: int, per_second: float | None = None) -> Trace:
-    """The eLLM paper's load: Gamma arrivals of its mean and deviation, lengths of a data set.
+    """The eLLM paper's load: Gamma arrivals that vary as its do, lengths of a data set.
 
     Args:
         data_set: a key of `LENGTHS`.
-        per_second: another mean rate, with gaps of the same shape.
+        per_second: the mean rate, instead of the paper's for this data set.
     """
     rng = np.random.default_rng(seed)
-    times = gamma_arrivals(count, rng)
-    if per_second is not None:
-        times = times * (1 / PAPER_GAP_S / per_second)
-    return drawn(LENGTHS[data_set], times, rng)
+    rate = PAPER_RATES[data_set] if per_second is None else per_second
+    return drawn(LENGTHS[data_set], gamma_arrivals(count, rate, rng), rng)
 
 
 def to_requests(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from ellm_sgl.engine.decision import Decision
 from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.engine.step_log import StepLog
-from ellm_sgl.latency import FetchingLatencyModel, HardwareProfile, ModelShape
+from ellm_sgl.latency import HardwareProfile, ModelShape
 from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState
+from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
+from ellm_sgl.policies.planned import latency_seen
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class ServerLimits:
     max_running: int
     tpot_slo_s: float
     max_restored_tokens: int
-    """Most tokens one step may restore."""
+    """As `MemoryState.max_restored_tokens`."""
 
 
 class Controller:
@@ -43,7 +42,6 @@ class Controller:
         self.steps = steps
         self.limits = limits
         self.guard = PolicyGuard(policy, budget_s)
-        self._fetching = FetchingLatencyModel(steps.model)
 
     def switch(self, policy: Policy) -> None:
         """Ask `policy` from now on; counters start again. The one before is not waited for."""
@@ -51,7 +49,12 @@ class Controller:
         self.guard = PolicyGuard(policy, self.guard.budget_s)
 
     def state(
-        self, now_s: float, running: Requests, waiting: Requests, memory: MemoryState
+        self,
+        now_s: float,
+        running: Requests,
+        waiting: Requests,
+        memory: MemoryState,
+        lengths: OutputLengths,
     ) -> SystemState:
         """The state a policy is asked about."""
         return SystemState(
@@ -61,10 +64,12 @@ class Controller:
             max_running=self.limits.max_running,
             memory=memory,
             model=self.limits.model,
-            latency=self._fetching if memory.host_tokens else self.steps.model,
+            latency=latency_seen(self.steps.model, running, memory),
             hardware=self.limits.hardware,
             tpot_slo_s=self.limits.tpot_slo_s,
             last_step=self.steps.last,
+            pace=self.steps.pace.ratio,
+            lengths=lengths,
         )
 
     def decide(self, state: SystemState) -> Decision:
@@ -76,13 +81,8 @@ class Controller:
             admit=batch.admit,
             pause=frozenset(batch.pause),
             ratios=tuple(ratios.running.tolist()),
-            admitted_ratio=_weighted(ratios.admitted, state.waiting.tokens[list(batch.admit)]),
+            admitted_ratios=tuple(ratios.admitted.tolist()),
             split=answer.split,
             fetch_ahead_s=0.0 if last is None else LINK_SHARE * last.seconds,
             stands=self.guard.idle_without_pressure and keeps_all,
         )
-
-
-def _weighted(ratios: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64]) -> float:
-    total = int(tokens.sum())
-    return float((ratios * tokens).sum() / total) if total else 0.0

@@ -23,8 +23,8 @@ class Decision:
     """Running requests that pause for this step."""
     ratios: tuple[float, ...]
     """Target uncached ratio of each running request."""
-    admitted_ratio: float
-    """That of the admitted requests, weighted by their tokens; bounds admission."""
+    admitted_ratios: tuple[float, ...]
+    """That which each entry of `admit` will come to: what it counts for in admission."""
     split: WorkSplit
     fetch_ahead_s: float
     """Seconds of the link that the coming step may spend on fetching for requests that
@@ -39,9 +39,10 @@ class InForce:
 
     uncached_ratios: Mapping[int, float] = field(default_factory=dict)
     """Target uncached ratio by `seq_id` of the running requests."""
-    admitted_ratio: float = 0.0
     admit: Mapping[int, int] = field(default_factory=dict)
     """Rank by entry (`RequestTable`) of the waiting requests that may be admitted."""
+    admitted_ratios: tuple[float, ...] = ()
+    """The ratio that each will come to, by rank."""
     reorders: bool = False
     """Whether the ranks depart from the order in which they wait."""
     pause: frozenset[int] = frozenset()
@@ -61,11 +62,16 @@ class InForce:
         in the order in which they were observed."""
         return InForce(
             uncached_ratios=dict(zip(seq_ids, decision.ratios, strict=True)),
-            admitted_ratio=decision.admitted_ratio,
             admit={waiting[position]: rank for rank, position in enumerate(decision.admit)},
+            admitted_ratios=decision.admitted_ratios,
             reorders=any(a > b for a, b in itertools.pairwise(decision.admit)),
             pause=frozenset(running[position] for position in decision.pause),
             split=decision.split,
             fetch_ahead_s=decision.fetch_ahead_s,
             stands=decision.stands,
         )
+
+    @property
+    def first_ratio(self) -> float:
+        """That of the first who may be admitted; 0 if nobody may."""
+        return self.admitted_ratios[0] if self.admitted_ratios else 0.0

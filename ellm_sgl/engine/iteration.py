@@ -76,12 +76,15 @@ class Iteration:
         now, elastic, requests = self.clock(), self.elastic, self.requests
         lengths = elastic.table.lengths_of(seq_ids)
         uncached = elastic.table.uncached_tokens(seq_ids)
+        on_host = elastic.table.uncached_on_host(seq_ids)
         shared = elastic.shared_tokens(seq_ids)
+        decoding = requests.running(running, lengths, shared, uncached, on_host, now)
         return self.controller.state(
             now,
-            requests.running(running, lengths, shared, uncached, now),
+            decoding,
             requests.waiting(waiting, now),
             elastic.memory_state(seq_ids, reclaimable),
+            requests.lengths(decoding),
         )
 
     # -- decide -----------------------------------------------------------------------------
@@ -116,7 +119,12 @@ class Iteration:
     def decide_nothing(self) -> None:
         """Nobody runs or waits."""
         self.in_force = dataclasses.replace(
-            self.in_force, uncached_ratios={}, admit={}, pause=frozenset(), fetch_ahead_s=0.0
+            self.in_force,
+            uncached_ratios={},
+            admit={},
+            admitted_ratios=(),
+            pause=frozenset(),
+            fetch_ahead_s=0.0,
         )
 
     def ask_anew(self) -> None:
@@ -128,11 +136,11 @@ class Iteration:
         self.controller.steps.idle()
 
     def admission_tokens(self, reclaimable: int = 0) -> tuple[int, int]:
-        """(now, eventually): see `ElasticMemory.admission_tokens`."""
-        return self.elastic.admission_tokens(reclaimable, self.in_force.admitted_ratio)
+        """(now, eventually) for the first who may be admitted: see `AdmissionRoom.tokens`."""
+        return self.elastic.admission_room(reclaimable).tokens(self.in_force.first_ratio)
 
     def refused(self, eventually: int) -> None:
-        """Those who wait found no room beyond so many tokens."""
+        """Those who wait found no room beyond so many tokens: of the one considered last."""
         self._refused_at = eventually
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
@@ -220,9 +228,9 @@ class Iteration:
 
     # -- report -----------------------------------------------------------------------------
 
-    def started(self, work: StepWork) -> None:
+    def started(self, work: StepWork, steps: int = 1) -> None:
         """A step of this work begins; the one before it has ended."""
-        self.controller.steps.start(work)
+        self.controller.steps.start(work, steps)
 
     def in_step(self, entries: Entries, lengths: npt.NDArray[np.int64]) -> None:
         """These requests get a token in the step being prepared; `lengths` counts it."""
@@ -233,6 +241,15 @@ class Iteration:
         if self._in_step is not None:
             self.requests.decoded(*self._in_step, self.clock())
             self._in_step = None
+
+    def ended(self, entry: int, output_tokens: int, aborted: bool) -> None:
+        """A request has ended, with so many tokens of output."""
+        self.controller.guard.ended(self.requests.end(entry, output_tokens, aborted))
+
+    def left(self, entry: int) -> None:
+        """The server knows a request no longer; if it has not ended, it was aborted."""
+        if (ended := self.requests.remove(entry)) is not None:
+            self.controller.guard.ended(ended)
 
     def retracted(self, entry: int, tokens: int) -> None:
         """A running request waits again, with so many tokens of prompt and output."""

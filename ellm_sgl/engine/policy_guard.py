@@ -1,11 +1,11 @@
 """Ask a policy, and go on without it when it fails.
 
-A policy may be other people's code on the hot path. It runs on a thread of its own, so that one
-that hangs delays a step by its budget and no more, and each of its answers is checked before use.
-The first question may take longer, for imports and compilation: `FIRST_ANSWER_S`.
-(One that holds the interpreter's lock in native code cannot be hurried; numpy, scipy and cvxpy
-release it, or return soon.) The policies of this package are trusted to return: they are asked on
-the caller's thread, because on a busy machine waking another costs a step milliseconds.
+A policy may be other people's code on the hot path. Each of its answers is checked before use, and
+replaced if it comes late. It runs on a thread of its own, so that one that hangs delays a step by
+its budget and no more. The first question may take longer, for imports and compilation:
+`FIRST_ANSWER_S`. (One that holds the interpreter's lock in native code cannot be hurried; numpy,
+scipy and cvxpy release it, or return soon.) A policy that promises never to wait is asked on the
+caller's thread, because on a busy machine waking another costs a step milliseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import math
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ellm_sgl.policies import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies import Batch, EndedRequest, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.base import MOST_ENDED
 from ellm_sgl.policies.checks import InvalidAnswer, check_batch, check_ratios, check_split
 from ellm_sgl.policies.planned import step_work
-from ellm_sgl.policies.registry import is_ours
 from ellm_sgl.worker import OverdueError, Worker, result_within
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_ANSWER_S = 10.0
-"""Time of another's first answer, in seconds, before a server starts or goes on without it. Imports
+"""Seconds of a policy's first answer, before a server starts or goes on without it. Imports
 and compilations take seconds on a busy machine; a server that is switched stands still meanwhile.
 """
 
@@ -56,40 +56,48 @@ class PolicyGuard:
     """A policy whose exceptions, invalid answers and delays never reach the server.
 
     Args:
-        policy: whom to ask. One of this package's is called on the caller's thread and without a
-            deadline; any other on a thread of its own.
-        budget_s: time of another's three answers, in seconds. inf: no deadline and no thread, so
-            that a simulation repeats exactly.
+        policy: whom to ask: on a thread of its own, unless it promises never to wait.
+        budget_s: time of its three answers, in seconds. inf: no deadline and no thread, so that a
+            simulation repeats exactly.
     """
 
     def __init__(self, policy: Policy, budget_s: float) -> None:
         self.policy = policy
         self.budget_s = budget_s
-        self._directly = budget_s == math.inf or is_ours(type(policy).__module__)
+        self._directly = budget_s == math.inf
         self.failures: Counter[str] = Counter()
         """Answers replaced, by kind: "late", "exception", or an `InvalidAnswer.kind`."""
         self.asked = 0
         self._worker = Worker("ellm-policy")
+        self._ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
+        """Not told of yet."""
+        self._raised: deque[Exception] = deque()
+        """By `Policy.ended`, not counted yet."""
+        self._listens = type(policy).ended is not Policy.ended
         self._pending: Future[Any] | None = None
         """A question that was not answered in time. None other is put before it has been."""
         self._logged: dict[str, float] = {}
-        self.idle_without_pressure = self._promises()
+        self.idle_without_pressure = self._promises("idle_without_pressure")
         """`Policy.idle_without_pressure`; not if asking it fails."""
+        self._directly = self._directly or self._promises("never_waits")
 
-    def _promises(self) -> bool:
+    def _promises(self, promise: str) -> bool:
+        """What this method of the policy says; False if it fails, or another question is open."""
+        if self._pending is not None:
+            return False
         try:
-            return self._in_time(FIRST_ANSWER_S, lambda: bool(self.policy.idle_without_pressure()))
+            return self._in_time(FIRST_ANSWER_S, lambda: bool(getattr(self.policy, promise)()))
         except OverdueError:
             self._never_answered()
         except Exception:
-            logger.warning("policy %s: idle_without_pressure raised", type(self.policy).__name__)
+            logger.warning("policy %s: %s raised", type(self.policy).__name__, promise)
         return False
 
     def warm_up(self, state: SystemState) -> None:
         """Ask once, so that imports and compilations are not the first step's.
 
-        Returns after `FIRST_ANSWER_S` at the latest, unless the policy is this package's. Then it
-        is late until it has answered; any other failure is found later, in turn.
+        Returns after `FIRST_ANSWER_S` at the latest, unless the policy promises never to wait. Then
+        it is late until it has answered; any other failure is found later, in turn.
         """
         if self.budget_s == math.inf or self._pending is not None:
             return
@@ -107,15 +115,31 @@ class PolicyGuard:
             "keep all cached and admit as SGLang does",
         )
 
+    def ended(self, request: EndedRequest) -> None:
+        """Tell the policy with the next question."""
+        if self._listens:
+            self._ended.append(request)
+
     def answer(self, state: SystemState) -> Answer:
         """The policy's answer to `state`, within the budget; else the safe one."""
         self.asked += 1
+        answer = self._answered(state)
+        while self._raised:
+            error = self._raised.popleft()
+            self._count("exception", f"raised {_told(error)} when told of an ended request")
+        return answer
+
+    def _answered(self, state: SystemState) -> Answer:
         if self._pending is not None:
             if not self._pending.done():
                 return self._failed(state, "late", "is still at an earlier question")
             self._pending = None
+        began = time.perf_counter()
         try:
-            return self._in_time(self.budget_s, self._ask, state)
+            answer = self._in_time(self.budget_s, self._ask, state)
+            if self._directly and time.perf_counter() - began > self.budget_s:
+                raise OverdueError
+            return answer
         except OverdueError:
             return self._failed(state, "late", f"took more than {self.budget_s * 1e3:g} ms")
         except InvalidAnswer as error:
@@ -124,8 +148,20 @@ class PolicyGuard:
             return self._failed(state, "exception", f"raised {_told(error)}")
 
     def close(self) -> None:
-        """Let the thread go; a question in progress is not waited for, now or ever."""
+        """Close the policy, and let the thread go; neither that nor a question in progress is
+        waited for, now or ever. Nothing may be asked any more."""
+        if type(self.policy).close is not Policy.close:
+            if self._directly:
+                self._close_policy()
+            else:
+                self._worker.submit(self._close_policy)
         self._worker.close()
+
+    def _close_policy(self) -> None:
+        try:
+            self.policy.close()
+        except Exception as error:
+            logger.warning("policy %s: close raised %s", type(self.policy).__name__, _told(error))
 
     def _in_time(self, seconds: float, question: Callable[..., T], *arguments: Any) -> T:
         """The policy's answer; or OverdueError, with the question left pending."""
@@ -139,6 +175,11 @@ class PolicyGuard:
             raise
 
     def _ask(self, state: SystemState) -> Answer:
+        while self._ended:
+            try:
+                self.policy.ended(self._ended.popleft())
+            except Exception as error:
+                self._raised.append(error)
         batch = self.policy.batch(state)
         check_batch(state, batch)
         ratios = self.policy.ratio(state, batch)

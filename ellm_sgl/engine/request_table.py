@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.policies import Requests
+from ellm_sgl.policies import EndedRequest, Requests
+from ellm_sgl.policies.lengths import OutputLengths, Seen
 
 Entries = npt.NDArray[np.int64]
 
@@ -31,8 +32,11 @@ class Arrival:
 
 
 _OF_ARRIVAL = tuple(field.name for field in dataclasses.fields(Arrival))
-_OURS = ("request_id", "waiting_since_s", "first_token_s", "last_token_s", "first_length")
+_OURS = ("request_id", "waiting_since_s", "first_token_s", "last_token_s", "first_length", "ended")
 """Columns; times (`_s`) are float64, the others int64."""
+
+MOST_CLASSES = 16
+"""Priorities whose lengths are known apart: those of which an answer ended last."""
 
 
 class RequestTable:
@@ -49,6 +53,8 @@ class RequestTable:
         }
         self._free = list(range(63, -1, -1))
         self._ids = count(1)
+        self._seen = Seen.nothing()
+        self._seen_by_class: Mapping[int, Seen] = {}
 
     def add(self, arrival: Arrival, now_s: float) -> int:
         """Take note of a request that begins to wait; returns its entry."""
@@ -62,11 +68,42 @@ class RequestTable:
         column["waiting_since_s"][entry] = now_s
         column["first_token_s"][entry] = np.nan
         column["last_token_s"][entry] = np.nan
+        column["ended"][entry] = 0
         return entry
 
-    def remove(self, entry: int) -> None:
-        """A request has left the server."""
+    def end(self, entry: int, output_tokens: int, aborted: bool) -> EndedRequest:
+        """A request has ended: learn from its length. Its entry stays until it is removed."""
+        column = self._columns
+        column["ended"][entry] = 1
+        if output_tokens:
+            bound = int(column["max_new_tokens"][entry])
+            # The last token has no KV: lengths are counted as of requests that run. Who is aborted
+            # makes room as who ends does, and a client that cuts answers off will do so again.
+            self._learn(entry, output_tokens - 1, cut_off=output_tokens >= bound)
+        return EndedRequest(int(column["request_id"][entry]), output_tokens, aborted)
+
+    def _learn(self, entry: int, tokens: int, cut_off: bool) -> None:
+        kind = int(self._columns["priority"][entry])
+        self._seen = self._seen.and_one(tokens, cut_off)
+        others = {k: seen for k, seen in self._seen_by_class.items() if k != kind}
+        known = self._seen_by_class.get(kind, Seen.nothing())
+        latest = [*others.items(), (kind, known.and_one(tokens, cut_off))]
+        self._seen_by_class = dict(latest[-MOST_CLASSES:])
+
+    def remove(self, entry: int) -> EndedRequest | None:
+        """A request has left the server, and its entry is free. One that has not ended was aborted:
+        this is returned."""
+        column, ended = self._columns, None
+        if not column["ended"][entry]:
+            generated = int(column["tokens"][entry] - column["prompt_tokens"][entry])
+            ended = self.end(entry, generated, aborted=True)
         self._free.append(entry)
+        return ended
+
+    def lengths(self, running: Requests) -> OutputLengths:
+        """What is known of output lengths, these requests' included."""
+        generated = running.tokens - running.prompt_tokens
+        return OutputLengths(self._seen, self._seen_by_class, generated, running.priority)
 
     def request_ids(self, entries: Entries) -> npt.NDArray[np.int64]:
         """Ids of these requests; they grow with arrival."""
@@ -92,7 +129,7 @@ class RequestTable:
         column = self._columns
         zeros = np.zeros(len(entries), np.int64)
         waited = now_s - column["waiting_since_s"][entries]
-        return self._requests(entries, column["tokens"][entries], zeros, zeros, waited)
+        return self._requests(entries, column["tokens"][entries], zeros, zeros, zeros, waited)
 
     def running(
         self,
@@ -100,12 +137,14 @@ class RequestTable:
         lengths: npt.NDArray[np.int64],
         shared: npt.NDArray[np.int64],
         uncached: npt.NDArray[np.int64],
+        on_host: npt.NDArray[np.int64],
         now_s: float,
     ) -> Requests:
-        """Requests that decode, as a policy sees them. Lengths, in tokens, are the caller's."""
+        """Requests that decode, as a policy sees them. Lengths, in tokens, are the caller's, and
+        so are the shared, the uncached and, of these, those on the host."""
         last = self._columns["last_token_s"][entries]
         waited = np.where(np.isnan(last), 0.0, now_s - last)
-        return self._requests(entries, lengths, shared, uncached, waited)
+        return self._requests(entries, lengths, shared, uncached, on_host, waited)
 
     def _requests(
         self,
@@ -113,6 +152,7 @@ class RequestTable:
         tokens: npt.NDArray[np.int64],
         shared: npt.NDArray[np.int64],
         uncached: npt.NDArray[np.int64],
+        on_host: npt.NDArray[np.int64],
         waited: npt.NDArray[np.float64],
     ) -> Requests:
         column = self._columns
@@ -126,6 +166,7 @@ class RequestTable:
             "max_new_tokens": column["max_new_tokens"][entries],
             "shared_tokens": shared,
             "uncached_tokens": uncached,
+            "uncached_on_host": on_host,
             "arrival_s": column["arrival_s"][entries],
             "waited_s": waited,
             "priority": column["priority"][entries],

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from ellm_sgl.engine.pace import Pace
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies import StepReport
 
@@ -39,8 +40,9 @@ class StepLog:
         self.model = model
         self.reports: deque[StepReport] = deque(maxlen=KEPT_STEPS)
         self.steps = 0
+        self.pace = Pace()
         self._clock = clock
-        self._started: tuple[StepWork, float, float] | None = None
+        self._started: tuple[StepWork, float, float, int] | None = None
         self._stall_s = 0.0
         self._phase_changes = PhaseChanges()
 
@@ -48,14 +50,15 @@ class StepLog:
     def last(self) -> StepReport | None:
         return self.reports[-1] if self.reports else None
 
-    def start(self, work: StepWork) -> None:
-        """A step begins; the one before it, if there was no pause between, has ended."""
+    def start(self, work: StepWork, steps: int = 1) -> None:
+        """A step begins, or so many alike; the one before, if there was no pause between, has
+        ended."""
         now = self._clock()
         self._finish(now)
         if phase_changes := self._phase_changes.of(bool(work.prefill_rows)):
             work = dataclasses.replace(work, phase_changes=phase_changes)
         predicted = float(self.model.step_seconds(work))
-        self._started = (work, now, predicted)
+        self._started = (work, now, predicted, steps)
 
     def stalled(self, seconds: float) -> None:
         """The step in flight has waited so long for a transfer."""
@@ -68,9 +71,10 @@ class StepLog:
     def _finish(self, now: float) -> None:
         if self._started is None:
             return
-        work, began, predicted = self._started
-        report = StepReport(work, now - began, predicted, self._stall_s)
+        work, began, predicted, steps = self._started
+        report = StepReport(work, (now - began) / steps, predicted, self._stall_s)
         self._started, self._stall_s = None, 0.0
         self.reports.append(report)
-        self.steps += 1
+        self.pace.note(work, now - began, predicted, steps)
+        self.steps += steps
         self.model.observe(work, report.seconds)

@@ -6,7 +6,7 @@ No torch, no SGLang in here.
 from collections.abc import Callable, Mapping
 
 from ellm_sgl.config import LATENCY_MODELS
-from ellm_sgl.latency.base import FetchingLatencyModel, LatencyModel, StepWork
+from ellm_sgl.latency.base import FetchingLatencyModel, HostCopies, LatencyModel, StepWork
 from ellm_sgl.latency.paper import PaperLatencyModel
 from ellm_sgl.latency.partition import hidden_layers
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
@@ -21,6 +21,7 @@ __all__ = [
     "BY_NAME",
     "FetchingLatencyModel",
     "HardwareProfile",
+    "HostCopies",
     "LatencyModel",
     "ModelShape",
     "PaperLatencyModel",

@@ -67,22 +67,55 @@ class LatencyModel(ABC):
         """
 
 
-class FetchingLatencyModel(LatencyModel):
-    """Takes everything that a step restores to be fetched from host memory, not recomputed.
+@dataclass(frozen=True)
+class HostCopies:
+    """How much of what a step restores comes from host memory. In tokens of the running requests:
+    those that pause are not told apart."""
 
-    What policies are given on a server with a host tier: they ask about tokens restored, and the
-    cheap way is how the server restores them while the host has them.
+    uncached: int
+    """Missing on the device now,"""
+    held: int
+    """and those of them that the host has."""
+    capacity: int
+    """That the host can hold; 0 without a host tier."""
+
+    def fetched(self, restored: Quantity) -> Quantity:
+        """Tokens fetched of so many restored ones; the others are recomputed.
+
+        While no more are restored than are missing now, those that the host has come first. What is
+        evicted beyond that goes to the host while it fits: copies of what the device still has
+        make way there, those of what it misses do not.
+        """
+        evicted = np.clip(restored - self.uncached, 0, max(self.capacity - self.held, 0))
+        fetched: Quantity = np.minimum(restored, self.held + evicted)
+        return fetched
+
+
+class FetchingLatencyModel(LatencyModel):
+    """Predicts steps that fetch what the host has, and recompute the rest of what they restore.
+
+    What policies are given on a server with a host tier: they ask about tokens restored, and
+    fetching is the cheap way. To restore more never costs less.
 
     Args:
         inner: predicts a step of known ways; this one learns nothing.
+        copies: what the host has and can take.
     """
 
-    def __init__(self, inner: LatencyModel) -> None:
+    def __init__(self, inner: LatencyModel, copies: HostCopies) -> None:
         self._inner = inner
+        self._copies = copies
 
     def step_seconds(self, work: StepWork) -> FloatArray:
-        fetched = replace(work, swap_tokens=work.restored_tokens, recompute_share=0.0)
-        return self._inner.step_seconds(fetched)
+        restored = work.restored_tokens
+        fetched = self._copies.fetched(restored)
+        return self._inner.step_seconds(
+            replace(
+                work,
+                swap_tokens=np.where(fetched > 0, restored, 0),
+                recompute_share=1.0 - fetched / np.maximum(restored, 1.0),
+            )
+        )
 
     def observe(self, work: StepWork, seconds: float) -> None:
         raise TypeError("show measured steps to the model within")

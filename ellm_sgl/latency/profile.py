@@ -79,3 +79,6 @@ class HardwareProfile:
     times its own time where the processor itself copies."""
     phase_change_s: float = 0.0
     """Further time of a step that prefills after one that decoded, or the other way round."""
+    reduce_row_s: float = 0.0
+    """Further time of a step for each row of any kind (decoded, prefilled, recomputed): moving its
+    hidden states between the ranks. Nothing over a link as fast as NVLink."""

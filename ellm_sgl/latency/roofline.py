@@ -109,7 +109,7 @@ class RooflineLatencyModel(LatencyModel):
         more_rows = _smaller(rows - _smaller(rows, 1), 1)
         return (
             profile.step_overhead_s,
-            profile.row_overhead_s * work.decode_rows,
+            profile.row_overhead_s * work.decode_rows + profile.reduce_row_s * rows,
             read,
             profile.packing * read * more_rows,
             compute - hidden,

@@ -1,5 +1,6 @@
 """Units, page table and physical pool: where each piece of KV is. No SGLang in here."""
 
+from ellm_sgl.memory.admission import AdmissionRoom
 from ellm_sgl.memory.elastic import ElasticMemory
 from ellm_sgl.memory.page_table import IntegrityError, OutOfBlocksError, PageTable
 from ellm_sgl.memory.pool import HiddenPool, KVPool
@@ -7,6 +8,7 @@ from ellm_sgl.memory.shape import NONE, PoolShape
 
 __all__ = [
     "NONE",
+    "AdmissionRoom",
     "ElasticMemory",
     "HiddenPool",
     "IntegrityError",

@@ -7,12 +7,14 @@ looks ahead: blocks leave when units are needed, oldest first, and return when u
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ellm_sgl.memory.admission import AdmissionRoom
 from ellm_sgl.memory.page_table import PageTable
 from ellm_sgl.memory.shape import NONE, IntArray
 from ellm_sgl.memory.totals import Totals
@@ -36,7 +38,8 @@ class ElasticMemory:
 
     Args:
         table: the page table to work on.
-        max_restored_tokens: rows that a step may recompute; bounds what may be missing at once.
+        max_restored_tokens: most tokens that a step can recompute. Targets stay within it whatever
+            the host has: whether there is room to fetch is known only when a step is near.
         reclaim: frees cached prefixes; these go before any running request's blocks do.
         save: copies units to the host tier before they leave the device.
         slots: layer groups whose fetched units a step holds at once.
@@ -92,7 +95,8 @@ class ElasticMemory:
 
     def staging_overhead(self) -> float:
         """M_o: room, in tokens of KV, that a step needs in the pool to restore one token. What is
-        computed again lives in buffers beside the pool, which the pool's size allows for."""
+        computed again lives in buffers beside the pool, which the pool's size allows for. The same
+        for all (l1, l2): of a block of which any group is fetched, a step holds a unit per slot."""
         return 0.0 if self._save is None else self.slots / self.table.shape.num_groups
 
     def memory_state(self, running: Iterable[int] = (), reclaimable: int = 0) -> MemoryState:
@@ -115,26 +119,16 @@ class ElasticMemory:
             staging_overhead=self.staging_overhead(),
         )
 
-    def admission_tokens(self, reclaimable: int, ratio: float) -> tuple[int, int]:
-        """Token budgets for admitting waiting requests.
+    def admission_room(self, reclaimable: int) -> AdmissionRoom:
+        """Room for waiting requests, as it is now.
 
         Args:
             reclaimable: tokens of cached prefixes that nobody uses.
-            ratio: the uncached ratio that those admitted will be brought to, in [0, 1), and with
-                them those that run now and have lower targets.
-
-        Returns:
-            (now, eventually): tokens that fit fully cached now, with what those that run can
-            make room for, and tokens whose requests fit once all are at the ratio. Both fall by
-            what is evicted beyond the targets: while requests miss more than the policy wants,
-            none should be admitted.
         """
         table, shape = self.table, self.table.shape
         excess = int(self._excess_blocks(table.sequence_ids).sum())
         free = shape.tokens_in(table.free_units) + reclaimable - excess * shape.block_tokens
-        gained = 1.0 - self.staging_overhead()
-        now = free + int(gained * self._yields(ratio))
-        return now, int(now / (1.0 - gained * ratio))
+        return AdmissionRoom(free, 1.0 - self.staging_overhead(), self._yields())
 
     # -- decide and apply -------------------------------------------------------------------
 
@@ -282,16 +276,23 @@ class ElasticMemory:
         excess = np.maximum(self.table.uncached_tokens(seq_ids) - targets, 0)
         return np.asarray(-(-excess // self.table.shape.block_tokens), np.int64)
 
-    def _yields(self, ratio: float) -> int:
-        """Tokens that all requests lose beyond their targets when brought to this ratio."""
-        if ratio == 0.0:
-            return 0
-        seq_ids = list(self.table.sequence_ids)
-        lengths = self.table.lengths_of(seq_ids)
-        targets = np.fromiter((self._targets.get(s, 0) for s in seq_ids), np.int64, len(seq_ids))
-        most = evictable(lengths, self.shared_tokens(seq_ids), self.table.shape.block_tokens)
-        wanted = np.minimum((ratio * lengths).astype(np.int64), most)
-        return int(np.maximum(wanted - targets, 0).sum())
+    def _yields(self) -> Callable[[float], int]:
+        """Tokens that all requests lose beyond their targets when brought to a ratio; as of now."""
+
+        @functools.cache
+        def requests() -> tuple[TokenCounts, TokenCounts, TokenCounts]:
+            ids = list(self.table.sequence_ids)
+            lengths = self.table.lengths_of(ids)
+            targets = np.fromiter((self._targets.get(s, 0) for s in ids), np.int64, len(ids))
+            most = evictable(lengths, self.shared_tokens(ids), self.table.shape.block_tokens)
+            return lengths, targets, most
+
+        def yields(ratio: float) -> int:
+            lengths, targets, most = requests()
+            wanted = np.minimum((ratio * lengths).astype(np.int64), most)
+            return int(np.maximum(wanted - targets, 0).sum())
+
+        return yields
 
     def _reclaim_until(self, units: int) -> None:
         shape = self.table.shape

@@ -119,12 +119,18 @@ def bench(name: str | None, options: dict[str, Any], as_json: bool) -> None:
         "running": benchmark.RUNNING,
         "waiting": benchmark.WAITING,
         "paper": {
-            "decision_mean_us": [ms * 1e3 for ms in claims.DECISION_MS],
+            "decision_mean_us": [ms * 1e3 for ms in _said_ms()],
             "split_us": claims.SPLIT_MS * 1e3,
         },
         "policies": [asdict(result) for result in results],
     }
     answer(as_json, document, _bench_table(results))
+
+
+def _said_ms() -> tuple[float, float]:
+    """The paper's least and largest mean time of a decision."""
+    said = claims.DECISION_MS.values()
+    return min(said), max(said)
 
 
 def _bench_table(results: list[PolicyBench]) -> Table:
@@ -140,7 +146,7 @@ def _bench_table(results: list[PolicyBench]) -> Table:
         table.add_row(
             r.policy, *ms(r.decision), ms(r.steady)[1], ms(r.split)[0], f"{r.first_us / 1e3:.1f}"
         )
-    low, high = claims.DECISION_MS
+    low, high = _said_ms()
     paper = ("the paper", f"{low}-{high}", "", "", "", f"{claims.SPLIT_MS}", "")
     table.add_row(*paper, style="dim")
     return table

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ellm_sgl.eval.simulator import Machine, SimReport
 
 BASELINES = ("recompute", "swap", "hcache")
+ADMISSIONS = ("sglang", "vllm", "paper")
 
 
 def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[str, ...]:
@@ -55,7 +56,8 @@ def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[s
     "preset_name",
     metavar="NAME",
     default="llama2-13b",
-    help="llama2-13b (A100-80G), llama2-70b (4 x A100-80G) or llama3-8b (L4).",
+    help="llama2-13b (A100-80G), llama2-70b (4 x A100-80G), llama2-70b-pcie (no NVLink) or "
+    "llama3-8b (L4).",
 )
 @click.option("--config", type=FILE, help="A Hugging Face config.json, instead of a preset.")
 @click.option(
@@ -98,7 +100,9 @@ def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[s
 @click.option("--trace", type=FILE, help="Arrivals and lengths from an Azure-format CSV file.")
 @click.option("--requests", default=300, type=REQUESTS, help="How many; of a trace, the first.")
 @click.option(
-    "--rate", type=PER_SECOND, help="Requests per second, Gamma gaps.  [default: the paper's 45.1]"
+    "--rate",
+    type=PER_SECOND,
+    help="Requests per second, Gamma gaps.  [default: the paper's 50; of l-eval, 12.5]",
 )
 @click.option("--scale-rate", type=FACTOR, default=1.0, help="Multiply the arrival rate.")
 @click.option("--scale-lengths", type=FACTOR, default=1.0, help="Multiply all lengths.")
@@ -112,6 +116,12 @@ def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[s
 @click.option("--max-running", default=256, type=click.IntRange(1, 10**6))
 @click.option(
     "--conservativeness", type=FACTOR, default=1.0, help="SGLang's --schedule-conservativeness."
+)
+@click.option(
+    "--admission",
+    type=click.Choice(ADMISSIONS),
+    default="sglang",
+    help="How the baselines admit: as SGLang; as vLLM; 'paper': as vLLM, within the TPOT SLO.",
 )
 @click.option(
     "--stride",
@@ -146,7 +156,7 @@ def simulate(
         }
         settings = [
             Settings("ellm", policy, options, restore, tpot_slo_s=slo, **shared),
-            *(Settings(mode, **shared) for mode in baselines),
+            *(Settings(mode, admission=given["admission"], **shared) for mode in baselines),
         ]
         reports = []
         with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -185,9 +195,8 @@ def _trace(given: dict[str, Any]) -> Trace:
         )
     else:
         rng = np.random.default_rng(given["seed"])
-        times = workloads.gamma_arrivals(given["requests"], rng)
-        if given["rate"] is not None:
-            times = times / (workloads.PAPER_GAP_S * given["rate"])
+        rate = given["rate"] or workloads.PAPER_RATES["sharegpt"]
+        times = workloads.gamma_arrivals(given["requests"], rate, rng)
         trace = workloads.sampled(read_lengths(Path(given["lengths"])), times, rng)
     return trace.scaled(given["scale_rate"], given["scale_lengths"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ellm_sgl.memory import AdmissionRoom
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.scheduler import scheduler_of
 
@@ -12,8 +13,47 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
-_SURPLUS = "_ellm_surplus"
-"""Attribute of a `PrefillAdder`: (eventual, present) slots that exist but have no memory."""
+_ACCOUNT = "_ellm_account"
+"""Attribute of a `PrefillAdder`: its `_Account`."""
+
+
+class _Account:
+    """What a `PrefillAdder` is charged with for slots that exist but have no memory behind them: as
+    many as leave the request considered next what there is room for at its own ratio.
+
+    Args:
+        adder: before anything was admitted.
+        room: in device memory.
+        slots: that it counts on.
+    """
+
+    def __init__(self, adder: PrefillAdder, room: AdmissionRoom, slots: int) -> None:
+        self.room = room
+        self.eventual = self.present = 0.0
+        """Slots charged."""
+        self._adder = adder
+        self._slots = slots
+        self._admitted = 0.0
+        """Slots that SGLang has charged for those admitted."""
+
+    def offer(self, ratio: float) -> None:
+        """The next request is of this ratio."""
+        self.charge(-1)
+        theirs = self._adder.rem_total_token_offset
+        now, eventually = self.room.offer(ratio, theirs - self._admitted)
+        self.eventual = max(self._slots - theirs - eventually, 0)
+        self.present = max(self._slots - now, 0)
+        self.charge(1)
+
+    def take(self, ratio: float, slots: float) -> None:
+        """SGLang has charged so many slots for it."""
+        self.room.take(ratio, slots)
+        self._admitted += slots
+
+    def charge(self, sign: int) -> None:
+        """1: charge; -1: take it back."""
+        self._adder.rem_total_token_offset += sign * self.eventual
+        self._adder.cur_rem_token_offset += sign * self.present
 
 
 def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> None:
@@ -21,21 +61,38 @@ def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> 
     reclaimable = adder.tree_cache.evictable_size()
     slots = adder.token_to_kv_pool_allocator.available_size() + reclaimable
     iteration = scheduler_of(adder).iteration
-    now, eventually = iteration.admission_tokens(reclaimable)
-    iteration.refused(eventually)
-    setattr(adder, _SURPLUS, (max(slots - eventually, 0), max(slots - now, 0)))
-    _charge(adder, 1)
+    account = _Account(adder, iteration.elastic.admission_room(reclaimable), slots)
+    setattr(adder, _ACCOUNT, account)
+    account.offer(iteration.in_force.first_ratio)
+    iteration.refused(account.room.tokens(iteration.in_force.first_ratio)[1])
 
 
 def admit(
     original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around `add_one_req`: the policy says who is admitted; memory says how many of them now. A
-    request that would have the device to itself may be larger than the device."""
+    """Around `add_one_req`: the policy says who is admitted; memory says how many of them now."""
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if scheduler_of(adder).rank(req) is None:
+    ours = scheduler_of(adder)
+    rank = ours.rank(req)
+    if rank is None:
         return AddReqResult.OTHER
+    ratio = ours.iteration.in_force.admitted_ratios[rank]
+    account: _Account = getattr(adder, _ACCOUNT)
+    account.offer(ratio)
+    ours.iteration.refused(account.room.tokens(ratio)[1])
+    before = adder.rem_total_token_offset
+    result = _consider(original, adder, req, *args, **kwargs)
+    account.take(ratio, adder.rem_total_token_offset - before)
+    return result
+
+
+def _consider(
+    original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
+) -> Any:
+    """`add_one_req`. A request that would have the device to itself may be larger than it."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
     alone = not adder.can_run_list and not adder.running_batch.reqs
     if alone:
         return _unlimited(original, adder, (req, *args), kwargs)
@@ -48,12 +105,13 @@ def admit(
     )
     if blocks * adder.page_size > adder.cur_rem_tokens:
         return AddReqResult.NO_TOKEN
-    eventual, present = getattr(adder, _SURPLUS)
-    adder.cur_rem_token_offset += eventual - present
+    account: _Account = getattr(adder, _ACCOUNT)
+    growth = account.eventual - account.present
+    adder.cur_rem_token_offset += growth
     try:
         return original(adder, req, *args, **kwargs)
     finally:
-        adder.cur_rem_token_offset -= eventual - present
+        adder.cur_rem_token_offset -= growth
 
 
 def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, *args: Any) -> Any:
@@ -62,14 +120,9 @@ def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, *args: A
 
 
 def _unlimited(original: Callable[..., Any], adder: PrefillAdder, args: Any, kwargs: Any) -> Any:
-    _charge(adder, -1)
+    account: _Account = getattr(adder, _ACCOUNT)
+    account.charge(-1)
     try:
         return original(adder, *args, **kwargs)
     finally:
-        _charge(adder, 1)
-
-
-def _charge(adder: PrefillAdder, sign: int) -> None:
-    eventual, present = getattr(adder, _SURPLUS)
-    adder.rem_total_token_offset += sign * eventual
-    adder.cur_rem_token_offset += sign * present
+        account.charge(1)

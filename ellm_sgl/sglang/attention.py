@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
-from ellm_sgl.kernels.choose import choose
+from ellm_sgl.kernels.choose import choose, choose_graph_steps
 from ellm_sgl.sglang import cuda
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
+    from ellm_sgl.kernels.experimental.graph import GraphSteps
     from ellm_sgl.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -66,16 +66,14 @@ class EllmAttention(AttentionBackend):
     # -- CUDA graphs, of decode steps with nothing missing ------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
-        from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
-
         pool, heads = self._pool, self._model_config.num_attention_heads
         heads //= get_parallel().attn_tp_size
         groups = pool.shape.num_groups
         # What the device holds, and again as much for prefixes that requests share.
         most_blocks = 2 * pool.num_units // groups + max_bs
-        kernel, keys = FusedAttention(pool.buffer.device), pool.keys(0)
-        self._graphs = GraphSteps(kernel, groups, max_bs, most_blocks, keys, heads)
+        self._graphs = choose_graph_steps(
+            self._kernel, groups, max_bs, most_blocks, pool.keys(0), heads
+        )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -88,9 +86,12 @@ class EllmAttention(AttentionBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        if not in_capture:
-            assert self._graphs is not None and self.executor.plan is not None
-            self._graphs.load(self.executor.plan.groups)
+        assert self._graphs is not None
+        if in_capture:
+            self._graphs.capture(forward_batch.batch_size)
+        else:
+            assert self.executor.plan is not None
+            self._graphs.load(self.executor.plan.groups, forward_batch.batch_size)
 
     def forward_decode(
         self,
@@ -108,7 +109,7 @@ class EllmAttention(AttentionBackend):
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         if plan is None:
             assert self._graphs is not None, "attention outside of a planned step"
-            out = self._graphs.run(q, k, v, keys, values, group, layer.scaling)
+            out = self._graphs.run(q, k, v, keys, values, group, begins_group, layer.scaling)
             return out.view(len(out), -1)
         streamer = self.executor.streamer
         if streamer is not None and begins_group:

@@ -27,7 +27,7 @@ class Context:
     """One per scheduler process. A request's `seq_id` is its row in SGLang's `req_to_token`.
 
     Args:
-        max_restored: rows that a step may restore.
+        max_restored: most tokens that a step can recompute.
         slots: layer groups whose fetched units a step holds at once.
         streamer: fetches units from the host tier; None without one.
         hidden: keeps hidden states on the host; None where it keeps only KV.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ellm_sgl.config import EllmConfig
+from ellm_sgl.kernels.experimental.flashinfer import attention as flashinfer
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -38,7 +39,7 @@ def problem(config: EllmConfig) -> str | None:
             "--ellm-host-path: a device cannot fetch from a mapped file; leave it out, and the "
             "host tier is in memory"
         )
-    return None
+    return flashinfer.problem()
 
 
 def adapt(args: ServerArgs) -> None:

@@ -44,7 +44,7 @@ def check_decode_memory(
 
     Paused requests need none, but may be retracted like any other: they hold blocks
     that cannot be evicted. False, whereupon SGLang retracts a request, only when the rows to
-    recompute exceed what one step may restore, or the requests are so many that not even their last
+    recompute exceed what one step can, or the requests are so many that not even their last
     blocks fit.
     """
     if not original(batch, selected_indices=selected_indices):

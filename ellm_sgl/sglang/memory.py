@@ -112,7 +112,7 @@ def build_allocator(
 
 
 def _max_restored_tokens(configurator: Any) -> int:
-    """Rows a step may recompute: as many as the longest request has, or a prefill may bring."""
+    """Most tokens that a step can recompute: those of the longest request, or of a prefill."""
     context: int = configurator.model_config.context_len
     return max(context, configurator.server_args.max_prefill_tokens)
 

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.registry import (
 )
 
 from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.scheduler import scheduler_of
 from ellm_sgl.sglang.server_args import PREFIX_CACHE
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class EllmChunkCache(ChunkCache):
         self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
         context_of(self).forget_request(req)
+        _note_end(self, req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
 
 
@@ -99,6 +101,7 @@ class EllmRadixCache(RadixCache):
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
         key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
         context_of(self).forget_request(req)
+        _note_end(self, req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
         cached = super().match_prefix(MatchPrefixParams(key=key)).device_indices
         resident = self._resident_tokens(cached)
@@ -124,6 +127,12 @@ class EllmRadixCache(RadixCache):
         for dead in _children_first(below):
             self.token_to_kv_pool_allocator.free_segment(dead.value, start_pos=0)
             self._delete_leaf(dead)
+
+
+def _note_end(cache: RadixCache | ChunkCache, req: Req) -> None:
+    """A request that leaves its row without having finished was retracted."""
+    if req.finished():
+        scheduler_of(cache).ended(req)
 
 
 def _children_first(root: TreeNode) -> list[TreeNode]:

@@ -68,7 +68,7 @@ class EllmScheduler:
             now,
         )
         setattr(req, _ENTRY, entry)
-        weakref.finalize(req, requests.remove, entry).atexit = False
+        weakref.finalize(req, self.iteration.left, entry).atexit = False
 
     def _urgency(self, req: Req) -> int:
         """SGLang's priority, turned so that larger is more urgent."""
@@ -84,6 +84,12 @@ class EllmScheduler:
     def is_paused(self, req: Req) -> bool:
         """Whether the decision pauses this running request."""
         return getattr(req, _ENTRY, -1) in self.iteration.in_force.pause
+
+    def ended(self, req: Req) -> None:
+        """SGLang has finished with a request that ran."""
+        if (entry := getattr(req, _ENTRY, None)) is not None:
+            aborted = req.finished_reason.to_json()["type"] == "abort"
+            self.iteration.ended(entry, len(req.output_ids), aborted)
 
     def retracted(self, reqs: Sequence[Req]) -> None:
         """SGLang has sent these requests back to the queue."""

@@ -102,6 +102,7 @@ def warm_up(iteration: Iteration) -> None:
         [table.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)]
     )
     lengths, none = np.full(4, tokens // 2), np.zeros(4, np.int64)
-    running = table.running(entries[:4], lengths, none, none, 0.0)
-    state = controller.state(0.0, running, table.waiting(entries[4:], 0.0), memory)
+    running = table.running(entries[:4], lengths, none, none, none, 0.0)
+    waiting = table.waiting(entries[4:], 0.0)
+    state = controller.state(0.0, running, waiting, memory, table.lengths(running))
     controller.guard.warm_up(state)

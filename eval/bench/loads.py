@@ -55,10 +55,10 @@ def draw_prompts(seed: object, count: int, tokens: int) -> Prompts:
     return [draw_tokens(tokens, rng) for _ in range(count)]
 
 
-def draw_trace(count: int, per_second: float, seed: int) -> Trace:
-    """Poisson arrivals of requests of `LENGTHS`."""
+def draw_trace(count: int, per_second: float, seed: int, lengths: Lengths = LENGTHS) -> Trace:
+    """Poisson arrivals."""
     rng = np.random.default_rng(seed)
-    return drawn(LENGTHS, poisson_arrivals(count, per_second, rng), rng)
+    return drawn(lengths, poisson_arrivals(count, per_second, rng), rng)
 
 
 def poisson(count: int, seconds: float, rng: random.Random) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ellm_sgl.client.workloads import LENGTHS
 from ellm_sgl.eval.paper.claims import FUSED_RATIO
 from ellm_sgl.eval.simulator import Machine, Settings
 from ellm_sgl.eval.simulator.settings import device_model
@@ -73,3 +74,50 @@ def _share_within(seconds: Callable[[float], float], limit_s: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if seconds(middle) <= limit_s else (low, middle)
     return low
+
+
+def mean_tokens(data_set: str) -> tuple[float, float]:
+    """Mean prompt and output tokens of a data set."""
+    lengths = LENGTHS[data_set]
+    return lengths.prompt.mean, lengths.output.mean
+
+
+def capacity(machine: Machine, settings: Settings, data_set: str) -> float:
+    """Requests per second that a machine serves with all KV on the device: prompts prefilled one
+    after the other, and between them decode steps of a full memory, every request half way."""
+    prompt, output = mean_tokens(data_set)
+    device = device_model(machine, settings)
+    tokens = prompt + output / 2
+    batch = min(max(machine.kv_tokens // tokens, 1), settings.max_running)
+    pairs = prompt * (prompt + 1) / 2
+    prefill = device.step_seconds(StepWork(0, 0, prefill_rows=prompt, prefill_pairs=pairs))
+    step = device.step_seconds(StepWork(batch, batch * tokens))
+    return 1 / float(prefill + output * step / batch)
+
+
+@dataclass(frozen=True)
+class Restorable:
+    """What one step can restore within an SLO, of requests that fill memory at some ratio."""
+
+    requests: int
+    """That fit with this ratio uncached."""
+    ratio: float
+    """The largest r at which their step is within the SLO."""
+    step_s: float
+    """Their step at the wanted ratio."""
+
+
+def restorable(
+    machine: Machine, settings: Settings, data_set: str, ratio: float, slo_s: float
+) -> Restorable:
+    """How much requests could restore in each step, against a ratio that is said to be theirs."""
+    prompt, output = mean_tokens(data_set)
+    tokens, device = prompt + output / 2, device_model(machine, settings)
+    requests = int(min(machine.kv_tokens / (tokens * (1 - ratio)), settings.max_running))
+
+    def seconds(share: float) -> float:
+        n = share * tokens
+        work = StepWork(requests, requests * tokens, requests * n, requests * n * n)
+        return float(device.step_seconds(work))
+
+    return Restorable(requests, _share_within(seconds, slo_s), seconds(ratio))

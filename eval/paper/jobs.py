@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 
-from ellm_sgl.client.summary import goodput
+from ellm_sgl.client.traces import LONGEST_TOKENS, Trace
 from ellm_sgl.client.workloads import paper_workload
-from ellm_sgl.eval.simulator import Load, Settings, SimReport, preset, simulate
+from ellm_sgl.eval.paper.claims import HOST_BYTES, Case
+from ellm_sgl.eval.simulator import Load, Machine, Settings, SimReport, preset, simulate
 
 MAX_NEW_TOKENS = {"sharegpt": 4096, "l-eval": 16_384}
 """What requests say they may generate: servers do not know output lengths."""
@@ -24,17 +25,27 @@ class LoadSpec:
     per_second: float | None = None
     """None: the paper's rate."""
     tpot_slo_s: float = float("inf")
-    ttft_slo_s: float = float("inf")
+    largest: int = LONGEST_TOKENS
+    """Tokens that a request may have, prompt and output: larger ones are left out."""
 
     def draw(self) -> Load:
         trace = paper_workload(self.data_set, self.requests, 0, self.per_second)
-        return Load.of(trace, MAX_NEW_TOKENS[self.data_set], self.tpot_slo_s, self.ttft_slo_s)
+        kept = trace.prompt_tokens + trace.output_tokens <= self.largest
+        sent = Trace(trace.at_s[kept], trace.prompt_tokens[kept], trace.output_tokens[kept])
+        return Load.of(sent, MAX_NEW_TOKENS[self.data_set], self.tpot_slo_s)
+
+
+def paper_machine(name: str) -> Machine:
+    """A preset, with the host memory that the paper gives it."""
+    machine = preset(name)
+    if name not in HOST_BYTES:
+        return machine
+    return machine.limited(None, machine.host_tokens_in(HOST_BYTES[name]))
 
 
 @dataclass(frozen=True)
 class Job:
-    """One simulation, or a search for the goodput with many. Those are equal that simulate the
-    same, for whatever figure."""
+    """One simulation. Those are equal that simulate the same, for whatever figure."""
 
     figure: str = field(compare=False)
     variant: str = field(compare=False)
@@ -44,8 +55,10 @@ class Job:
     settings: Settings
     x: float = field(default=0.0, compare=False)
     """Where it stands on the figure's axis."""
-    search: tuple[float, float] | None = None
-    """Rates between which to search the goodput."""
+
+    @property
+    def case(self) -> Case:
+        return self.machine, self.load.data_set
 
 
 @dataclass(frozen=True)
@@ -53,26 +66,11 @@ class Done:
     """A job and its result."""
 
     job: Job
-    report: SimReport | None
-    goodput: float = 0.0
-    """Requests per second, of a search."""
-
-    @property
-    def sim(self) -> SimReport:
-        assert self.report is not None, "a goodput search has no report"
-        return self.report
+    sim: SimReport
 
 
 def run_job(job: Job) -> Done:
-    machine = preset(job.machine)
-    if job.search is None:
-        return Done(job, simulate(machine, job.settings, job.load.draw()))
-
-    def attainment(rate: float) -> float:
-        load = replace(job.load, per_second=rate).draw()
-        return simulate(machine, job.settings, load).summary.slo_attainment
-
-    return Done(job, None, goodput(attainment, *job.search))
+    return Done(job, simulate(paper_machine(job.machine), job.settings, job.load.draw()))
 
 
 def distinct(jobs: Sequence[Job]) -> list[Job]:

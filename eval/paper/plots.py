@@ -6,7 +6,9 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ellm_sgl.eval.paper.figure_7 import EXAMPLES, REQUESTS, SHAPE, TOKENS, example
 from ellm_sgl.eval.paper.jobs import Done
+from ellm_sgl.eval.paper.plan import ADMISSIONS, BASELINES
 from ellm_sgl.eval.paper.results import Comparison, Results
 from ellm_sgl.eval.plotting import new_figure
 from ellm_sgl.eval.simulator import MODES
@@ -18,13 +20,16 @@ COLOURS = {"ellm": "C3", "recompute": "C0", "swap": "C1", "hcache": "C2", "both"
 
 PANELS: dict[str, Callable[[Done], float]] = {
     "output tokens/s": lambda d: d.sim.summary.tokens_per_s,
+    "tokens/s within the TPOT SLO": lambda d: d.sim.summary.slo_tokens_per_s,
+    "tokens/s before the drain tail": lambda d: d.sim.summary.steady_tokens_per_s,
     "mean TTFT, s": lambda d: d.sim.summary.ttft.mean,
     "mean TPOT, ms": lambda d: d.sim.summary.tpot.mean * 1e3,
     "p99 TPOT, ms": lambda d: d.sim.summary.tpot.p99 * 1e3,
-    "SLO attainment, %": lambda d: 100 * d.sim.summary.slo_attainment,
+    "within the TPOT SLO, %": lambda d: 100 * d.sim.summary.tpot_attainment,
 }
 """What a panel can show of a simulation, by the name of its axis."""
 LATENCIES = ("output tokens/s", "mean TTFT, s", "mean TPOT, ms")
+PARTS = ("tokens/s within the TPOT SLO", *LATENCIES)
 
 
 def _figure(panels: int) -> tuple[Figure, Sequence[Any]]:
@@ -74,16 +79,16 @@ def runs(names: Sequence[str], done: Sequence[Done], *panels: str) -> str:
 
 def comparison(compared: Comparison) -> str:
     """Figs. 10 and 12: throughput, latencies and SLO attainment of all modes."""
-    done = sorted(compared.runs, key=lambda d: (d.job.variant != "ellm", d.job.variant, -d.job.x))
-    names = [f"{d.job.variant}, {d.job.x:g}" for d in done]
-    return runs(names, done, *LATENCIES, "SLO attainment, %")
+    names = ["ellm", "ellm, as printed", *(f"{m}, {a}" for a in ADMISSIONS for m in BASELINES)]
+    done = [compared.best(name) for name in names]
+    return runs(names, done, *PARTS, "within the TPOT SLO, %")
 
 
 def running(compared: Comparison) -> str:
     """Fig. 11: running requests over time."""
     figure, (place, share) = _figure(2)
     for mode in MODES:
-        series = compared.best(mode).sim.series
+        series = compared.baseline(mode).sim.series
         times = [s.at_s for s in series]
         place.plot(times, [s.running for s in series], linewidth=0.9, label=mode,
                    color=COLOURS[mode])  # fmt: skip
@@ -95,20 +100,40 @@ def running(compared: Comparison) -> str:
     return _svg(figure)
 
 
-def goodputs(results: Results) -> str:
-    """Fig. 15: goodput of each mode."""
-    found = results.goodputs
-    return bars(list(found), {"goodput, requests/s": list(found.values())})
+def examples() -> str:
+    """Fig. 7: which layers of which tokens have a unit, and the transient units beside them."""
+    figure, axes = _figure(len(EXAMPLES))
+    blocks, per_block = SHAPE.blocks_for(TOKENS), SHAPE.block_tokens
+    names = [f"request {r}, tokens {b * per_block + 1}-{(b + 1) * per_block}"
+             for r in REQUESTS for b in range(blocks)]  # fmt: skip
+    for place, (name, (l1, l2)) in zip(axes, EXAMPLES.items(), strict=True):
+        found = example(name)
+        rows = [row for r in REQUESTS for row in found.table.units[found.table.blocks_of(r)]]
+        for y, units in enumerate(rows):
+            for group, unit in enumerate(units.tolist()):
+                _unit(place, group, y, f"unit {unit}" if unit >= 0 else "", "C2")
+        for y, unit in enumerate(found.transient.tolist()):
+            _unit(place, SHAPE.num_groups + 0.3, y, f"unit {unit}", "C1")
+        place.set(xlim=(0, SHAPE.num_groups + 1.4), ylim=(len(names), 0),
+                  yticks=[y + 0.5 for y in range(len(names))],
+                  xlabel=f"layers (transient: right); {l1} swapped, {l2} recomputed",
+                  title=f"example {name}", ylabel="logical block")  # fmt: skip
+        place.set_xticks([g + 0.5 for g in range(SHAPE.num_groups)],
+                         [f"{g * 4 + 1}-{g * 4 + 4}" for g in range(SHAPE.num_groups)])  # fmt: skip
+        place.set_yticklabels(names if name == "A" else [], fontsize=7)
+    return _svg(figure)
+
+
+def _unit(place: Any, x: float, y: float, text: str, colour: str) -> None:
+    """One unit of a block; without text, one that is not there."""
+    place.bar(x + 0.5, 0.8, width=0.9, bottom=y + 0.1, edgecolor="black",
+              color=colour if text else "white")  # fmt: skip
+    place.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=6)
 
 
 def decisions(results: Results) -> str:
     """Fig. 16: times of decisions, measured here."""
-    figure, (place,) = _figure(1)
-    names = list(results.decisions)
-    for shift, kind in ((-0.2, "decision"), (0.2, "steady")):
-        values = [getattr(results.decisions[n], kind).mean_us / 1e3 for n in names]
-        place.bar([i + shift for i in range(len(names))], values, width=0.4, label=kind)
-    place.set(xlabel="policy", ylabel="mean time, ms", xticks=range(len(names)))
-    place.set_xticklabels(names)
-    place.legend(fontsize=8)
-    return _svg(figure)
+    found = results.overheads.decisions
+    names = [f"{one.name}: {one.solver}" for one in found]
+    return bars(names, {"mean decision, ms": [d.bench.decision.mean_us / 1e3 for d in found],
+                        "p99, ms": [d.bench.decision.p99_us / 1e3 for d in found]})  # fmt: skip

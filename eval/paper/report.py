@@ -9,9 +9,12 @@ from datetime import UTC, datetime
 from ellm_sgl import __version__
 from ellm_sgl.eval.paper import plots
 from ellm_sgl.eval.paper.bounds import TOKENS
-from ellm_sgl.eval.paper.plan import EAGER, MODEL, SLO_SCALE, TTFT_SLO_S, UNIT_RATE
-from ellm_sgl.eval.paper.results import Results
-from ellm_sgl.eval.paper.table import Row, rows
+from ellm_sgl.eval.paper.claims import CHAT_13B, TPOT_SLO_S
+from ellm_sgl.eval.paper.contradictions import contradictions
+from ellm_sgl.eval.paper.plan import EAGER, SLO_SCALE, unit_rates
+from ellm_sgl.eval.paper.results import Results, by_variant
+from ellm_sgl.eval.paper.row import Row
+from ellm_sgl.eval.paper.table import rows
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
@@ -24,7 +27,15 @@ figcaption { color: #444; font-size: 13px } svg { max-width: 100%; height: auto 
 
 def render(results: Results) -> str:
     """The HTML document."""
-    body = "\n".join([_introduction(results), _table(rows(results)), *_figures(results), _limits()])
+    body = "\n".join(
+        [
+            _introduction(results),
+            _table(rows(results)),
+            _contradictions(results),
+            *_figures(results),
+            _limits(),
+        ]
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>The eLLM paper's evaluation, simulated</title><style>{STYLE}</style></head>"
@@ -68,57 +79,68 @@ def _table(found: Sequence[Row]) -> str:
     )
 
 
+def _contradictions(results: Results) -> str:
+    lines = "".join(
+        "<tr>"
+        + "".join(f"<td>{html.escape(t)}</td>" for t in (c.where, c.said, c.against))
+        + "</tr>"
+        for c in contradictions(results.settings)
+    )
+    return (
+        "<h2>Where the paper's figures do not fit together</h2><table><thead><tr><th>where</th>"
+        f"<th>said</th><th>against it</th></tr></thead><tbody>{lines}</tbody></table>"
+    )
+
+
 def _figures(results: Results) -> Iterator[str]:
     yield "<h2>Figures</h2>"
     yield _plot(
-        plots.lines(results.variants("3"), "target uncached ratio r", *plots.LATENCIES),
-        f"Figs. 3-4. {MODEL}, ShareGPT: the same uncached ratio for every request, restored by "
-        "recomputation, by swapping, or by the faster mix of both.",
+        plots.lines(by_variant(results.of("4")), "target uncached ratio r", *plots.LATENCIES),
+        f"Figs. 3(b) and 4. {', '.join(CHAT_13B)}: the same uncached ratio for every request, "
+        "restored by recomputation or by the faster mix with swapping; beside it whole requests, "
+        "recomputed or swapped.",
+    )
+    yield _plot(
+        plots.examples(),
+        "Fig. 7. Two requests, the first block of each uncached: units of logical blocks (green) "
+        "and the transient units that restoring takes (orange).",
     )
     for compared in results.comparisons():
         yield _plot(
             plots.comparison(compared),
-            f"Figs. 10 and 12. {compared.load}, the paper's arrivals. Each server at SGLang's "
-            f"default conservativeness, 1, and at {EAGER:g}.",
+            f"Figs. 10 and 12. {compared.load}, the paper's arrivals. Baselines by admission: "
+            "paper is vLLM's with Eq. (5)'s cap; SGLang's at the better of conservativeness 1 and "
+            f"{EAGER:g}.",
         )
         yield _plot(
             plots.running(compared),
-            f"Fig. 11. {compared.load}: requests that decode together, each server at its better "
-            "setting, and how much of them eLLM restores.",
+            f"Fig. 11. {compared.load}: requests that decode together, baselines with the paper's "
+            "admission, and how much of them eLLM restores.",
         )
-    for machine in dict.fromkeys(d.job.machine for d in results.of("13")):
-        group = [d for d in results.of("13") if d.job.machine == machine]
+    for case, group in results.by_case("13").items():
         yield _plot(
-            plots.runs([d.job.variant for d in group], group, *plots.LATENCIES),
-            f"Fig. 13. {machine}, ShareGPT: eLLM with parts left out.",
+            plots.runs([d.job.variant for d in group], group, *plots.PARTS),
+            f"Fig. 13. {', '.join(case)}: eLLM with parts left out or others in their place.",
         )
-    yield _plot(
-        plots.lines(
-            results.variants("14"), f"arrival rate, multiples of {UNIT_RATE:g} requests/s",
-            "output tokens/s", "mean TTFT, s", "SLO attainment, %",
-        ),
-        f"Fig. 14. {MODEL}, ShareGPT: load sweep, each server at its better setting. SLOs: TTFT "
-        f"{TTFT_SLO_S:g} s, TPOT {SLO_SCALE:g} times the step of a full memory (this report's; the "
-        "paper's are not available here).",
-    )  # fmt: skip
-    yield _plot(
-        plots.goodputs(results),
-        "Fig. 15. The largest rate at which 90 % of the requests meet both SLOs.",
-    )
+    rates = unit_rates(results.latency_model)
+    for case, group in results.by_case("14").items():
+        yield _plot(
+            plots.lines(by_variant(group), "relative load", "output tokens/s", "mean TTFT, s",
+                        "within the TPOT SLO, %"),
+            f"Figs. 14 and 15. {', '.join(case)}: load sweep, baselines with the paper's "
+            f"admission. Relative load 1 is {rates[case]:.2g} requests/s, half of what the machine "
+            "serves.",
+        )  # fmt: skip
     yield _plot(
         plots.decisions(results),
-        "Fig. 16. Time to decide, measured here: 256 requests running and 1,024 waiting; about "
-        "other requests each time (decision), or one token later (steady).",
+        "Fig. 16. Time to decide, measured here, by the default solver and the paper's.",
     )
-    yield _plot(
-        plots.lines(
-            results.variants("6.6"),
-            "error of the policy's latency model (share)",
-            "output tokens/s",
-            "p99 TPOT, ms",
-        ),
-        "§6.6. The policy's model is wrong by up to 20 %, and does not learn.",
-    )
+    for case, group in results.by_case("6.6").items():
+        yield _plot(
+            plots.lines(by_variant(group), "error of the policy's latency model (share)",
+                        "output tokens/s", "mean TTFT, s", "p99 TPOT, ms"),
+            f"§6.6. {', '.join(case)}: the policy's model is wrong by 20 %, and does not learn.",
+        )  # fmt: skip
 
 
 def _plot(svg: str, caption: str) -> str:
@@ -126,13 +148,22 @@ def _plot(svg: str, caption: str) -> str:
 
 
 def _limits() -> str:
-    return """<h2>What the simulation leaves out</h2><ul>
+    slos = ", ".join(f"{', '.join(case)} {slo * 1e3:.0f} ms" for case, slo in TPOT_SLO_S.items())
+    return f"""<h2>What is assumed, and what the simulation leaves out</h2><ul>
+<li>TPOT SLOs are Table 1's: {slos}; on llama3-8b, which is not the paper's, {SLO_SCALE:g} times the
+step of a full memory. There is no TTFT SLO, as in the paper.</li>
 <li>Output lengths are unknown to the servers: requests say they may generate 4,096 tokens
 (ShareGPT) or 16,384 (L-Eval). Lengths are log-normal with the paper's means; their spread is an
-assumption (ShareGPT: sigma 1, L-Eval: 0.5).</li>
-<li>There is no prefix cache, and copying to host memory costs nothing. Host memory is not
-bounded. Tensor-parallel ranks pay two all-reduces per layer of 20 µs each.</li>
-<li>The baselines share SGLang's admission with eLLM; what each keeps of its original is told in
+assumption (ShareGPT: sigma 1, L-Eval: 0.5). ShareGPT requests end with Llama-2's context of 4,096
+tokens; L-Eval's are many times longer, and are served as if the model took them. Of these those
+are left out that are larger than the device: no server of whole requests takes them.</li>
+<li>Arrivals have Gamma gaps with the deviation of the Azure trace and the rates stated: 50 a second
+for ShareGPT, 12.5 for L-Eval.</li>
+<li>There is no prefix cache, and copying to host memory costs no time. Host memory is bounded:
+40 GB for 13B, 160 GB for 70B. Without NVLink each all-reduce sends its bytes over PCIe 4,
+beside which swapping does not slow down.</li>
+<li>What each baseline keeps of its original is told in
 <code>ellm_sgl/eval/simulator/modes.py</code>.</li>
-<li>Up to 8 decode steps (4 on llama3-8b) follow one decision: on llama3-8b, where it matters most,
-up to 1 % of the tokens per second and 7 % of the TTFT against one step per decision.</li></ul>"""
+<li>Up to 8 decode steps (4 on llama3-8b, 64 and 32 on L-Eval) follow one decision where no request
+ends, arrives or pauses: on llama3-8b, where it matters most, up to 1 % of the tokens per second and
+7 % of the TTFT against one step per decision.</li></ul>"""

@@ -3,24 +3,21 @@ makes of them, and what is measured on this machine."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from ellm_sgl.eval.paper.bounds import TOKENS, Bounds, bounds
+from ellm_sgl.client.summary import ATTAINMENT
+from ellm_sgl.eval.paper.bounds import Bounds, bounds
+from ellm_sgl.eval.paper.claims import MAX_RUNNING, Case
 from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
 from ellm_sgl.eval.paper.measured import Measured
-from ellm_sgl.eval.paper.plan import GROUPS, SMALL, plan
-from ellm_sgl.eval.simulator import MODES, Settings, preset
+from ellm_sgl.eval.paper.overheads import Overheads, measure
+from ellm_sgl.eval.paper.plan import GROUPS, plan
+from ellm_sgl.eval.simulator import Settings, preset
 from ellm_sgl.eval.simulator.machines import PRESETS
-from ellm_sgl.memory import PageTable, PoolShape
-from ellm_sgl.policies.testing.bench import PolicyBench, bench
 
-BASELINES = MODES[1:]
-BATCH, STEPS, BLOCK_TOKENS = 56, 64, 16
-"""Requests of `TOKENS` tokens whose bookkeeping is timed, decode steps, and tokens of a block."""
+STEADY = 2.0
+"""A load's mean TTFT over the lowest load's, up to which it counts as steady."""
 
 
 @dataclass(frozen=True)
@@ -29,82 +26,94 @@ class Results:
 
     done: Sequence[Done]
     bounds: Sequence[Bounds]
-    decisions: dict[str, PolicyBench]
-    """Times of the policies' answers, on this machine."""
-    table_seconds: dict[int, float]
-    """By F: the page table's bookkeeping of one decode step, on this machine."""
+    overheads: Overheads
+    """Timed on this machine."""
     latency_model: str
     scale: float
     measured: Measured
     """What real servers did."""
 
+    @property
+    def settings(self) -> Settings:
+        """Of the simulated devices, for bounds."""
+        return Settings(latency_model=self.latency_model, max_running=MAX_RUNNING)
+
     def of(self, figure: str) -> list[Done]:
         return [d for d in self.done if d.job.figure == figure]
 
-    def variants(self, figure: str) -> dict[str, list[Done]]:
-        """Results of a figure by variant, each along the figure's axis; of several at one place,
-        the one with the most requests within their SLOs, then with the most tokens per second."""
-        found: dict[str, dict[float, Done]] = {}
+    def by_case(self, figure: str) -> dict[Case, list[Done]]:
+        found: dict[Case, list[Done]] = {}
         for done in self.of(figure):
-            group = found.setdefault(done.job.variant, {})
-            if done.job.x not in group or _merit(done) > _merit(group[done.job.x]):
-                group[done.job.x] = done
-        return {name: [group[x] for x in sorted(group)] for name, group in found.items()}
-
-    @property
-    def goodputs(self) -> dict[str, float]:
-        """Of each mode, at the better of its settings, in requests per second."""
-        found: dict[str, float] = {}
-        for done in self.of("15"):
-            found[done.job.variant] = max(found.get(done.job.variant, 0.0), done.goodput)
+            found.setdefault(done.job.case, []).append(done)
         return found
 
     def comparisons(self) -> Iterator[Comparison]:
-        """eLLM beside the best baseline, per load of Figs. 10 and 12."""
-        groups: dict[str, list[Done]] = {}
-        for done in self.of("10"):
-            load = f"{done.job.machine}, {done.job.load.data_set}"
-            groups.setdefault(load, []).append(done)
-        for load, runs in groups.items():
-            yield Comparison(load, runs)
+        """Figs. 10 to 12, per load."""
+        return (Comparison(case, runs) for case, runs in self.by_case("10").items())
+
+    def sweeps(self) -> Iterator[Sweep]:
+        """Figs. 14 and 15, per load and mode."""
+        for case, runs in self.by_case("14").items():
+            for mode, line in by_variant(runs).items():
+                yield Sweep(case, mode, line)
+
+
+def by_variant(runs: Sequence[Done]) -> dict[str, list[Done]]:
+    """Each variant's runs, along the figure's axis."""
+    found: dict[str, list[Done]] = {}
+    for done in sorted(runs, key=lambda d: d.job.x):
+        found.setdefault(done.job.variant, []).append(done)
+    return found
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One load, all modes, each at two settings of SGLang's conservativeness."""
+    """One load, all modes and admissions; SGLang's admission at two settings of it."""
 
-    load: str
-    """Machine and data set."""
+    case: Case
     runs: Sequence[Done]
 
-    def best(self, mode: str) -> Done:
-        """The better of a mode's two settings, by tokens per second."""
-        return max(
-            (d for d in self.runs if d.job.variant == mode),
-            key=lambda d: d.sim.summary.tokens_per_s,
-        )
+    @property
+    def load(self) -> str:
+        return ", ".join(self.case)
+
+    def best(self, variant: str) -> Done:
+        """The better of a variant's settings, by tokens per second within the SLO."""
+        runs = (d for d in self.runs if d.job.variant == variant)
+        return max(runs, key=lambda d: d.sim.summary.slo_tokens_per_s)
+
+    def baseline(self, mode: str, admission: str = "paper") -> Done:
+        return self.best(mode if mode == "ellm" else f"{mode}, {admission}")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One mode under rising load."""
+
+    case: Case
+    mode: str
+    runs: Sequence[Done]
+    """By load."""
 
     @property
-    def gains(self) -> dict[str, float]:
-        """Tokens per second of eLLM over each baseline, each at its better setting."""
-        ours = self.best("ellm").sim.summary.tokens_per_s
-        return {m: ours / self.best(m).sim.summary.tokens_per_s for m in BASELINES}
+    def knee(self) -> float:
+        """Largest load up to which mean TTFT is at most `STEADY` times that at the lowest."""
+        first = self.runs[0].sim.summary.ttft.mean
+        return self._up_to(lambda d: d.sim.summary.ttft.mean <= STEADY * first)
 
     @property
-    def ttft_gains(self) -> dict[str, float]:
-        """TTFT of each baseline over eLLM's."""
-        ours = self.best("ellm").sim.summary.ttft.mean
-        return {m: self.best(m).sim.summary.ttft.mean / ours for m in BASELINES}
+    def goodput(self) -> float:
+        """Largest load up to which `ATTAINMENT` of the requests are within their TPOT SLO; 0: not
+        even the lowest."""
+        return self._up_to(lambda d: d.sim.summary.tpot_attainment >= ATTAINMENT)
 
-    @property
-    def refused(self) -> int:
-        """Requests that the baselines cannot take at all."""
-        return max(d.sim.refused for d in self.runs)
-
-
-def _merit(done: Done) -> tuple[float, float]:
-    summary = done.sim.summary
-    return summary.slo_attainment, summary.tokens_per_s
+    def _up_to(self, holds: Callable[[Done], bool]) -> float:
+        last = 0.0
+        for done in self.runs:
+            if not holds(done):
+                break
+            last = done.job.x
+        return last
 
 
 def evaluate(
@@ -125,37 +134,9 @@ def evaluate(
         begin: called with the number of simulations.
         tick: called as each is done.
     """
-    # First, while this machine is quiet.
-    timed = {name: bench(name, {}, calls=100) for name in ("fcfs", "slo-priority")}
-    tables = {group: _table_seconds(preset(SMALL).shape.layers, group) for group in GROUPS}
+    overheads = measure(GROUPS)  # first, while this machine is quiet
     jobs = plan(scale, latency_model)
     begin(len(distinct(jobs)))
     done = run_all(jobs, workers, tick)
-    settings = Settings(latency_model=latency_model)
-    limits = [bounds(preset(name), settings) for name in PRESETS]
-    return Results(done, limits, timed, tables, latency_model, scale, measured)
-
-
-def _table_seconds(layers: int, group: int) -> float:
-    """Time per decode step to extend every request by one token, place new blocks, and look up
-    one unit per request and layer group; median of many steps."""
-    shape = PoolShape(layers, group, BLOCK_TOKENS)
-    blocks = BATCH * shape.blocks_for(TOKENS + STEPS)
-    table = PageTable(shape, blocks, blocks * shape.num_groups)
-    requests = range(BATCH)
-    for request in requests:
-        own = table.allocate(shape.blocks_for(TOKENS))
-        table.place(own)
-        table.map(request, own, TOKENS)
-    last = np.array([table.blocks_of(r)[-1] for r in requests], np.int32)
-    times = []
-    for step in range(STEPS):
-        begin = time.perf_counter()
-        if (TOKENS + step) % BLOCK_TOKENS == 0:
-            last = table.allocate(BATCH)
-            table.place(last)
-        table.extend_each(requests, last)
-        # Every unit's address, as a step reads it.
-        table.units[np.concatenate([table.blocks_of(r) for r in requests])].sum()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times))
+    limits = [bounds(preset(name), Settings(latency_model=latency_model)) for name in PRESETS]
+    return Results(done, limits, overheads, latency_model, scale, measured)

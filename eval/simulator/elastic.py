@@ -8,10 +8,9 @@ import numpy as np
 
 from ellm_sgl.client.traces import IntArray
 from ellm_sgl.engine import Arrival, Controller, Iteration
-from ellm_sgl.eval.simulator.admission import Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
-from ellm_sgl.eval.simulator.modes import Mode, Moves, Span
-from ellm_sgl.memory import ElasticMemory, PageTable
+from ellm_sgl.eval.simulator.modes import Chunk, Mode, Moves, Span
+from ellm_sgl.memory import AdmissionRoom, ElasticMemory, PageTable
 from ellm_sgl.memory.shape import IntArray as Ids
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
 
@@ -21,7 +20,7 @@ class Elastic(Mode):
 
     Args:
         controller: asks the policy.
-        max_restored_tokens: rows that a step may recompute.
+        max_restored_tokens: most tokens that a step can recompute.
     """
 
     def __init__(
@@ -73,15 +72,25 @@ class Elastic(Mode):
     def admission_tokens(self) -> tuple[int, int]:
         return self.iteration.admission_tokens()
 
+    def admission_room(self) -> AdmissionRoom:
+        return self.elastic.admission_room(reclaimable=0)
+
+    def admitted_ratio(self, request: int) -> float:
+        in_force = self.iteration.in_force
+        return in_force.admitted_ratios[in_force.admit[request]]
+
     def refused(self, eventually: int) -> None:
         self.iteration.refused(eventually)
 
     def enter(self, chunk: Chunk) -> Span:
         super().enter(chunk)
-        self.table.note_computed([chunk.request], [chunk.end - chunk.begin])
         before = self.table.blocks_of(chunk.request)[: self.table.shape.blocks_for(chunk.begin)]
         missing = np.count_nonzero(self.table.misses_units(before))
         return Span.of(np.array([missing * self.table.shape.block_tokens]))
+
+    def prefills(self, chunks: Sequence[Chunk]) -> None:
+        counts = [chunk.end - chunk.begin for chunk in chunks]
+        self.table.note_computed([chunk.request for chunk in chunks], counts)
 
     def pause(self, requests: Sequence[int]) -> None:
         self.iteration.bring_to_ratios(requests, paused=True)
@@ -121,7 +130,11 @@ class Elastic(Mode):
             self.elastic.totals.retractions += 1
             self.iteration.retracted(entry, self.prefill_tokens(request))
         else:
-            self.iteration.requests.remove(entry)
+            self.iteration.ended(entry, int(self.progress.generated[request]), aborted=False)
+            self.iteration.left(entry)
+
+    def close(self) -> None:
+        self.iteration.controller.guard.close()
 
     def forget(self, request: int) -> None:
         self.elastic.forget(request)

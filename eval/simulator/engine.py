@@ -1,8 +1,8 @@
 """The discrete-event loop: one iteration of SGLang's scheduler after the other, on numbers.
 
-An iteration is what the server does: take arrivals in, ask the policy, admit within SGLang's
-budgets, then run either a prefill step (chunked; decoding waits, as SGLang has it without mixed
-chunks) or a decode step. Time is the latency model's. The same seed gives the same result.
+An iteration is what the server does: take arrivals in, ask the policy, admit (`admission`), then
+run either a prefill step (chunked; decoding waits, as SGLang has it without mixed chunks) or a
+decode step. Time is the latency model's. The same seed gives the same result.
 
 For speed, up to `Settings.stride` decode steps follow one decision where nothing else can happen:
 no request ends within them, no arrival is due, none is paused. Their times are summed exactly, each
@@ -21,13 +21,17 @@ import numpy as np
 
 from ellm_sgl.client.traces import FloatArray, IntArray
 from ellm_sgl.engine.step_log import PhaseChanges
-from ellm_sgl.eval.simulator.admission import Candidate, Chunk, NewTokenRatio, admit
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
 from ellm_sgl.eval.simulator.machines import Machine
-from ellm_sgl.eval.simulator.modes import Span
+from ellm_sgl.eval.simulator.modes import Chunk, Span
 from ellm_sgl.eval.simulator.record import Record
-from ellm_sgl.eval.simulator.settings import Settings, build_mode, device_model
+from ellm_sgl.eval.simulator.settings import (
+    Settings,
+    build_admission,
+    build_mode,
+    device_model,
+)
 from ellm_sgl.latency import StepWork
 
 Tick = Callable[[int], None]
@@ -53,21 +57,15 @@ class Simulation:
         self.progress = Progress(load)
         self.clock = VirtualClock()
         self.mode = build_mode(machine, settings, load, self.progress, self.clock)
+        self.admission = build_admission(machine, settings, self.mode, self.clock)
         self.record = Record()
         self._device = device_model(machine, settings)
         self._phase_changes = PhaseChanges()
         self._step_noise = np.array(settings.step_noise or [1.0])
         self._steps = 0
-        self._ratio = NewTokenRatio(settings.conservativeness)
         self._running: list[int] = []
         self._waiting: IntArray = np.zeros(0, np.int64)
         self._arrived = 0
-        self._under_way: Candidate | None = None
-        self._full = False
-        """SGLang's `batch_is_full`: nobody is considered until somebody has left and the next
-        decode step has been prepared, or a batch has joined an empty one."""
-        self._left: list[int] = []
-        """Who has ended since a decode step was last prepared: still in SGLang's batch."""
         self._step_s = 0.0
         """Time of the latest decode step."""
 
@@ -78,6 +76,7 @@ class Simulation:
             self._iterate()
             if tick is not None:
                 tick(self.record.ended)
+        self.mode.close()
         if self.settings.late_results:
             for column in (self.progress.first_s, self.progress.last_s):
                 column[:] = self.record.one_step_late(column)
@@ -87,19 +86,21 @@ class Simulation:
 
     def _iterate(self) -> None:
         self._take_arrivals()
-        if not self._running and not len(self._waiting) and self._under_way is None:
+        if not self._running and not len(self._waiting) and self.admission.under_way is None:
             self._rest()
             return
         moves = self.mode.decide(self._running, self._waiting)
         if moves.back:
             self._fetch(moves.back)
-        chunks = self._admit(moves.admit)
+        chunks = self.admission.admit(self._running, moves.admit, len(self._waiting) > 0)
         if chunks:
+            begun = [chunk.request for chunk in chunks if chunk.begin == 0]
+            self._waiting = self._waiting[~np.isin(self._waiting, begun)]
             self._prefill(chunks)
         elif self._running:
             self._decode(moves.pause)
-        elif self._left:
-            self._reopen()
+        elif self.admission.lingering:
+            self.admission.decode_begins()
         elif self._arrived < len(self.load):
             self._rest()
         else:
@@ -135,63 +136,20 @@ class Simulation:
         if self._arrived < len(self.load):
             self.clock.now_s = max(self.clock.now_s, float(self.load.at_s[self._arrived]))
 
-    # -- admission --------------------------------------------------------------------------
-
-    def _admit(self, wanted: Sequence[int]) -> tuple[Chunk, ...]:
-        self._full = self.mode.closed(self._full, len(self._waiting) > 0)
-        if self._full:
-            wanted = []
-        if not wanted and self._under_way is None:
-            return ()
-        room = self.mode.admission_tokens()
-        batch = np.array(self._running + self._left, np.int64)
-        remaining = self.load.max_new_tokens[batch] - self.progress.generated[batch]
-        admitted = admit(
-            room,
-            map(self._candidate, wanted),
-            self._under_way,
-            block_tokens=self.settings.block_tokens,
-            chunk_tokens=self.settings.chunk_tokens,
-            reserved=self._ratio.reserved_tokens(remaining),
-            places=self.settings.max_running - len(batch),
-            alone=not len(batch),
-        )
-        if admitted.full:
-            self._full = True
-            self.mode.refused(room[1])
-        begun = [c.request for c in admitted.chunks if c.begin == 0]
-        self._waiting = self._waiting[~np.isin(self._waiting, begun)]
-        self._under_way = None
-        if admitted.chunks and not (last := admitted.chunks[-1]).last:
-            self._under_way = self._candidate(last.request, last.end)
-        return admitted.chunks
-
-    def _candidate(self, request: int, begin: int = 0) -> Candidate:
-        said = int(self.load.max_new_tokens[request])
-        if not isinstance(self.mode, Elastic):  # SGLang cuts it to what the pool could hold
-            room = self.machine.kv_tokens - int(self.load.prompt_tokens[request])
-            said = min(said, max(room - 2 * self.settings.block_tokens, 0))
-        return Candidate(
-            request=request,
-            tokens=self.mode.prefill_tokens(request),
-            max_new_tokens=said,
-            generated=int(self.progress.generated[request]),
-            begin=begin,
-        )
-
     # -- steps ------------------------------------------------------------------------------
 
     def _fetch(self, requests: Sequence[int]) -> None:
-        """The first of the queue come back from host memory; meanwhile nothing else happens."""
+        """These come back from host memory; meanwhile nothing else happens."""
+        host = self.mode.host
+        assert host is not None, "only what was swapped out comes back"
         for request in requests:
-            tokens, seconds = self.mode.prefill_tokens(request), self.mode.fetch_seconds
-            assert seconds is not None, "only what was swapped out comes back"
+            tokens = self.mode.prefill_tokens(request)
             self.mode.enter(Chunk(request, 0, tokens, last=True))
-            self.clock.now_s += seconds(tokens)
+            self.clock.now_s += host.seconds(tokens)
             self.progress.kv_tokens[request] = tokens
             self.progress.on_host[request] = False
         self._running.extend(requests)
-        self._waiting = self._waiting[len(requests) :]
+        self._waiting = self._waiting[~np.isin(self._waiting, requests)]
 
     def _prefill(self, chunks: tuple[Chunk, ...]) -> None:
         rows = pairs = spans = squares = 0.0
@@ -202,6 +160,7 @@ class Simulation:
             pairs += count * chunk.begin + count * (count + 1) / 2
             spans += span.rows
             squares += span.squares
+        self.mode.prefills(chunks)
         work = StepWork(
             0,
             0,
@@ -214,29 +173,23 @@ class Simulation:
         self._log(work)
         self.clock.now_s += float(self._device.step_seconds(work) * self._noise(1)[0])
         self.record.prefill(self.clock.now_s, int(rows))
-        joins_nobody, ended = not self._running and not self._left, []
+        ended: list[int] = []
         for chunk in chunks:
             if chunk.last:
                 self.progress.kv_tokens[chunk.request] = chunk.end
                 self._running.append(chunk.request)
                 self._tokens_came(np.array([chunk.request]), np.array([self.clock.now_s]))
                 ended += self._end_finished()
-        if joins_nobody or ended or not chunks[-1].last:
-            self._full = False
-
-    def _reopen(self) -> None:
-        """Those who have ended leave SGLang's batch."""
-        if self._left:
-            self._left, self._full = [], False
+        self.admission.stepped(0, ended)
 
     def _decode(self, pause: frozenset[int]) -> None:
-        self._reopen()
+        self.admission.decode_begins()
         decoding = [i for i in self._running if i not in pause] or self._running
         paused = [i for i in self._running if i in pause]
         self.mode.pause(paused)
         steps = 1 if pause else self._stride(decoding)
         while (fitting := self.mode.steps_that_fit(np.array(decoding), steps)) == 0:
-            victim = self.mode.victim(decoding)
+            victim = self.admission.victim(decoding)
             decoding = [i for i in decoding if i != victim]
             self._retract(victim)
             if not decoding:
@@ -255,8 +208,7 @@ class Simulation:
         self._tokens_came(ids, ends)
         self.mode.decoded(ids)
         self.record.decode(ends, float(seconds.sum()), len(ids), len(self._waiting), work)
-        self._ratio.decay(fitting)
-        self._left = self._end_finished()
+        self.admission.stepped(fitting, self._end_finished())
 
     def _noise(self, steps: int) -> FloatArray:
         """By how much each of the next steps takes longer than the device's model says."""
@@ -294,7 +246,7 @@ class Simulation:
         if isinstance(self.mode, Elastic):
             one = StepWork(**{name: float(np.ravel(of)[0]) for name, of in vars(work).items()})
             told = self._device.restored(one) if self.settings.step_noise else one
-            self.mode.iteration.started(told)
+            self.mode.iteration.started(told, np.size(work.decode_tokens))
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -302,7 +254,7 @@ class Simulation:
         """Each of these requests got a token at each of these times."""
         progress = self.progress
         fresh = np.isnan(progress.first_s[ids])
-        self.record.gaps(ends, progress.last_s[ids][~fresh], int(fresh.sum()))
+        self.record.tokens(ends, progress.last_s[ids][~fresh], int(fresh.sum()))
         progress.first_s[ids[fresh]] = ends[0]
         progress.last_s[ids] = ends[-1]
         progress.generated[ids] += len(ends)
@@ -323,14 +275,4 @@ class Simulation:
         self.mode.leave(request, retracted=True)
         self.progress.kv_tokens[request] = 0
         self.record.retractions += 1
-        self._full = False
-        if self.mode.fetch_seconds is not None:
-            self._waiting = np.insert(self._waiting, 0, request)
-            return
-        self._waiting = np.append(self._waiting, request)
-        running = np.array(self._running, np.int64)
-        self._ratio.retracted(
-            int(self.progress.generated[running].sum()),
-            int(self.load.max_new_tokens[running].sum()),
-            len(running),
-        )
+        self._waiting = self.admission.queue_again(request, self._waiting, self._running)

@@ -19,7 +19,7 @@ COMPUTE_SHARE, BANDWIDTH_SHARE, ATTENTION_SHARE = 0.7, 0.85, 0.5
 """What presets take as sustained of the data sheet's FLOPs and bandwidths: assumptions, since no
 such device was measured."""
 ALL_REDUCE_S = 2e-5
-"""Time of one all-reduce of a decode step's rows over NVLink; two per layer."""
+"""Time of one all-reduce besides moving its bytes; over NVLink, of all of it. Two per layer."""
 
 _SIZES, _TIMES = Range(1, 10**24), Range(0, 60)
 _COUNTS = Range(1, 10**8, whole=True)
@@ -49,18 +49,26 @@ class Device:
         for name in ("link_latency_s", "step_overhead_s", "row_overhead_s"):
             _TIMES.check(name, getattr(self, name))
 
-    def profile(self, shape: ModelShape, ranks: int) -> HardwareProfile:
-        """What one of `ranks` such devices sustains."""
-        reduces = 2 * shape.layers * ALL_REDUCE_S if ranks > 1 else 0.0
+    def profile(self, shape: ModelShape, ranks: int, nvlink: bool = True) -> HardwareProfile:
+        """What one of `ranks` such devices sustains.
+
+        Args:
+            nvlink: between them; otherwise all-reduces go through the link to the host, as a ring:
+                each rank sends 2 (n - 1) / n of a row's hidden state, in 16 bits.
+        """
+        reduces = 2 * shape.layers if ranks > 1 else 0
+        link = BANDWIDTH_SHARE * self.link_bytes_per_s
+        sent = 0.0 if nvlink else 2 * (ranks - 1) / ranks * 2 * shape.hidden
         return HardwareProfile(
             name=self.name,
             flops=COMPUTE_SHARE * self.flops,
             device_bytes_per_s=BANDWIDTH_SHARE * self.bytes_per_s,
-            link_bytes_per_s=BANDWIDTH_SHARE * self.link_bytes_per_s,
+            link_bytes_per_s=link,
             link_latency_s=self.link_latency_s,
-            step_overhead_s=self.step_overhead_s + reduces,
+            step_overhead_s=self.step_overhead_s + reduces * ALL_REDUCE_S,
             row_overhead_s=self.row_overhead_s,
             attention_flops=ATTENTION_SHARE * self.flops,
+            reduce_row_s=reduces * sent / link,
         )
 
 
@@ -83,12 +91,26 @@ MODELS = {
 }
 """Whole models, as one rank alone would hold them."""
 
+
+@dataclass(frozen=True)
+class Preset:
+    """A model of `MODELS` on devices of `DEVICES`."""
+
+    model: str
+    device: str
+    ranks: int = 1
+    """Tensor-parallel."""
+    nvlink: bool = True
+    """Between the ranks."""
+
+
 PRESETS = {
-    "llama2-13b": ("a100-80g", 1),
-    "llama2-70b": ("a100-80g", 4),
-    "llama3-8b": ("l4", 1),
+    "llama2-13b": Preset("llama2-13b", "a100-80g"),
+    "llama2-70b": Preset("llama2-70b", "a100-80g", 4),
+    "llama2-70b-pcie": Preset("llama2-70b", "a100-80g", 4, nvlink=False),
+    "llama3-8b": Preset("llama3-8b", "l4"),
 }
-"""Of each model, (device, tensor-parallel ranks)."""
+"""Ready machines."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +128,10 @@ class Machine:
     """KV tokens that host memory holds; None: as many as are needed."""
     ranks: int = 1
 
+    def host_tokens_in(self, host_bytes: float) -> int:
+        """KV tokens that so much host memory holds, of all ranks together."""
+        return int(host_bytes // (self.shape.kv_bytes_per_token * self.ranks))
+
     def limited(self, kv_tokens: int | None, host_tokens: int | None) -> Machine:
         """The same with other memory, where it is given."""
         given: dict[str, Any] = {"kv_tokens": kv_tokens, "host_tokens": host_tokens}
@@ -120,12 +146,14 @@ def preset(name: str) -> Machine:
     """
     if name not in PRESETS:
         raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
-    device, ranks = PRESETS[name]
-    return assemble(MODELS[name], DEVICES[device], ranks, name)
+    found = PRESETS[name]
+    return assemble(MODELS[found.model], DEVICES[found.device], found.ranks, name, found.nvlink)
 
 
-def assemble(model: ModelShape, device: Device, ranks: int, name: str) -> Machine:
-    """A model over `ranks` devices of one kind.
+def assemble(
+    model: ModelShape, device: Device, ranks: int, name: str, nvlink: bool = True
+) -> Machine:
+    """A model over `ranks` devices of one kind, with NVLink between them or not.
 
     Raises:
         ConfigError: its weights leave no room for KV.
@@ -138,7 +166,7 @@ def assemble(model: ModelShape, device: Device, ranks: int, name: str) -> Machin
             f"in {MEMORY_SHARE:.0%} of {device.memory_bytes / 1e9:.0f} GB; use more ranks"
         )
     tokens = int(room // shape.kv_bytes_per_token)
-    return Machine(name, shape, device.profile(shape, ranks), tokens, ranks=ranks)
+    return Machine(name, shape, device.profile(shape, ranks, nvlink), tokens, ranks=ranks)
 
 
 def weight_bytes(shape: ModelShape) -> float:

@@ -1,19 +1,23 @@
 """What a server does about memory: what all modes share, and the baselines, where all of a
 request's KV is on the device, or none of it is.
 
-Admission is SGLang's. When a decode step finds no room, whole requests lose their place:
+When a decode step finds no room, whole requests lose their place. Who is admitted, who goes in mode
+`recompute`, and where it waits, is SGLang's or vLLM's way (`admission`):
 
-- `recompute`: SGLang's retraction. The KV is discarded, the request goes to the end of the queue,
-  and prompt and output so far are prefilled again. Kept of the original: all of the above, with
-  SGLang's defaults. Not modelled: the prefix cache, which keeps what it has room for.
+- `recompute`: the KV is discarded, and prompt and output so far are prefilled again. Kept of
+  SGLang's retraction: who goes, that it waits at the end of the queue, SGLang's defaults; of vLLM's
+  preemption: that the last goes, and waits at the front. Not modelled: the prefix cache, which
+  keeps what it has room for.
 - `swap`: as vLLM's swapping, and the server's mode `swap` (`policies.baselines.whole_requests`).
   The request that came last goes to host memory; when all of its KV fits beside a further block of
-  everybody's it is fetched, before anybody new is admitted; decoding waits for the fetch. Kept: who
-  goes, who comes back first and when, that a transfer blocks. Left out: copying out (taken to be
-  hidden), vLLM's own admission, and the block being filled, which the server's keeps.
-- `hcache`: as `swap`, but restored as HCache (EuroSys'25) does, partly from hidden states. Kept:
-  the split of layers that balances link and projection. Left out: HCache's chunk storage, and the
-  saving of hidden states while decoding (taken to be hidden).
+  everybody's it is fetched, before anybody new is admitted; decoding waits for the fetch. What host
+  memory has no room for is discarded as in mode `recompute`. Kept: who goes, who comes back first
+  and when, that a transfer blocks. Left out: copying out (taken to be hidden), and the block being
+  filled, which the server's keeps.
+- `hcache`: as `swap`, but restored as HCache (EuroSys'25) does, partly from hidden states, which
+  also take less of host memory. Kept: the split of layers that balances link and projection. Left
+  out: HCache's chunk storage, and the saving of hidden states while decoding (taken to be hidden,
+  and to take its room when a request goes).
 """
 
 from __future__ import annotations
@@ -24,9 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ellm_sgl.client.traces import IntArray
-from ellm_sgl.eval.simulator.admission import Chunk
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.memory import PageTable
+from ellm_sgl.memory import AdmissionRoom, PageTable
 from ellm_sgl.memory.shape import IntArray as Ids
 
 
@@ -39,7 +42,27 @@ class Moves:
     pause: frozenset[int] = frozenset()
     """Running requests that pause for this step."""
     back: Sequence[int] = ()
-    """Requests at the front of the queue whose whole KV comes back from host memory first."""
+    """Waiting requests whose whole KV comes back from host memory first."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Part of a request that one prefill step computes, or a fetch brings back."""
+
+    request: int
+    begin: int
+    end: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class HostStore:
+    """Host memory for the KV of whole requests that have lost their place."""
+
+    seconds: Callable[[int], float]
+    """Time to restore a request of so many tokens."""
+    tokens: float
+    """That there is room for, in whole blocks; inf: any number."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +83,8 @@ class Mode:
     page table are request numbers.
 
     Args:
-        fetch_seconds: time to restore a request of so many tokens from host memory. Requests that
-            lose their place then keep their KV there, and wait at the front of the queue; SGLang's
-            accounting does not hear of it. None: they are retracted as in SGLang.
+        host: keeps the KV of requests that lose their place, while it has room. None: their KV is
+            discarded.
     """
 
     def __init__(
@@ -70,12 +92,12 @@ class Mode:
         table: PageTable,
         load: Load,
         progress: Progress,
-        fetch_seconds: Callable[[int], float] | None = None,
+        host: HostStore | None = None,
     ) -> None:
         self.table = table
         self.load = load
         self.progress = progress
-        self.fetch_seconds = fetch_seconds
+        self.host = host
         self._refused_at = 0
 
     def arrived(self, request: int) -> None:
@@ -86,16 +108,17 @@ class Mode:
 
     def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         """Asked once per iteration."""
-        out = int(self.progress.on_host[waiting].sum())
-        back = self._coming_back(len(running), waiting[:out].tolist())
-        admit = waiting[out:].tolist() if len(back) == out else ()
+        swapped = self.progress.on_host[waiting]
+        out = waiting[swapped].tolist()
+        back = self._coming_back(len(running), out)
+        admit = waiting[~swapped].tolist() if len(back) == len(out) else ()
         if len(admit) == 0:
             self._refused_at = -1
         return Moves(admit=admit, back=back)
 
     def _coming_back(self, running: int, out: Sequence[int]) -> Sequence[int]:
         """The first of those in host memory, while they fit beside a block more of everybody's."""
-        free = self._free_blocks()
+        free = self.free_blocks
         for count, request in enumerate(out):
             free -= self.table.shape.blocks_for(self.prefill_tokens(request))
             together = running + count
@@ -108,13 +131,22 @@ class Mode:
     def closed(self, closed: bool, anybody_waits: bool) -> bool:
         """Whether SGLang looks at nobody who waits, as `closed` says it has until now. A server
         that swaps asks a policy, and looks again once there is more room: `Iteration`'s way."""
-        swaps = self.fetch_seconds is not None
-        return closed and not (swaps and self.admission_tokens()[1] > self._refused_at)
+        return closed and not (
+            self.host is not None and self.admission_tokens()[1] > self._refused_at
+        )
 
     def admission_tokens(self) -> tuple[int, int]:
         """Tokens that there is room for: (now, eventually)."""
-        free = self._free_blocks() * self.table.shape.block_tokens
+        free = self.free_blocks * self.table.shape.block_tokens
         return free, free
+
+    def admission_room(self) -> AdmissionRoom:
+        """Room for those who wait."""
+        return AdmissionRoom(self.admission_tokens()[0])
+
+    def admitted_ratio(self, request: int) -> float:
+        """The uncached ratio that a waiting request will come to."""
+        return 0.0
 
     def refused(self, eventually: int) -> None:
         """Memory (of so many `admission_tokens`) or places ran out before the queue did."""
@@ -136,6 +168,9 @@ class Mode:
             self.table.extend(chunk.request, chunk.end, blocks)
         return Span()
 
+    def prefills(self, chunks: Sequence[Chunk]) -> None:
+        """A step computes these chunks, which all have their memory."""
+
     # -- decoding ---------------------------------------------------------------------------
 
     def pause(self, requests: Sequence[int]) -> None:
@@ -143,18 +178,10 @@ class Mode:
 
     def steps_that_fit(self, ids: IntArray, most: int) -> int:
         """Decode steps, at most so many, whose new tokens find room; 0: somebody has to go."""
-        free = self._free_blocks()
+        free = self.free_blocks
         while most > 0 and int(self.new_blocks(ids, most).sum()) > free:
             most -= 1
         return most
-
-    def victim(self, running: Sequence[int]) -> int:
-        """Who goes when memory is short: to host memory, the latest. Else as SGLang: who has
-        generated least, of these the one with the longest prompt, of these the latest."""
-        if self.fetch_seconds is not None:
-            return max(running)
-        generated, prompt = self.progress.generated, self.load.prompt_tokens
-        return min(running, key=lambda i: (generated[i], -prompt[i], -i))
 
     def grow(self, ids: IntArray, steps: int) -> tuple[Span, Span]:
         """Memory for the next tokens of each of these requests. Returns what the first of the
@@ -187,7 +214,18 @@ class Mode:
         blocks = self.table.blocks_of(request).copy()
         self.forget(request)
         self.table.release(blocks)
-        self.progress.on_host[request] = retracted and self.fetch_seconds is not None
+        self.progress.on_host[request] = retracted and self._host_takes(len(blocks))
+
+    def _host_takes(self, blocks: int) -> bool:
+        """Whether there is room for so many more in host memory."""
+        if self.host is None:
+            return False
+        there = map(self.prefill_tokens, np.flatnonzero(self.progress.on_host).tolist())
+        held = sum(map(self.table.shape.blocks_for, there))
+        return (held + blocks) * self.table.shape.block_tokens <= self.host.tokens
+
+    def close(self) -> None:
+        """All requests have ended."""
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -206,5 +244,6 @@ class Mode:
         tokens = self.progress.kv_tokens[ids]
         return -(-(tokens + steps) // block) + -tokens // block
 
-    def _free_blocks(self) -> int:
+    @property
+    def free_blocks(self) -> int:
         return self.table.free_units // self.table.shape.num_groups

@@ -48,6 +48,10 @@ class Record:
     _steps: list[tuple[float, bool]] = field(default_factory=list)
     """When each step ended, and whether it decoded; (nan, False) for a rest between them."""
     _gaps: list[FloatArray] = field(default_factory=list)
+    _token_ends: list[FloatArray] = field(default_factory=list)
+    """When tokens came."""
+    _token_counts: list[IntArray] = field(default_factory=list)
+    """How many came then."""
 
     def rest(self) -> None:
         """The server had nothing to do."""
@@ -76,13 +80,15 @@ class Record:
         self.held_tokens += float(tokens.sum())
         self.held_places += float((-(-tokens // block_tokens)).sum() * block_tokens)
 
-    def gaps(self, ends: FloatArray, last_s: FloatArray, fresh: int) -> None:
+    def tokens(self, ends: FloatArray, last_s: FloatArray, fresh: int) -> None:
         """Requests got a token at each of these times.
 
         Args:
             last_s: when each had got its latest one before.
             fresh: further requests, which had none yet.
         """
+        self._token_ends.append(ends)
+        self._token_counts.append(np.full(len(ends), len(last_s) + fresh))
         self._gaps.append(ends[0] - last_s)
         if len(ends) > 1:
             self._gaps.append(np.repeat(np.diff(ends), len(last_s) + fresh))
@@ -105,3 +111,15 @@ class Record:
     def gaps_s(self) -> FloatArray:
         """Times between tokens of one request, over all tokens."""
         return np.concatenate(self._gaps) if self._gaps else np.zeros(0)
+
+    def tokens_by(self, end_s: float, late: bool) -> int:
+        """Tokens that had come by then.
+
+        Args:
+            late: they come out as `one_step_late` has it.
+        """
+        if not self._token_ends:
+            return 0
+        ends = np.concatenate(self._token_ends)
+        came = (self.one_step_late(ends) if late else ends) <= end_s
+        return int(np.concatenate(self._token_counts)[came].sum())

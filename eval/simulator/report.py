@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ellm_sgl.client.summary import Spread, Summary
+from ellm_sgl.client.summary import Spread, Summary, per_second
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.engine import Simulation, Tick
 from ellm_sgl.eval.simulator.load import Load
@@ -86,19 +86,26 @@ def _summary(simulation: Simulation, record: Record) -> Summary:
     decoded = (progress.generated - 1)[served]
     spent = (progress.last_s - progress.first_s)[served]
     tpot = np.where(decoded > 0, spent / np.maximum(decoded, 1), np.nan)
-    in_time = ~(ttft > load.ttft_slo_s[served]) & ~(tpot > load.tpot_slo_s[served])
-    seconds = float(np.nanmax(progress.last_s, initial=0.0)) - float(load.at_s.min(initial=0.0))
+    in_tpot = ~(tpot > load.tpot_slo_s[served])
+    in_time = in_tpot & ~(ttft > load.ttft_slo_s[served])
+    began = float(load.at_s.min(initial=0.0))
+    seconds = float(np.nanmax(progress.last_s, initial=began)) - began
+    drain = float(np.nanmax(progress.first_s, initial=began))
+    before_drain = record.tokens_by(drain, simulation.settings.late_results)
     tokens = int(progress.generated.sum())
     return Summary(
         requests=len(load),
         failed=int(progress.refused.sum()),
         seconds=seconds,
         output_tokens=tokens,
-        tokens_per_s=_over(tokens, seconds),
+        tokens_per_s=per_second(tokens, seconds),
+        steady_tokens_per_s=per_second(before_drain, drain - began),
+        slo_tokens_per_s=per_second(int(progress.generated[served][in_tpot].sum()), seconds),
         ttft=Spread.of(ttft),
         tpot=Spread.of(tpot),
         itl=Spread.of(record.gaps_s),
         slo_attainment=_over(float(in_time.sum()), len(load)),
+        tpot_attainment=_over(float(in_tpot.sum()), len(load)),
     )
 
 

@@ -93,6 +93,8 @@ class RestoringModel(LatencyModel):
             "restored_tokens": shares * work.restored_tokens,
             "restored_squares": shares * work.restored_squares,
             "restored_prefix": shares * work.restored_prefix,
+            "swap_tokens": 0.0,
+            "recompute_share": 1.0,
         }
         if self._fused:
             return self._inner.step_seconds(dataclasses.replace(work, **span))
@@ -113,6 +115,19 @@ def hcache_seconds(machine: Machine, tokens: float) -> float:
     states, whose K and V are projected again while the next layers' states arrive, and the others
     from KV, that the link and the projections take as nearly as possible the same time.
     """
+    return float(_hcache_seconds(machine, tokens).min()) + machine.profile.link_latency_s
+
+
+def hcache_size(machine: Machine) -> float:
+    """What HCache keeps of a request in host memory, over the size of its KV."""
+    shape = machine.shape
+    by_hidden = int(_hcache_seconds(machine, 1.0).argmin())
+    hidden = by_hidden * shape.hidden * shape.kv_bytes
+    return hidden / shape.kv_bytes_per_token + 1 - by_hidden / shape.layers
+
+
+def _hcache_seconds(machine: Machine, tokens: float) -> FloatArray:
+    """Entry n: with n layers from hidden states, but for the link's latency."""
     shape, profile = machine.shape, machine.profile
     hidden_s = tokens * shape.hidden * shape.kv_bytes / profile.link_bytes_per_s
     kv_s = tokens * shape.kv_bytes_per_token / shape.layers / profile.link_bytes_per_s
@@ -120,4 +135,4 @@ def hcache_seconds(machine: Machine, tokens: float) -> float:
     project_s = 2.0 * tokens * shape.hidden * width / profile.flops
     by_hidden = np.arange(shape.layers + 1)
     link = by_hidden * hidden_s + (shape.layers - by_hidden) * kv_s
-    return float(np.maximum(link, by_hidden * project_s).min()) + profile.link_latency_s
+    return np.asarray(np.maximum(link, by_hidden * project_s))

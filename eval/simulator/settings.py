@@ -13,21 +13,29 @@ from ellm_sgl import latency
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.config.ranges import TOKENS, Range, shown
 from ellm_sgl.engine import Controller, ServerLimits, StepLog
+from ellm_sgl.eval.simulator.admission import (
+    Admission,
+    PaperAdmission,
+    SglangAdmission,
+    VllmAdmission,
+)
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
 from ellm_sgl.eval.simulator.machines import Machine
-from ellm_sgl.eval.simulator.modes import Mode
+from ellm_sgl.eval.simulator.modes import HostStore, Mode
 from ellm_sgl.eval.simulator.restoring import (
     RESTORATIONS,
     RestoringModel,
     fetch_seconds,
     hcache_seconds,
+    hcache_size,
 )
 from ellm_sgl.latency import HardwareProfile, LatencyModel, RooflineLatencyModel, StepWork
 from ellm_sgl.memory import PageTable, PoolShape
 from ellm_sgl.policies.registry import create
 
 MODES = ("ellm", "recompute", "swap", "hcache")
+ADMISSIONS = ("sglang", "vllm", "paper")
 LEAST_RESTORED = 16_384
 """SGLang's --max-prefill-tokens: a step may always recompute so many tokens."""
 FACTOR = Range(0, 10**6, low_open=True)
@@ -63,6 +71,9 @@ class Settings:
     """F, of mode ellm. The baselines keep all layers of a block together."""
     max_running: int = 256
     chunk_tokens: int = 8192
+    admission: str = "sglang"
+    """How the baselines admit requests: one of `ADMISSIONS`; see `admission`. Mode ellm is a plugin
+    of SGLang, whose admission it keeps."""
     conservativeness: float = 1.0
     """SGLang's --schedule-conservativeness."""
     late_results: bool = False
@@ -82,10 +93,20 @@ class Settings:
     faster, and less exact: see `engine`."""
 
     def __post_init__(self) -> None:
-        choices = {"mode": MODES, "restore": tuple(RESTORATIONS), "latency_model": LATENCY_MODELS}
+        choices = {
+            "mode": MODES,
+            "restore": tuple(RESTORATIONS),
+            "latency_model": LATENCY_MODELS,
+            "admission": ADMISSIONS,
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} {getattr(self, name)!r}: give one of {', '.join(known)}")
+        if self.mode == "ellm" and self.admission != "sglang":
+            raise ConfigError(
+                f"admission {self.admission!r}: mode ellm is a plugin of SGLang and admits as it; "
+                "give sglang, or another mode"
+            )
         counts = ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride")
         ranges = dict.fromkeys(counts, TOKENS)
         ranges |= {"conservativeness": FACTOR, "model_error": MODEL_ERROR}
@@ -166,8 +187,7 @@ def build_mode(
     host_units = host_blocks * pool.num_groups
     table = PageTable(pool, blocks, device_blocks * pool.num_groups, host_units)
     if not elastic:
-        fetch = {"recompute": None, "swap": fetch_seconds, "hcache": hcache_seconds}[settings.mode]
-        return Mode(table, load, progress, fetch and partial(fetch, machine))
+        return Mode(table, load, progress, _host_store(machine, settings.mode))
     controller = Controller(
         create(settings.policy, settings.policy_options),
         math.inf,
@@ -181,6 +201,30 @@ def build_mode(
         ),
     )
     return Elastic(table, load, progress, controller, max_restored, clock)
+
+
+def _host_store(machine: Machine, mode: str) -> HostStore | None:
+    if mode == "recompute":
+        return None
+    seconds, size = fetch_seconds, 1.0
+    if mode == "hcache":
+        seconds, size = hcache_seconds, hcache_size(machine)
+    tokens = math.inf if machine.host_tokens is None else machine.host_tokens / size
+    return HostStore(partial(seconds, machine), tokens)
+
+
+def build_admission(
+    machine: Machine, settings: Settings, mode: Mode, clock: VirtualClock
+) -> Admission:
+    """How a server of this mode admits requests."""
+    shared = (mode, settings.chunk_tokens, settings.max_running)
+    if settings.admission == "vllm":
+        return VllmAdmission(*shared)
+    if settings.admission == "paper":
+        model = policy_model(machine, settings)
+        return PaperAdmission(*shared, model, settings.tpot_slo_s, clock)
+    pool_tokens = math.inf if settings.mode == "ellm" else machine.kv_tokens
+    return SglangAdmission(*shared, settings.conservativeness, pool_tokens)
 
 
 def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:

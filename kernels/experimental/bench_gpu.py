@@ -6,7 +6,6 @@ every other round; a run is timed by events around several calls. Reported are m
 
 - `fused`: eLLM's kernel, one launch, at each δ; it writes the KV too;
 - `fused, apart`: the same kernel, recompute rows and decode rows in two launches;
-- `flashinfer in parts`: eLLM's use of FlashInfer, exact with blocks missing;
 - `flashinfer, apart` and `flashinfer POD`: FlashInfer's prefill followed by its decode, and its
   fused wrapper, both with the recomputed KV already in the pool: less work than eLLM has to do.
 """
@@ -14,7 +13,6 @@ every other round; a run is timed by events around several calls. Reported are m
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +20,8 @@ from typing import Any
 import torch
 
 from ellm_sgl.kernels.bench_step import BLOCK_TOKENS, Run, Step, StepShape, interleave, median_ratio
-from ellm_sgl.kernels.experimental.flashinfer import WORKSPACE_BYTES, FlashInferAttention, divide
+from ellm_sgl.kernels.experimental.flashinfer import attention as flashinfer
+from ellm_sgl.kernels.experimental.flashinfer.plan import divide
 
 CALLS = 5
 """Calls of a timed run, so that the host is ahead of the device."""
@@ -132,23 +131,21 @@ def peers(step: Step) -> dict[str, Run]:
         return (first if args[5] is step.recompute else second)(*args)
 
     runs["fused, apart"] = lambda: step.run_apart(apart)
-    if importlib.util.find_spec("flashinfer") is None:
+    if flashinfer.problem() is not None:
         return runs
-    parts = FlashInferAttention(device)
-    runs["flashinfer in parts"] = lambda: step.run(parts, step.mixed, everything)
     return runs | whole_flashinfer(step, importlib.import_module("flashinfer"))
 
 
 def whole_flashinfer(step: Step, library: Any) -> dict[str, Run]:
     """FlashInfer (`library`) with everything in the pool: in two launches, and in one."""
     case, device, pool = step.shape, step.keys.device, (step.keys, step.values)
-    workspace = torch.zeros(2 * WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    workspace = torch.empty(flashinfer.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     shape = case.heads, case.kv_heads, case.head_dim, BLOCK_TOKENS
     types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "sm_scale": step.scale}
     d_pages = _decode_pages(step)
     q_new, q_span = step.q[: case.batch], step.q[case.batch :]
     decode = library.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, "NHD", use_tensor_cores=case.heads // case.kv_heads >= 4
+        workspace, "NHD", use_tensor_cores=flashinfer.tensor_cores(case.heads, case.kv_heads)
     )
     decode.plan(*d_pages, *shape, **types)
     if not step.recompute.rows:
@@ -163,7 +160,7 @@ def whole_flashinfer(step: Step, library: Any) -> dict[str, Run]:
         assert isinstance(out, torch.Tensor)
         return out
 
-    pod = library.BatchPODWithPagedKVCacheWrapper(workspace.clone(), "NHD")
+    pod = library.BatchPODWithPagedKVCacheWrapper(torch.empty_like(workspace), "NHD")
     d_starts = torch.arange(case.batch + 1, dtype=torch.int32)
     pod.plan(p_starts, *p_pages, d_starts, *d_pages, *shape, **types)
     return {
@@ -174,7 +171,7 @@ def whole_flashinfer(step: Step, library: Any) -> dict[str, Run]:
 
 def _decode_pages(step: Step) -> tuple[torch.Tensor, ...]:
     """indptr, units and last page lengths of the rows that decode, as FlashInfer takes them."""
-    pages = divide(step.decode, BLOCK_TOKENS, step.shape.batch).decode
+    pages = divide(step.decode.requests, BLOCK_TOKENS).decode
     places = torch.from_numpy(pages.places).to(step.keys.device)
     indptr, last = (torch.from_numpy(a).to(torch.int32) for a in (pages.indptr, pages.last_tokens))
     return indptr, step.decode.units[places].to(torch.int32), last

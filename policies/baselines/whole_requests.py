@@ -40,6 +40,9 @@ class WholeRequests(Policy):
     def idle_without_pressure(self) -> bool:
         return True
 
+    def never_waits(self) -> bool:
+        return True
+
     def batch(self, state: SystemState) -> Batch:
         running, before = state.running.request_id, self._paused
         paused = np.isin(running, list(before))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ellm_sgl.config.ranges import shown
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
-from ellm_sgl.policies.pausing.choice import evicted_tokens, participants
+from ellm_sgl.policies.pausing.choice import Pausing
 from ellm_sgl.policies.pausing.rotation import (
     ADMITTED_RATIO,
     Rotation,
@@ -16,7 +17,6 @@ from ellm_sgl.policies.pausing.rotation import (
 )
 from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
-    LOOKAHEAD,
     Candidates,
     evicted_at,
     least_evicted,
@@ -27,6 +27,7 @@ from ellm_sgl.policies.problem.candidates import (
     step_limit_s,
     work_of,
 )
+from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.work_split import plan_split
 
@@ -48,8 +49,9 @@ class Fcfs(Policy):
 
     - All are admitted that fit, within the SLO, without restoring anything: refusing them would
       only put them off. b / T decides whether more are, at the price of restoration.
-    - A request must fit not only now but after `lookahead` further steps, in which all grow: the
-      paper takes current lengths, and so admits requests that soon push each other out.
+    - A request must fit not only now but until all have ended, by what is known of output lengths
+      (`problem.forecast`), and the mean step until then must keep the SLO: the paper takes current
+      lengths and the next step, and so admits requests that soon push each other out.
     - Where memory no longer holds those that run, the last of them pause, their KV evicted, if more
       tokens per second are decoded so than by restoring part of everyone in every step.
       Otherwise running requests stay, also where memory or SLO admit no answer; then nobody
@@ -62,39 +64,37 @@ class Fcfs(Policy):
     There is no slack on top: every evicted block is computed again in every step.
 
     Args:
-        lookahead: steps; 0 is the paper's problem.
+        forecast: whether to look ahead; False is the paper's problem.
         pause: whether running requests may pause; False is the paper's problem.
-        solver: "scan" looks at every batch size, which is exact. "slsqp" is the paper's way: a
-            local optimum of the continuous relaxation, from the last one on, then the best of
-            the whole batch sizes near it.
+        solver: "scan" looks at every batch size, which is exact. "slsqp", for the paper's problem
+            alone, is the paper's way: a local optimum of the continuous relaxation, from the last
+            one on, then the best of the whole batch sizes near it.
         rotate: where there is a host tier and every request has a TPOT SLO, more requests run than
             memory holds, and rotate on the device (`pausing.rotation`).
     """
 
     def __init__(
         self,
-        lookahead: int = 128,
+        forecast: bool = True,
         pause: bool = True,
         solver: str = "scan",
         rotate: bool = False,
     ) -> None:
-        LOOKAHEAD.check("lookahead", lookahead)
+        for name, value in (("forecast", forecast), ("pause", pause), ("rotate", rotate)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, got {shown(value)}")
         if solver not in ("scan", "slsqp"):
-            raise ValueError(f'solver must be "scan" or "slsqp", got {solver!r}')
-        self._lookahead = lookahead
-        self._may_pause = pause
+            raise ValueError(f'solver must be "scan" or "slsqp", got {shown(solver)}')
+        if forecast and solver == "slsqp":
+            raise ValueError('solver "slsqp" is for the paper\'s problem: give forecast false, too')
+        self._forecasts = forecast
+        self._pausing = Pausing() if pause else None
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
         self._share = 0.0
         self._answered: Standing[tuple[int, float]] | None = None
         """How many may be admitted, and the limit on a step's time. They may wait many steps for
         the server's own admission; and if nobody may, running requests only grow: it gets no
         easier."""
-        self._first_paused: int | None = None
-        """Id of the first running request that pauses."""
-        self._counted: Standing[None] | None = None
-        """It stands who takes part."""
-        self._paused_evicted: IntArray | None = None
-        """n_i of the running requests while some pause; computed with `_counted`."""
         self._rotation = Rotation() if rotate else None
         self._rotated: RotationDecision | None = None
         """This iteration's rotation; None where it does not apply."""
@@ -102,18 +102,19 @@ class Fcfs(Policy):
     def idle_without_pressure(self) -> bool:
         return self._rotation is None
 
+    def never_waits(self) -> bool:
+        return True
+
     def batch(self, state: SystemState) -> Batch:
         count = len(state.running)
         self._rotated = None
         if count and self._rotation is not None and can_rotate(state):
             self._rotated = self._rotation.decide(state)
             return self._rotated.batch()
-        if count and self._may_pause:
-            active = self._active(state)
+        if count and self._pausing is not None:
+            active = self._pausing.active(state)
             if active < count:
-                self._first_paused = int(state.running.request_id[active])
                 return Batch(admit=(), pause=tuple(range(active, count)))
-        self._first_paused = None
         most = min(len(state.waiting), state.max_running - count)
         return Batch(admit=tuple(range(self._admitted(state, most) if most > 0 else 0)))
 
@@ -122,45 +123,34 @@ class Fcfs(Policy):
             rotated = self._evicted_in_rotation(state, batch, self._rotated)
             ratios = ratios_of(rotated, state.running.tokens)
             return Ratios(ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
-        if batch.pause:
-            if self._paused_evicted is None:
-                active = len(state.running) - len(batch.pause)
-                self._paused_evicted = _evicted_while_some_pause(state, active)
-            return Ratios(ratios_of(self._paused_evicted, state.running.tokens), NOBODY)
-        evicted = self._evicted(state, batch, Candidates.of(state, batch.admit))
-        return ratios_for(state, batch, evicted, self._lookahead)
+        if batch.pause and self._pausing is not None:
+            evicted = self._pausing.evicted(state, len(state.running) - len(batch.pause))
+            return Ratios(ratios_of(evicted, state.running.tokens), NOBODY)
+        shared = self._evicted(state, batch, Candidates.of(state, batch.admit))
+        return ratios_for(state, batch, shared, eventually=self._forecasts)
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
 
     def _admitted(self, state: SystemState, most: int) -> int:
         """How many of up to `most` waiting requests may be admitted."""
-        limit_s = float(step_limit_s(state, NOBODY)[0])
+        limit_s = np.inf if self._forecasts else float(step_limit_s(state, NOBODY)[0])
         if self._answered is not None:
             admitted, before_s = self._answered.answer
             if self._answered.holds(*_question(state, admitted)) and (
                 limit_s >= before_s if admitted else limit_s <= before_s + HOLD * abs(before_s)
             ):
                 return admitted
-        problem = BatchProblem.of(state, most, self._lookahead)
-        admitted = self._solve(problem) - len(state.running)
+        if self._forecasts:
+            size = Forecast.of(state, most).solve()
+        else:
+            size = self._solve(BatchProblem.of(state, most))
+        admitted = size - len(state.running)
         self._answered = None
-        if admitted == 0 or self._lookahead >= SOLVE_EVERY:
+        if admitted == 0 or self._forecasts:
             given = _question(state, admitted)
             self._answered = Standing((admitted, limit_s), *given, iterations=SOLVE_EVERY)
         return admitted
-
-    def _active(self, state: SystemState) -> int:
-        """How many of the running requests take part."""
-        given = state.running.request_id, state.memory.device_tokens
-        before = len(state.running)  # all count as taking part if nobody paused
-        if self._first_paused is not None:
-            before = max(1, int(np.searchsorted(state.running.request_id, self._first_paused)))
-        if self._counted is not None and self._counted.holds(*given):
-            return before
-        self._counted = Standing(None, *given, iterations=SOLVE_EVERY)
-        self._paused_evicted = None
-        return participants(state, before)
 
     def _evicted_in_rotation(
         self, state: SystemState, batch: Batch, rotated: RotationDecision
@@ -201,19 +191,6 @@ class Fcfs(Policy):
         return evicted_at(candidates, self._share, block)
 
 
-def _evicted_while_some_pause(state: SystemState, active: int) -> IntArray:
-    """n_i: of the last ones what the others need is evicted; if that is not enough, the same share
-    of all those that run."""
-    candidates, block = Candidates.of(state), state.memory.block_tokens
-    evicted = evicted_tokens(state, active)
-    short = short_tokens(state, candidates) - int(evicted.sum())
-    missing = float(least_evicted(state.memory, short))
-    if missing > 0.0:
-        first = candidates[:active]
-        evicted[:active] = evicted_at(first, share_for(first, missing, block), block)
-    return evicted
-
-
 def _in_time(state: SystemState, batch: Batch, candidates: Candidates, evicted: IntArray) -> bool:
     """Whether the step keeps the SLO by the latency model's estimate."""
     limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.admit)])[-1]
@@ -224,10 +201,10 @@ def _in_time(state: SystemState, batch: Batch, candidates: Candidates, evicted: 
 
 def _question(state: SystemState, admitted: int) -> tuple[object, ...]:
     """What it depends on how many are admitted: who runs, who is admitted and the next one behind
-    them, places and memory."""
+    them, places, the server's SLO and memory."""
     memory = state.memory
     return (
         state.running.request_id,
         state.waiting.request_id[: admitted + 1],
-        (state.max_running, memory.device_tokens, memory.max_restored_tokens),
+        (state.max_running, state.tpot_slo_s, memory.device_tokens, memory.max_restored_tokens),
     )

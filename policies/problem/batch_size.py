@@ -13,17 +13,15 @@ import numpy as np
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
 from ellm_sgl.policies.problem.candidates import (
+    TOLERANCE,
     Candidates,
     evicted_at,
     least_evicted,
     share_for,
-    step_limit_s,
+    slos_s,
     unowned_tokens,
     work_of,
 )
-
-TOLERANCE = 0.005
-"""Of batch sizes within this of the best, the smallest is taken: it restores least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +47,9 @@ class BatchProblem:
     """SLO - WT_max."""
 
     @classmethod
-    def of(cls, state: SystemState, most: int, lookahead: int) -> BatchProblem:
-        """The problem with up to `most` waiting requests, at the lengths `lookahead` steps on."""
-        candidates = Candidates.of(state, slice(most), lookahead)
-        running = len(state.running)
+    def of(cls, state: SystemState, most: int) -> BatchProblem:
+        """The problem with up to `most` waiting requests, at their present lengths."""
+        candidates = Candidates.of(state, slice(most))
         evictable = candidates.evictable.astype(np.float64)
         columns = np.zeros((5, len(evictable) + 1))
         columns[:, 1:] = (
@@ -63,18 +60,18 @@ class BatchProblem:
             candidates.charged,
         )
         tokens, sums, squares, prefix, charged = np.cumsum(columns, axis=1)
-        limit = step_limit_s(state, state.waiting.tpot_slo_s[:most])
+        waited_s = float(state.running.waited_s.max(initial=0.0))
         return cls(
             candidates=candidates,
             memory=state.memory,
             latency=state.latency,
-            fewest=max(1, running),
+            fewest=max(1, len(state.running)),
             tokens=tokens,
             evictable=sums,
             squares=squares,
             prefix=prefix,
             short=charged + (unowned_tokens(state) - state.memory.device_tokens),
-            limit_s=np.concatenate((np.full(running, limit[0]), limit)),
+            limit_s=slos_s(state, most) - waited_s,
         )
 
     @property

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ellm_sgl.config.ranges import MOST_TOKENS, Range
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import (
     Batch,
@@ -76,34 +75,31 @@ def ratios_of(evicted: IntArray, tokens: IntArray) -> FloatArray:
 
 
 def ratios_for(
-    state: SystemState, batch: Batch, evicted: IntArray | None, lookahead: int
+    state: SystemState, batch: Batch, evicted: IntArray | None, eventually: bool = True
 ) -> Ratios:
     """The answer by which n_i of each running and each admitted request is evicted, nothing if
-    `evicted` is None. Those admitted are said to come to at least their eventual ratio."""
+    `evicted` is None.
+
+    Args:
+        eventually: those admitted are said to come to at least their eventual ratio.
+    """
     count = len(state.running)
-    eventual = _eventual_ratio(state, batch.admit, lookahead) if batch.admit and lookahead else 0.0
+    eventual = _eventual_ratio(state, batch.admit) if batch.admit and eventually else 0.0
     if evicted is None:
         return Ratios(np.zeros(count), np.full(len(batch.admit), eventual))
     ratios = ratios_of(evicted, running_and(state, batch.admit).tokens)
     return Ratios(ratios[:count], np.maximum(ratios[count:], eventual))
 
 
-def _eventual_ratio(state: SystemState, admit: Sequence[int], lookahead: int) -> float:
-    """The uncached ratio that the running and these waiting requests will come to.
-
-    0 if all fit cached, `lookahead` steps on: then it was not decided to restore anything, and the
-    server's own admission accounting, which knows their longest lengths, is to hold. Otherwise
-    what their longest lengths need, so that it lets in those that were chosen.
-    """
-    if short_tokens(state, Candidates.of(state, admit, lookahead)) <= 0:
-        return 0.0
+def _eventual_ratio(state: SystemState, admit: Sequence[int]) -> float:
+    """The uncached ratio that the running and these waiting requests would come to if all got as
+    long as they may. The server's own admission accounting reckons with that, and has to let in
+    those that were chosen because most end before."""
     longest = Candidates.of(state, admit, LONGEST)
     needed = float(least_evicted(state.memory, short_tokens(state, longest)))
     return min(needed, int(longest.evictable.sum())) / int(longest.tokens.sum())
 
 
-LOOKAHEAD = Range(0, MOST_TOKENS, whole=True)
-"""Steps that policies may look ahead."""
 LONGEST = 1 << 40
 """Steps after which every request has all the tokens that it may generate."""
 
@@ -151,6 +147,8 @@ def evicted_at(candidates: Candidates, share: float, block_tokens: int) -> IntAr
     return np.minimum(rounded, blocks) * block_tokens
 
 
+TOLERANCE = 0.005
+"""Of batch sizes within this of the best, the smallest is taken: it restores least."""
 GOLDEN = (5**0.5 - 1) / 2
 """Its multiples modulo 1 spread evenly over [0, 1), however many there are (Weyl)."""
 BISECTIONS = 16
@@ -202,3 +200,11 @@ def step_limit_s(state: SystemState, admit_slo_s: FloatArray) -> FloatArray:
     slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
     waited = float(state.running.waited_s.max(initial=0.0))
     return np.minimum.accumulate(np.concatenate(([slo], admit_slo_s))) - waited
+
+
+def slos_s(state: SystemState, most: int) -> FloatArray:
+    """The least TPOT SLO of the server and the first b candidates, [b] from 0: the running
+    requests count for every b."""
+    slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
+    run = np.full(len(state.running) + 1, slo)
+    return np.minimum.accumulate(np.concatenate((run, state.waiting.tpot_slo_s[:most])))

@@ -10,9 +10,9 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
-from ellm_sgl.policies.planned import select
-from ellm_sgl.policies.problem.batch_size import BatchProblem
+from ellm_sgl.policies.planned import evictable_tokens, select
 from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted
+from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
 
@@ -73,9 +73,7 @@ class PrefillBudget:
         self._offered = dict(zip(waiting.request_id.tolist(), seconds.tolist(), strict=True))
 
 
-def admit(
-    state: SystemState, levels: Levels, lookahead: int, budget: PrefillBudget
-) -> tuple[int, ...] | None:
+def admit(state: SystemState, levels: Levels, budget: PrefillBudget) -> tuple[int, ...] | None:
     """Positions in `state.waiting` of the requests that are admitted, in order; None if those first
     in line have to wait for `budget`.
 
@@ -84,9 +82,6 @@ def admit(
     run as many are admitted as memory allows at the others' expense (see `_at_others_expense`).
     While more urgent requests run, the prefill of less urgent ones takes no longer than a step, or
     is of one request, and `budget` says when.
-
-    Args:
-        lookahead: steps that the batch chosen by Eq. (1) has to be good for.
     """
     places = min(state.max_running - len(state.running), MOST_ADMITTED)
     if places <= 0 or len(state.waiting) == 0:
@@ -102,10 +97,11 @@ def admit(
     order = order[: _leading(level == level[0])]
     several = len(state.running) > 0 and bool((levels.running != level[0]).any())
     line = _in_line(state, order, ignore_slo=several)
-    count = BatchProblem.of(line, len(order), lookahead).solve() - len(state.running)
+    forecast = Forecast.of(line, len(order))
+    count = forecast.solve() - len(state.running)
     if several and level[0] < levels.running.max():
         lower = np.flatnonzero(levels.running > level[0])
-        count = max(count, _at_others_expense(line, lower, lookahead // 2))
+        count = max(count, _at_others_expense(line, lower, forecast))
     if budget.contended:
         held_up = level[0] > most_urgent
         prompts_s = _prompts_s(state, order)
@@ -138,37 +134,36 @@ def _in_line(state: SystemState, order: IntArray, ignore_slo: bool) -> SystemSta
     return replace(state, running=running, waiting=waiting)
 
 
-def _at_others_expense(state: SystemState, lower: IntArray, lookahead: int) -> int:
+def _at_others_expense(state: SystemState, lower: IntArray, forecast: Forecast) -> int:
     """How many of the waiting requests can be admitted if less urgent ones that run are partly
     evicted for them, and pause for some steps.
 
-    As many as memory allows, while a step in which the others alternate is no longer than one in
-    which all that run now decode from the cache. Those evicted restore their KV only in the steps
-    that they take part in.
+    As many as memory allows for the next steps, while a step in which the others alternate is no
+    longer than one in which all that run now decode from the cache. Those evicted restore their KV
+    only in the steps that they take part in.
 
     Args:
         lower: positions of the less urgent running requests.
-        lookahead: steps that this has to be good for. (`admit` gives half of what Eq. (1) is
-            given: with none, bursts of urgent requests slow one another down as they grow.)
+        forecast: of all of these requests.
     """
-    running, most = len(state.running), len(state.waiting)
-    problem = BatchProblem.of(state, most, lookahead)
-    size = np.arange(running, running + most + 1)
-    evictable = problem.candidates.evictable[lower].astype(np.float64)
-    evicted = least_evicted(problem.memory, problem.short[size])
-    fits = (evicted <= evictable.sum()) & (evicted <= problem.memory.max_restored_tokens)
+    running, memory = state.running, state.memory
+    size = np.arange(len(running), len(running) + len(state.waiting) + 1)
+    evictable = evictable_tokens(running, memory.block_tokens)[lower].astype(np.float64)
+    soon = forecast.steps <= FIRST_STEPS
+    evicted = least_evicted(memory, forecast.short[soon][:, size].max(axis=0))
+    fits = (evicted <= evictable.sum()) & (evicted <= memory.max_restored_tokens)
     share = evicted / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
-    tokens = problem.tokens[size]
-    others = float(problem.candidates.tokens[lower].sum())
-    cached = StepWork(running, tokens[0])
+    tokens = forecast.tokens[0, size]
+    others = float(running.tokens[lower].sum())
+    cached = StepWork(len(running), tokens[0])
     alternating = StepWork(
         decode_rows=size - len(lower) + len(lower) / MAX_STEPS_PER_TOKEN,
         decode_tokens=tokens - others * (1 - 1 / MAX_STEPS_PER_TOKEN),
         restored_tokens=evicted / MAX_STEPS_PER_TOKEN,
         restored_squares=share * float(evictable @ evictable),
-        restored_prefix=share * float(evictable @ problem.candidates.shared[lower]),
+        restored_prefix=share * float(evictable @ running.shared_tokens[lower]),
     )
-    seconds = problem.latency.step_seconds
+    seconds = state.latency.step_seconds
     fits &= seconds(alternating) <= seconds(cached)
     return _leading(fits[1:])
 

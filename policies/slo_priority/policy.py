@@ -18,9 +18,9 @@ from ellm_sgl.policies.base import (
     SystemState,
     WorkSplit,
 )
-from ellm_sgl.policies.planned import evictable_tokens, running_and
+from ellm_sgl.policies.pausing.choice import Pausing
+from ellm_sgl.policies.planned import evictable_tokens, running_and, select
 from ellm_sgl.policies.problem.candidates import (
-    LOOKAHEAD,
     Candidates,
     least_evicted,
     ratios_for,
@@ -49,39 +49,51 @@ class SloPriority(Policy):
     """Tells requests apart by `priority` and, where it is equal, by whether they have an SLO.
 
     - Queue: by level, then arrival; see `levels.queue_order` for how ageing bounds the wait.
-    - Batch size: Eq. (1) of the eLLM paper, as `fcfs`; urgent requests are admitted at the others'
+    - Batch size: as `fcfs`; urgent requests are admitted at the others'
       expense.
     - Ratios: a convex program that evicts less urgent requests first.
     - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
+      Where restoring does not pay the last of the least urgent pause until there is room, as those
+      of `fcfs` do; nobody is admitted then but more urgent requests.
 
     Args:
-        lookahead: steps that a batch has to be good for, as in `fcfs`.
         loss: share of tokens per second that pauses may cost in the mean while they are needed, by
             the latency model; more makes urgent requests faster. 0 turns them off.
     """
 
-    def __init__(self, lookahead: int = 128, loss: float = 0.07) -> None:
-        LOOKAHEAD.check("lookahead", lookahead)
+    def __init__(self, loss: float = 0.07) -> None:
         SHARE.check("loss", loss)
-        self._lookahead = lookahead
         self._program = EvictionProgram()
         self._ranked: Standing[Levels] | None = None
         self._refused: Standing[None] | None = None
         """Nobody could be admitted. While the requests are the same, running ones only grow: it
         gets no easier."""
+        self._pausing = Pausing()
+        self._evicted_of: IntArray | None = None
+        """n_i of the running requests while some pause until there is room."""
         self._losses = Losses(loss)
         self._budget = PrefillBudget()
         self._scheduled: Standing[Schedule] | None = None
         self._plan: _Plan | None = None
 
+    def never_waits(self) -> bool:
+        return True
+
     def batch(self, state: SystemState) -> Batch:
         levels = self._levels(state)
+        out = self._out_of_room(state, levels)
         admitted = self._admit(state, levels)
+        if len(out):
+            urgency = levels.running[out].min()
+            admitted = tuple(i for i in admitted if levels.waiting[i] < urgency)
         schedule = self._schedule(state, levels, queue=len(admitted) < len(state.waiting))
-        return Batch(admit=admitted, pause=schedule.paused(state))
+        return Batch(admitted, pause=tuple(sorted({*schedule.paused(state), *out.tolist()})))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        return ratios_for(state, batch, self._evicted(state, batch), self._lookahead)
+        if batch.pause and self._evicted_of is not None:
+            none = np.zeros(len(batch.admit), np.int64)
+            return ratios_for(state, batch, np.concatenate((self._evicted_of, none)))
+        return ratios_for(state, batch, self._evicted(state, batch))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
@@ -93,13 +105,25 @@ class SloPriority(Policy):
             self._refused = None
         return self._ranked.answer
 
+    def _out_of_room(self, state: SystemState, levels: Levels) -> IntArray:
+        """Positions of the running requests that pause until there is room."""
+        running = state.running
+        order = np.lexsort((running.request_id, levels.running))
+        ordered = replace(state, running=select(running, order))
+        active = self._pausing.active(ordered) if len(order) else 0
+        self._evicted_of = None
+        if active < len(order):
+            self._evicted_of = np.zeros(len(order), np.int64)
+            self._evicted_of[order] = self._pausing.evicted(ordered, active)
+        return order[active:]
+
     def _admit(self, state: SystemState, levels: Levels) -> tuple[int, ...]:
         self._budget.note(state, levels.several)
         if len(state.waiting) == 0 or len(state.running) >= state.max_running:
             return ()
         if self._refused is not None and self._refused.holds(_bounds(state)):
             return ()
-        admitted = admit(state, levels, self._lookahead, self._budget)
+        admitted = admit(state, levels, self._budget)
         refused = Standing(None, _bounds(state), iterations=ASK_AGAIN)
         self._refused = refused if admitted == () else None
         return admitted or ()

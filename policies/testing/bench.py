@@ -45,7 +45,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class PolicyBench:
-    """Decision times of one policy with 256 running and 1,024 waiting requests."""
+    """Decision times of one policy; with 256 running and 1,024 waiting requests, unless asked about
+    other states."""
 
     policy: str
     first_us: float
@@ -61,16 +62,24 @@ class PolicyBench:
     """The server's checks of the three answers."""
 
 
-def bench(name: str, options: Mapping[str, object], calls: int = CALLS) -> PolicyBench:
+def bench(
+    name: str,
+    options: Mapping[str, object],
+    calls: int = CALLS,
+    busy: Callable[[np.random.Generator, float], SystemState] | None = None,
+) -> PolicyBench:
     """Time the policy registered as `name`; takes about a second for one that solves in 1 ms.
+
+    Args:
+        busy: draws the states, as `busy_state` does, which it is unless given.
 
     Raises:
         ConfigError: as `registry.create`.
         InvalidAnswer: it answered nonsense.
     """
     policy = create(name, options)
-    rng = np.random.default_rng(0)
-    state = busy_state(rng, PRESSED)
+    rng, busy = np.random.default_rng(0), busy or busy_state
+    state = busy(rng, PRESSED)
     first_s, batch, ratios, plan = _decide(policy, state)
     answer = policy.split(state, plan)
 
@@ -83,7 +92,7 @@ def bench(name: str, options: Mapping[str, object], calls: int = CALLS) -> Polic
         policy.split(state, plan)
 
     check()
-    others = (busy_state(rng, rng.uniform(*ROOM)) for _ in range(calls + WARM_UP))
+    others = (busy(rng, rng.uniform(*ROOM)) for _ in range(calls + WARM_UP))
     return PolicyBench(
         name,
         first_us=first_s * 1e6,

@@ -16,9 +16,16 @@ import numpy as np
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
-from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.base import (
+    Batch,
+    EndedRequest,
+    Policy,
+    Ratios,
+    SystemState,
+    WorkSplit,
+)
 from ellm_sgl.policies.checks import checked_answers
-from ellm_sgl.policies.planned import planned_tokens, step_work
+from ellm_sgl.policies.planned import planned_tokens, select, step_work
 from ellm_sgl.policies.testing.generate import Size, random_state
 from ellm_sgl.policies.testing.starvation import SCENES, Server
 from ellm_sgl.policies.testing.states import (
@@ -27,6 +34,7 @@ from ellm_sgl.policies.testing.states import (
     generated,
     missing_tokens,
     some_ratios_fit,
+    with_ample_memory,
     with_memory,
     with_room,
 )
@@ -42,6 +50,8 @@ HOPELESS = 20.0
 """Times the budget; slower policies are not put through the other checks."""
 MEMORY_STEPS = (1 / 4, 1 / 2, 3 / 4, 1.0, 2.0)
 """Device memory in the monotonicity check, as shares of what all requests need."""
+UNSEEN = 10**9
+"""A request that no policy has been asked about."""
 PATIENCE_S = 600.0
 """Simulated seconds within which a request has to get its first, or its next, token."""
 SCENE_S = 900.0
@@ -216,7 +226,7 @@ def idle_without_pressure(subject: Subject) -> None:
             continue
         checked_answers(policy, state)  # whatever came before must not matter,
         with _on(f"{told}, nobody waiting, room for a block more of each"):
-            checked_answers(policy, with_memory(state, 2.0))  # but who paused may resume first
+            checked_answers(policy, with_ample_memory(state))  # but who paused may resume first
             batch, ratios, _ = checked_answers(policy, with_room(state))
             if batch.pause or ratios.running.any():
                 raise BrokenRuleError(
@@ -224,6 +234,21 @@ def idle_without_pressure(subject: Subject) -> None:
                     f"leaves {np.count_nonzero(ratios.running)} of {len(state.running)} not fully "
                     "cached"
                 )
+
+
+def hears_of_the_end(subject: Subject) -> None:
+    """Told that requests have ended, also one that it has never seen, it raises nothing, and goes
+    on answering about the others; nor does it when it is closed."""
+    for told, state in subject.states():
+        policy = subject.make()
+        with _on(f"{told}, of which every other running request then ends"):
+            checked_answers(policy, state)
+            ids = state.running.request_id.tolist()
+            for request_id, aborted in ((i, i % 3 == 0) for i in (*ids[::2], UNSEEN)):
+                policy.ended(EndedRequest(request_id, output_tokens=5, aborted=aborted))
+            rest = select(state.running, np.arange(len(ids))[1::2])
+            checked_answers(policy, replace(state, running=rest))
+            policy.close()
 
 
 def nobody_starves(subject: Subject) -> None:
@@ -256,6 +281,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
         more_memory_never_less_cached,
         targets_fit_the_device,
         idle_without_pressure,
+        hears_of_the_end,
         nobody_starves,
     )
 }

@@ -8,7 +8,7 @@ models. Every state is possible: what is resident fits into the memory that the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from ellm_sgl.latency import (
     RooflineLatencyModel,
 )
 from ellm_sgl.policies.base import IntArray, MemoryState, Requests, StepReport, SystemState
+from ellm_sgl.policies.lengths import OutputLengths
+from ellm_sgl.policies.planned import latency_seen
 
 LONGEST = 32_768
 """Tokens of the longest generated request."""
@@ -71,6 +73,7 @@ def requests(
     max_new_tokens: npt.ArrayLike = 1024,
     shared_tokens: npt.ArrayLike = 0,
     uncached_tokens: npt.ArrayLike = 0,
+    uncached_on_host: npt.ArrayLike = 0,
     arrival_s: npt.ArrayLike = 0.0,
     waited_s: npt.ArrayLike = 0.0,
     priority: npt.ArrayLike = 0,
@@ -102,6 +105,7 @@ def requests(
         max_new_tokens=whole(max_new_tokens),
         shared_tokens=whole(shared_tokens),
         uncached_tokens=whole(uncached_tokens),
+        uncached_on_host=whole(uncached_on_host),
         arrival_s=real(arrival_s),
         waited_s=real(waited_s),
         priority=whole(priority),
@@ -128,6 +132,8 @@ def make_state(
     tpot_slo_s: float = np.inf,
     now_s: float = 1000.0,
     last_step: StepReport | None = None,
+    pace: float = 1.0,
+    lengths: OutputLengths | None = None,
 ) -> SystemState:
     """A state of these requests.
 
@@ -135,30 +141,37 @@ def make_state(
         device_free_tokens: unless given, what the resident blocks of `running` leave of
             `device_tokens`; blocks that several requests share are counted once, as if all
             shared one prefix.
-        latency: a `RooflineLatencyModel` of `model` on `hardware` unless given.
+        latency: a `RooflineLatencyModel` of `model` on `hardware` unless given; with a host tier,
+            one that fetches what the host has.
+        lengths: nothing is known of output lengths unless given.
         running, waiting, ...: the fields of `SystemState` and `MemoryState`.
     """
     if device_free_tokens is None:
         device_free_tokens = max(0, device_tokens - resident_tokens(running, block_tokens))
+    memory = MemoryState(
+        block_tokens=block_tokens,
+        device_tokens=device_tokens,
+        device_free_tokens=device_free_tokens,
+        host_tokens=host_tokens,
+        host_free_tokens=max(0, host_tokens - int(running.uncached_on_host.sum())),
+        max_restored_tokens=max_restored_tokens,
+        staging_overhead=staging_overhead,
+    )
+    if latency is None:
+        latency = latency_seen(RooflineLatencyModel(model, hardware), running, memory)
     return SystemState(
         now_s=now_s,
         running=running,
         waiting=requests([]) if waiting is None else waiting,
         max_running=max_running,
-        memory=MemoryState(
-            block_tokens=block_tokens,
-            device_tokens=device_tokens,
-            device_free_tokens=device_free_tokens,
-            host_tokens=host_tokens,
-            host_free_tokens=host_tokens,
-            max_restored_tokens=max_restored_tokens,
-            staging_overhead=staging_overhead,
-        ),
+        memory=memory,
         model=model,
         hardware=hardware,
-        latency=RooflineLatencyModel(model, hardware) if latency is None else latency,
+        latency=latency,
         tpot_slo_s=tpot_slo_s,
         last_step=last_step,
+        pace=pace,
+        lengths=OutputLengths.nothing() if lengths is None else lengths,
     )
 
 
@@ -237,7 +250,7 @@ def random_state(
     def part(rows: slice) -> Requests:
         return requests(tokens[rows], **{name: c[rows] for name, c in columns.items()})
 
-    return make_state(
+    state = make_state(
         part(slice(0, count_running)),
         part(slice(count_running, count)),
         device_tokens=device_tokens,
@@ -252,6 +265,20 @@ def random_state(
         tpot_slo_s=float(rng.choice([np.inf, 0.05, 0.2, 1.0])),
         now_s=now_s,
     )
+    return _some_on_host(rng, state) if state.memory.host_tokens else state
+
+
+def _some_on_host(rng: np.random.Generator, state: SystemState) -> SystemState:
+    """With so much of what the running requests miss on the host, as far as it fits there."""
+    uncached, block = state.running.uncached_tokens, state.memory.block_tokens
+    fits = min(1.0, state.memory.host_tokens / max(1, int(uncached.sum())))
+    share = fits * float(rng.choice([0.0, 0.5, 1.0]))
+    on_host = _read_only((share * uncached / block).astype(np.int64) * block)
+    running = replace(state.running, uncached_on_host=on_host)
+    free = state.memory.host_tokens - int(on_host.sum())
+    memory = replace(state.memory, host_free_tokens=free)
+    latency = latency_seen(state.latency, running, memory)
+    return replace(state, running=running, memory=memory, latency=latency)
 
 
 def _lengths(rng: np.random.Generator, count: int, longest: int) -> IntArray:

@@ -13,8 +13,17 @@ import numpy as np
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
-from ellm_sgl.policies.base import Batch, Policy, Ratios, Requests, StepReport, SystemState
+from ellm_sgl.policies.base import (
+    Batch,
+    EndedRequest,
+    Policy,
+    Ratios,
+    Requests,
+    StepReport,
+    SystemState,
+)
 from ellm_sgl.policies.checks import checked_answers
+from ellm_sgl.policies.lengths import OutputLengths, Seen
 from ellm_sgl.policies.planned import planned_tokens, select, step_work
 from ellm_sgl.policies.testing.generate import make_state, requests
 
@@ -102,6 +111,7 @@ class Server:
     arrived: int = 0
     last_step: StepReport | None = None
     latency: LatencyModel = field(default_factory=SlowMachine)
+    seen: Seen = field(default_factory=Seen.nothing)
 
     def __post_init__(self) -> None:
         self._arrive(self.scene.few, 3)
@@ -137,8 +147,10 @@ class Server:
 
     def state(self) -> SystemState:
         """What the policy sees now."""
+        running = self._columns(self.running)
+        generated = running.tokens - running.prompt_tokens
         return make_state(
-            self._columns(self.running),
+            running,
             self._columns(self.waiting),
             device_tokens=DEVICE_TOKENS,
             device_free_tokens=max(0, self._free_tokens()),
@@ -147,6 +159,7 @@ class Server:
             latency=self.latency,
             now_s=self.now_s,
             last_step=self.last_step,
+            lengths=OutputLengths(self.seen, {}, generated, running.priority),
         )
 
     def _arrive(self, kind: Kind, count: int) -> None:
@@ -175,6 +188,10 @@ class Server:
             if request.request_id not in paused:
                 request.output += 1
                 request.last_token_s = self.now_s
+        for request in self.running:
+            if request.output == request.output_tokens:
+                self.policy.ended(EndedRequest(request.request_id, request.output, aborted=False))
+                self.seen = self.seen.and_one(request.output, cut_off=False)
         self.running = [r for r in self.running if r.output < r.output_tokens]
 
     def _evict(self) -> None:

@@ -25,6 +25,14 @@ def generated(count: int) -> Iterator[Described]:
         yield f"state: {_describe(state)}; {made}", state
 
 
+def with_ample_memory(state: SystemState) -> SystemState:
+    """The same running requests, nobody waiting, and twice what they need, or come to need."""
+    running = state.running
+    longest = running.prompt_tokens + running.max_new_tokens
+    share = float(np.maximum(longest, running.tokens).sum() / running.tokens.sum())
+    return with_memory(state, 2.0 * share)
+
+
 def with_memory(state: SystemState, share: float) -> SystemState:
     """The same running requests, nobody waiting, and this share of the memory they need; what
     does not fit is uncached, from the front of the list."""
@@ -35,7 +43,9 @@ def with_memory(state: SystemState, share: float) -> SystemState:
     most = evictable_tokens(state.running, block)
     before = np.cumsum(most) - most
     uncached = np.clip(short - before, 0, most)
-    uncached.setflags(write=False)
+    on_host = np.minimum(state.running.uncached_on_host, uncached)
+    for column in (uncached, on_host):
+        column.setflags(write=False)
     free = max(0, device - int(need.sum() - uncached.sum()))
     memory = replace(
         state.memory,
@@ -43,7 +53,7 @@ def with_memory(state: SystemState, share: float) -> SystemState:
         device_free_tokens=free,
         max_restored_tokens=max(state.memory.max_restored_tokens, int(uncached.sum())),
     )
-    running = replace(state.running, uncached_tokens=uncached)
+    running = replace(state.running, uncached_tokens=uncached, uncached_on_host=on_host)
     return replace(state, running=running, waiting=requests([]), memory=memory, last_step=None)
 
 

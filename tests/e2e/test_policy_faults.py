@@ -119,9 +119,11 @@ def test_a_server_starts_with_a_policy_that_hangs_at_first(
         assert server.state()["policy"]["fallbacks"].keys() == {"late"}
 
 
-@pytest.mark.parametrize("name", ["fcfs", "slo-priority"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("fcfs", {"forecast": False}), ("fcfs", {}), ("slo-priority", {})]
+)
 def test_policies_of_this_package_change_nothing_under_pressure(
-    scripted: ServerProcess, bodies: list[dict[str, Any]], name: str
+    scripted: ServerProcess, bodies: list[dict[str, Any]], name: str, options: dict[str, Any]
 ) -> None:
     """Without looking ahead they admit requests that outgrow a pool of 1,024 tokens."""
     longer = [dict(body) for body in bodies]
@@ -131,7 +133,7 @@ def test_policies_of_this_package_change_nothing_under_pressure(
     switch(scripted, "stock").raise_for_status()
     scripted.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
     alone = token_ids(ask(scripted.url, longer))
-    switch(scripted, name, lookahead=0).raise_for_status()
+    switch(scripted, name, **options).raise_for_status()
     scripted.flush_cache()
     scripted.adjust(ellm_device_kv_tokens=1024)
     before = scripted.state()["evicted_units_total"]
@@ -139,8 +141,8 @@ def test_policies_of_this_package_change_nothing_under_pressure(
         assert token_ids(ask(scripted.url, longer)) == alone
         state = scripted.state()
         assert state["integrity"] == "ok"
-        # slo-priority lets others wait or pause before anything has to be evicted.
-        assert state["evicted_units_total"] > before or name == "slo-priority"
+        # Who looks ahead lets others wait before anything has to be evicted.
+        assert state["evicted_units_total"] > before or "forecast" not in options
         assert set(state["policy"]["fallbacks"]) <= {"late"}
     finally:
         scripted.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
@@ -237,9 +239,9 @@ def test_only_an_administrator_may_switch_where_there_is_one() -> None:
         ({"name": 5}, "give"),
         ({}, "give"),
         ({"name": "stock", "option": {}}, "give"),
-        ({"name": "fcfs", "options": {"lookahead": 1e300}}, "lookahead"),
-        ({"name": "fcfs", "options": {"lookahead": True}}, "lookahead"),
-        ({"name": "fcfs", "options": {"lookahead": nested(500)}}, "nested more than 100 deep"),
+        ({"name": "slo-priority", "options": {"loss": 1e300}}, "loss"),
+        ({"name": "fcfs", "options": {"pause": 1}}, "pause"),
+        ({"name": "fcfs", "options": {"pause": nested(500)}}, "nested more than 100 deep"),
     ],
 )
 def test_a_bad_switch_changes_nothing(

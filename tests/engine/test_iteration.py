@@ -11,7 +11,7 @@ import pytest
 from ellm_sgl.engine import Arrival, Controller, Decision, Iteration, ServerLimits, StepLog
 from ellm_sgl.engine.decision import FETCH_ALL
 from ellm_sgl.engine.request_table import Entries
-from ellm_sgl.latency import RooflineLatencyModel
+from ellm_sgl.latency import RooflineLatencyModel, StepWork
 from ellm_sgl.memory import ElasticMemory, PageTable, PoolShape
 from ellm_sgl.policies import Stock, WorkSplit
 from tests.latency.machines import GPU, TINY
@@ -19,7 +19,7 @@ from tests.latency.machines import GPU, TINY
 SHAPE = PoolShape(num_layers=4, layer_group=2, block_tokens=4)
 BLOCKS = 10
 KEEP_ALL = Decision(
-    admit=(), pause=frozenset(), ratios=(), admitted_ratio=0.0,
+    admit=(), pause=frozenset(), ratios=(), admitted_ratios=(),
     split=WorkSplit(1, 1, 512), fetch_ahead_s=0.0, stands=True,
 )  # fmt: skip
 
@@ -27,9 +27,10 @@ KEEP_ALL = Decision(
 class Server:
     """`requests` that run, of two blocks each."""
 
-    def __init__(self, requests: int = 0) -> None:
+    def __init__(self, requests: int = 0, host_blocks: int = 0) -> None:
         self.now_s = 100.0
-        self.table = PageTable(SHAPE, 4 * BLOCKS, BLOCKS * SHAPE.num_groups)
+        groups = SHAPE.num_groups
+        self.table = PageTable(SHAPE, 4 * BLOCKS, BLOCKS * groups, host_blocks * groups)
         elastic = ElasticMemory(self.table, 64, lambda tokens: 0)
         limits = ServerLimits(TINY, GPU, 8, math.inf, 64)
         steps = StepLog(RooflineLatencyModel(TINY, GPU), lambda: self.now_s)
@@ -68,17 +69,39 @@ def test_what_is_observed_is_what_the_tables_hold() -> None:
     assert state.memory.device_free_tokens == (BLOCKS - 3) * SHAPE.block_tokens
 
 
+def test_a_policy_is_told_what_the_host_has_and_asked_about_steps_that_fetch_just_that() -> None:
+    server = Server(2, host_blocks=2)
+    for seq_id in server.seq_ids:
+        block = int(server.table.blocks_of(seq_id)[0])
+        if seq_id == 70:
+            server.table.keep_copies(block, np.arange(SHAPE.num_groups, dtype=np.int32))
+        server.table.evict(block)
+    state = server.iteration.observe(entries(*server.running), server.seq_ids, entries())
+    assert state.running.uncached_tokens.tolist() == [4, 4]
+    assert state.running.uncached_on_host.tolist() == [4, 0]
+    model = server.iteration.controller.steps.model
+    asked = StepWork(2, 16, 8, 32)
+    half = dataclasses.replace(asked, swap_tokens=8, recompute_share=0.5)
+    assert state.latency.step_seconds(asked) == model.step_seconds(half)
+
+
 def test_a_decision_on_positions_is_in_force_on_requests() -> None:
     server = Server(2)
     first, second = server.arrive(), server.arrive()
     decision = dataclasses.replace(
-        KEEP_ALL, admit=(1, 0), pause=frozenset({1}), ratios=(0.25, 0.5), admitted_ratio=0.1
+        KEEP_ALL,
+        admit=(1, 0),
+        pause=frozenset({1}),
+        ratios=(0.25, 0.5),
+        admitted_ratios=(0.1, 0.0),
     )
     server.put_in_force(decision, (first, second))
     in_force = server.iteration.in_force
     assert in_force.admit == {second: 0, first: 1}
     assert in_force.pause == {server.running[1]}
     assert in_force.uncached_ratios == {70: 0.25, 71: 0.5}
+    assert in_force.admitted_ratios[in_force.admit[second]] == in_force.first_ratio == 0.1
+    assert in_force.admitted_ratios[in_force.admit[first]] == 0.0
     assert server.iteration.elastic.totals.pauses == 1
     server.put_in_force(decision, (first, second))  # who is paused still has not begun to be again
     assert server.iteration.elastic.totals.pauses == 1
@@ -104,7 +127,10 @@ def test_a_decision_does_not_stand_where_something_may_change(what: str) -> None
     waiting = (server.arrive(),)
     server.put_in_force(
         dataclasses.replace(
-            KEEP_ALL, admit=(0,) if what == "admits" else (), stands=what != "promise"
+            KEEP_ALL,
+            admit=(0,) if what == "admits" else (),
+            admitted_ratios=(0.0,) if what == "admits" else (),
+            stands=what != "promise",
         ),
         waiting,
     )
@@ -115,11 +141,15 @@ def test_a_decision_does_not_stand_where_something_may_change(what: str) -> None
 
 def test_nobody_to_decide_for_leaves_what_was_decided_of_the_others() -> None:
     server = Server(2)
-    server.put_in_force(dataclasses.replace(KEEP_ALL, pause=frozenset({0}), admitted_ratio=0.3))
+    waiting = (server.arrive(),)
+    decision = dataclasses.replace(
+        KEEP_ALL, admit=(0,), admitted_ratios=(0.3,), pause=frozenset({0})
+    )
+    server.put_in_force(decision, waiting)
     server.iteration.decide_nothing()
     in_force = server.iteration.in_force
     assert not in_force.pause and not in_force.uncached_ratios and not in_force.admit
-    assert (in_force.split, in_force.admitted_ratio, in_force.stands) == (KEEP_ALL.split, 0.3, True)
+    assert (in_force.split, in_force.first_ratio, in_force.stands) == (KEEP_ALL.split, 0.0, True)
 
 
 def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> None:
@@ -128,7 +158,7 @@ def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> N
     server.put_in_force(waiting=waiting)
     assert iteration.queue_closed(False, True)  # nobody is to be admitted
     assert not iteration.queue_closed(False, False)
-    server.put_in_force(dataclasses.replace(KEEP_ALL, admit=(0,)), waiting)
+    server.put_in_force(dataclasses.replace(KEEP_ALL, admit=(0,), admitted_ratios=(0.0,)), waiting)
     assert not iteration.queue_closed(True, True)  # nobody was refused
     iteration.refused(iteration.admission_tokens()[1])
     assert iteration.queue_closed(True, True)

@@ -19,7 +19,16 @@ import pytest
 from ellm_sgl.engine import policy_guard as asking_module
 from ellm_sgl.engine.policy_guard import Answer, PolicyGuard
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies import Batch, FixedRatio, Policy, Ratios, Stock, SystemState, WorkSplit
+from ellm_sgl.policies import (
+    Batch,
+    EndedRequest,
+    FixedRatio,
+    Policy,
+    Ratios,
+    Stock,
+    SystemState,
+    WorkSplit,
+)
 from ellm_sgl.policies.testing.generate import make_state, requests
 
 STATE = make_state(requests([100, 200]), requests([50, 60, 70]), device_tokens=1000)
@@ -239,21 +248,150 @@ def test_a_promise_that_is_never_given_is_none_and_nothing_else_is_asked_meanwhi
         assert not safe.idle_without_pressure
 
 
-def test_a_policy_of_this_package_has_all_the_time_it_wants_for_its_first_answer(
-    monkeypatch: pytest.MonkeyPatch,
+class Prompt(Scripted):
+    """Promises never to wait."""
+
+    def never_waits(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("kind", "own_thread"), [(Scripted, True), (Prompt, False)])
+def test_a_policy_that_promises_never_to_wait_is_asked_on_the_callers_thread(
+    kind: type[Scripted], own_thread: bool
 ) -> None:
-    monkeypatch.setattr(asking_module, "FIRST_ANSWER_S", 0.0)
     threads: list[int] = []
 
-    def slow(*_: object) -> Batch:
+    def note() -> Batch:
         threads.append(threading.get_ident())
-        time.sleep(0.02)
+        return Batch(admit=(0, 1, 2))
+
+    with asking(kind(batch=note)) as safe:
+        safe.warm_up(STATE)
+        safe.answer(STATE)
+    assert [thread != threading.get_ident() for thread in threads] == [own_thread] * 2
+    assert not safe.failures
+
+
+@pytest.mark.parametrize("kind", [Scripted, Prompt])
+def test_all_policies_have_one_budget(kind: type[Scripted]) -> None:
+    def slow() -> Batch:
+        time.sleep(0.05)
         return Batch(admit=())
 
+    policy = kind(batch=slow, ratio=lambda: Ratios(np.zeros(2), np.empty(0)))
+    with asking(policy, budget_s=0.01) as safe:
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 1}
+
+
+def test_built_in_policies_have_the_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object) -> Batch:
+        time.sleep(0.05)
+        return Batch(admit=(2,))
+
     monkeypatch.setattr(FixedRatio, "batch", slow)
-    with asking(FixedRatio(0.25)) as safe:
-        safe.warm_up(STATE)
-    assert threads == [threading.get_ident()] and not safe.failures
+    with asking(FixedRatio(0.25), budget_s=0.01) as safe:
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 1}
+
+
+def test_who_answers_otherwise_does_not_inherit_the_promise() -> None:
+    class Other(FixedRatio):
+        def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+            return super().split(state, plan)
+
+    assert FixedRatio().never_waits() and Stock().never_waits() and not Other().never_waits()
+
+
+class Hears(Scripted):
+    def __init__(self, fails: bool = False, batch: Callable[[], Batch] | None = None) -> None:
+        super().__init__(batch)
+        self.heard: list[tuple[str, int]] = []
+        self.fails = fails
+        self.closed = threading.Event()
+
+    def batch(self, state: SystemState) -> Batch:
+        self.heard.append(("asked", threading.get_ident()))
+        return super().batch(state)
+
+    def ended(self, request: EndedRequest) -> None:
+        self.heard.append((f"{request.request_id} ended", threading.get_ident()))
+        if self.fails:
+            raise ValueError("no")
+
+    def close(self) -> None:
+        self.heard.append(("closed", threading.get_ident()))
+        self.closed.set()
+        if self.fails:
+            raise ValueError("no")
+
+
+class HearsPrompt(Hears):
+    def never_waits(self) -> bool:
+        return True
+
+
+def end(request_id: int) -> EndedRequest:
+    return EndedRequest(request_id, output_tokens=5, aborted=False)
+
+
+@pytest.mark.parametrize("kind", [Hears, HearsPrompt])
+@pytest.mark.parametrize("budget_s", [LONG_S, math.inf])
+def test_a_policy_hears_of_ended_requests_before_it_is_asked_and_of_its_own_end_last(
+    kind: type[Hears], budget_s: float
+) -> None:
+    policy = kind()
+    safe = PolicyGuard(policy, budget_s)
+    safe.ended(end(3))
+    safe.ended(end(4))
+    assert not policy.heard
+    safe.answer(STATE)
+    safe.answer(STATE)
+    safe.ended(end(5))  # it is not asked again
+    safe.close()
+    assert policy.closed.wait(LONG_S)
+    assert [what for what, _ in policy.heard] == ["3 ended", "4 ended", "asked", "asked", "closed"]
+    (thread,) = {thread for _, thread in policy.heard}
+    ours = kind is HearsPrompt or budget_s == math.inf
+    assert (thread == threading.get_ident()) == ours
+
+
+def test_a_policy_that_fails_when_told_answers_all_the_same_and_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = Hears(fails=True)
+    with caplog.at_level(logging.WARNING), asking(policy) as safe:
+        safe.ended(end(3))
+        safe.ended(end(4))
+        assert safe.answer(STATE).ratios.running.tolist() == [0.25, 0.25]
+        assert safe.failures == {"exception": 2}
+    assert "raised ValueError: no when told of an ended request" in caplog.messages[0]
+    assert policy.closed.wait(LONG_S)
+
+
+def test_a_policy_that_hangs_hears_of_it_later_and_nobody_waits_for_it_to_close() -> None:
+    release = threading.Event()
+    policy = Hears(batch=hanging(release))
+    safe = PolicyGuard(policy, budget_s=0.01)
+    safe.answer(STATE)
+    safe.ended(end(3))
+    safe.answer(STATE)
+    assert safe.failures == {"late": 2}
+    release.set()
+    assert safe._pending is not None
+    safe._pending.result(LONG_S)
+    safe.budget_s = LONG_S
+    release.clear()
+    policy.scripts = (None, None, None)
+    safe.answer(STATE)
+    assert [what for what, _ in policy.heard] == ["asked", "3 ended", "asked"]
+    policy.scripts = (hanging(release), None, None)
+    safe.budget_s = 0.01
+    safe.answer(STATE)
+    safe.close()
+    assert not policy.closed.is_set()
+    release.set()
+    assert policy.closed.wait(LONG_S)
 
 
 def test_a_policy_that_tries_to_end_the_process_raised_an_exception() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from ellm_sgl.engine import Arrival, RequestTable
-from ellm_sgl.engine.request_table import entries_array
+from ellm_sgl.engine.request_table import MOST_CLASSES, entries_array
+from ellm_sgl.policies import EndedRequest
 
 ARRIVAL = Arrival(
     tokens=10, prompt_tokens=10, max_new_tokens=5, arrival_s=1.0, priority=3,
@@ -18,7 +20,7 @@ ARRIVAL = Arrival(
 
 def one(book: RequestTable, slot: int, length: int, now: float) -> float:
     zeros = np.zeros(1, np.int64)
-    view = book.running(entries_array([slot]), np.array([length]), zeros, zeros, now)
+    view = book.running(entries_array([slot]), np.array([length]), zeros, zeros, zeros, now)
     return float(view.tpot_s[0])
 
 
@@ -62,7 +64,7 @@ def test_a_request_that_sits_out_waits_for_its_next_token() -> None:
     book.decoded(slots, np.array([11, 11]), 1.0)
     book.decoded(slots[:1], np.array([12]), 2.0)
     zeros = np.zeros(2, np.int64)
-    view = book.running(slots, np.array([12, 11]), zeros, zeros, now_s=2.5)
+    view = book.running(slots, np.array([12, 11]), zeros, zeros, zeros, now_s=2.5)
     assert view.waited_s.tolist() == [0.5, 1.5]
 
 
@@ -82,6 +84,34 @@ def test_a_slot_used_again_does_not_remember() -> None:
     book.remove(slot)
     assert book.add(ARRIVAL, 3.0) == slot
     assert math.isnan(one(book, slot, 10, 3.0))
+
+
+def test_an_ended_request_is_told_of_once_and_its_length_is_learnt() -> None:
+    book = RequestTable()
+    slot = book.add(ARRIVAL, 0.0)
+    seen_before = book._seen.spent.sum()
+    assert book.end(slot, output_tokens=4, aborted=False) == EndedRequest(1, 4, False)
+    assert book._seen.ended.sum() == 1 and book._seen.spent.sum() == seen_before + 3
+    assert book.remove(slot) is None and book._seen.ended.sum() == 1
+
+
+def test_who_leaves_without_having_ended_was_aborted() -> None:
+    book = RequestTable()
+    waited, retracted = book.add(ARRIVAL, 0.0), book.add(ARRIVAL, 0.0)
+    book.wait_again(retracted, tokens=ARRIVAL.tokens + 3, now_s=1.0)
+    assert book.remove(waited) == EndedRequest(1, 0, True)
+    assert book.remove(retracted) == EndedRequest(2, 3, True)
+    assert book._seen.ended.sum() == 1, "an answer that is cut off makes room as one that ends"
+    assert book.remove(book.add(ARRIVAL, 3.0)) == EndedRequest(3, 0, True)
+
+
+def test_lengths_are_kept_of_the_latest_classes_alone() -> None:
+    book = RequestTable()
+    for priority in (*range(100), 3):
+        slot = book.add(dataclasses.replace(ARRIVAL, priority=priority), 0.0)
+        book.end(slot, output_tokens=4, aborted=False)
+        book.remove(slot)
+    assert list(book._seen_by_class) == [*range(100 - MOST_CLASSES + 1, 100), 3]
 
 
 def test_policies_cannot_write_to_it() -> None:

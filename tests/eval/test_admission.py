@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from ellm_sgl.eval.simulator.admission import (
-    Candidate,
-    Chunk,
-    NewTokenRatio,
-    admit,
-)
+from ellm_sgl.eval.simulator.admission.sglang import Candidate, NewTokenRatio, admit
+from ellm_sgl.eval.simulator.modes import Chunk
+from ellm_sgl.memory import AdmissionRoom
 
 
 def run(room: int, *tokens: int, max_new: int = 64, **given):
     options = {"reserved": 0.0, "places": 8, "alone": False, "under_way": None} | given
     waiting = [Candidate(i, n, max_new, 0) for i, n in enumerate(tokens)]
-    return admit((room, room), waiting, block_tokens=16, chunk_tokens=256, **options)
+    waiting = options.pop("waiting", waiting)
+    return admit(AdmissionRoom(room), waiting, block_tokens=16, chunk_tokens=256, **options)
 
 
 def test_requests_join_in_order_while_prompt_and_output_fit():
@@ -30,6 +28,17 @@ def test_what_running_requests_are_expected_to_need_is_set_aside():
 
 def test_long_outputs_count_for_no_more_than_sglangs_bound():
     assert run(4096 + 200, 32, max_new=10**6).chunks
+
+
+def test_each_request_counts_with_what_it_keeps_at_its_own_ratio():
+    # 32 + 64 + 16 tokens each: 112 of the device at ratio 0, 28 at 0.75.
+    def admitted(*ratios):
+        waiting = [Candidate(i, 32, 64, 0, ratio=r) for i, r in enumerate(ratios)]
+        return [c.request for c in run(150, waiting=waiting).chunks]
+
+    assert admitted(0.75, 0.0) == admitted(0.0, 0.75) == [0, 1]
+    assert admitted(0.0, 0.0, 0.75) == [0]
+    assert admitted(0.75, 0.75, 0.75, 0.75, 0.75) == [0, 1, 2, 3]  # so many prompts fit now
 
 
 def test_a_request_that_would_be_alone_always_joins():

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from ellm_sgl.eval import gpu
+from ellm_sgl.eval.nvml import Sampler
 from ellm_sgl.serve.cli_kernels import bench
 from ellm_sgl.sglang.calibration import shape_of
 from ellm_sgl.sglang.platform.torchvision_ops import declare
@@ -39,6 +40,7 @@ def test_a_part_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "device", lambda: {"name": "none"})
+    monkeypatch.setattr(gpu, "sampler", lambda: Sampler("GPU-none"))
     monkeypatch.setattr(gpu, "run_tests", lambda: {"ok": True})
     monkeypatch.setattr(gpu, "run_bench", lambda: gpu._command("-c", "print('no JSON'); exit(3)"))
     out, said = tmp_path / "gpu.json", list[str]()
@@ -46,6 +48,7 @@ def test_a_part_that_fails_leaves_the_others(
     assert not gpu.measure(out, ("bench",), (), said.append)
     found = json.loads(out.read_text())
     assert found["tests"] == {"ok": True}
+    assert found["bench"].pop("device")["samples"] == 0
     assert found["bench"] == {"ok": False, "said": ["no JSON"]}
     assert said[-1] == "bench: FAILED"
 

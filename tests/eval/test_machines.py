@@ -18,6 +18,7 @@ from ellm_sgl.eval.simulator.machines import (
     read_model,
     weight_bytes,
 )
+from ellm_sgl.latency import RooflineLatencyModel, StepWork
 
 PARAMETERS = {"llama2-13b": 13.0e9, "llama2-70b": 69.0e9, "llama3-8b": 8.03e9}
 
@@ -35,9 +36,33 @@ def test_presets_leave_the_room_that_the_design_counts_with():
         kv_bytes = machine.kv_tokens * machine.shape.kv_bytes_per_token
         assert kv_bytes == pytest.approx(gigabytes * 1e9, rel=0.15)
     assert preset("llama2-70b").shape.kv_heads == 2
-    assert set(PRESETS) == {"llama2-13b", "llama2-70b", "llama3-8b"}
+    assert set(PRESETS) == {"llama2-13b", "llama2-70b", "llama2-70b-pcie", "llama3-8b"}
     with pytest.raises(ConfigError, match="no preset 'gpt'"):
         preset("gpt")
+
+
+def test_without_nvlink_every_row_crosses_the_link_at_every_all_reduce():
+    """A ring of 4 sends 1.5 times 8,192 elements of 2 bytes, twice in each of 80 layers."""
+    fast, slow = preset("llama2-70b"), preset("llama2-70b-pcie")
+    assert (fast.shape, fast.kv_tokens) == (slow.shape, slow.kv_tokens)
+    per_row = 160 * 1.5 * 8192 * 2 / slow.profile.link_bytes_per_s
+
+    def slower_by(work: StepWork) -> float:
+        seconds = [
+            RooflineLatencyModel(m.shape, m.profile).step_seconds(work) for m in (slow, fast)
+        ]
+        return float(seconds[0] - seconds[1])
+
+    assert slower_by(StepWork(100, 1e5)) == pytest.approx(100 * per_row)
+    assert slower_by(StepWork(100, 1e5, 50.0, 100.0)) == pytest.approx(150 * per_row)
+    assert slower_by(StepWork(0, 0, prefill_rows=512, prefill_pairs=1e5)) == pytest.approx(
+        512 * per_row
+    )
+
+
+def test_host_memory_is_counted_in_tokens_of_the_whole_model():
+    assert preset("llama2-13b").host_tokens_in(40e9) == 40e9 // (40 * 40 * 128 * 2 * 2)
+    assert preset("llama2-70b").host_tokens_in(160e9) == 160e9 // (80 * 8 * 128 * 2 * 2)
 
 
 def test_a_hugging_face_configuration_is_read(tmp_path):

@@ -14,8 +14,15 @@ from ellm_sgl.eval.simulator.restoring import (
     RestoringModel,
     fetch_seconds,
     hcache_seconds,
+    hcache_size,
 )
-from ellm_sgl.latency import PaperLatencyModel, RooflineLatencyModel, StepWork
+from ellm_sgl.latency import (
+    FetchingLatencyModel,
+    HostCopies,
+    PaperLatencyModel,
+    RooflineLatencyModel,
+    StepWork,
+)
 
 L4 = preset("llama3-8b")
 
@@ -47,6 +54,14 @@ def test_both_are_never_worse_than_either():
     for span in (0.01, 0.1, 0.3, 0.6, 0.95):
         either = [model(way).step_seconds(work(span)) for way in ("recompute", "swap")]
         assert model("both").step_seconds(work(span)) <= min(either)
+
+
+@pytest.mark.parametrize("host", [None, 5_000])
+def test_a_policy_on_a_server_with_a_host_tier_sees_the_devices_own_costs(host):
+    device = model("both", host)
+    seen = FetchingLatencyModel(device, HostCopies(0, 0, 1 << 30 if host is None else host))
+    for span in (0.0, 0.1, 0.36, 0.9):
+        assert seen.step_seconds(work(span)) == device.step_seconds(work(span))
 
 
 def test_a_transfer_beside_the_step_is_free_until_it_is_longer():
@@ -84,3 +99,5 @@ def test_hcache_restores_faster_than_fetching_all_kv():
     whole = fetch_seconds(machine, 2000)
     half = hcache_seconds(machine, 2000)
     assert 0.5 * whole <= half < 0.75 * whole
+    assert 0.5 <= hcache_size(machine) < 0.75
+    assert hcache_size(L4) == 1.0  # grouped heads: KV is smaller than hidden states

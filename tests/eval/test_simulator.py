@@ -33,6 +33,9 @@ SERVERS = [
     Settings("recompute", conservativeness=0.02),
     Settings("swap", conservativeness=0.02),
     Settings("hcache", conservativeness=0.02, chunk_tokens=128),
+    Settings("recompute", admission="vllm", chunk_tokens=100),
+    Settings("swap", admission="vllm"),
+    Settings("hcache", admission="paper", tpot_slo_s=0.1),
     Settings("ellm", stride=1, max_running=7, tpot_slo_s=0.1, chunk_tokens=64),
 ]
 
@@ -84,18 +87,18 @@ def test_pressure_evicts_in_elastic_mode_and_retracts_in_the_others():
 
 def test_swapping_decides_as_the_servers_own_policy(monkeypatch):
     """Mode `swap` against the server's: `policies.baselines.whole_requests` over elastic memory.
-    Six loads together: there a request that pauses keeps its last block, which shifts when memory
-    runs out."""
+    Twelve loads together: there a request that pauses keeps its last block, which shifts when
+    memory runs out."""
     small = L4.limited(2000, None)
     settings = Settings("swap", stride=1, conservativeness=0.02)
     elastic = dataclasses.replace(
         settings, mode="ellm", restore="swap", layer_group=L4.shape.layers
     )
-    loads = [small_load(seed=seed) for seed in range(6)]
+    loads = [small_load(seed=seed) for seed in range(12)]
     swap = [simulate(small, settings, load) for load in loads]
     monkeypatch.setattr(settings_module, "create", lambda name, options: WholeRequests())
     policy = [simulate(small, elastic, load) for load in loads]
-    assert all(r.retractions > 1 for r in swap) and all(r.uncached_share > 0 for r in policy)
+    assert all(r.retractions > 0 for r in swap) and all(r.uncached_share > 0 for r in policy)
     for figure in (
         lambda r: r.decode_steps,
         lambda r: r.summary.tokens_per_s,
@@ -242,6 +245,8 @@ def test_times_are_the_latency_models():
     [
         ({"mode": "none"}, "mode 'none'"),
         ({"restore": "pray"}, "restore 'pray'"),
+        ({"mode": "swap", "admission": "all"}, "admission 'all': give one of sglang, vllm, paper"),
+        ({"admission": "vllm"}, "admission 'vllm': mode ellm .* give sglang, or another mode"),
         ({"stride": 0}, "stride 0"),
         ({"model_error": -1.0}, "above -1"),
         ({"step_noise": (1.0, 0.0)}, "step_noise: every factor"),
@@ -280,10 +285,10 @@ def test_slos_are_judged_per_request():
 
 
 def test_rotation_brings_first_tokens_earlier_at_no_loss():
-    trace = paper_workload("sharegpt", 40, 0, per_second=30.0).scaled(lengths=0.05)
-    load = Load.of(trace, tpot_slo_s=0.2)
-    machine = preset("llama2-13b").limited(1000, None)
-    settings = Settings("ellm", "fcfs", {}, "swap", tpot_slo_s=0.2, stride=1)
+    trace = paper_workload("sharegpt", 40, 0, per_second=4.0).scaled(lengths=0.15)
+    load = Load.of(trace, 300, tpot_slo_s=0.15)
+    machine = L4.limited(2500, None)
+    settings = Settings("ellm", "fcfs", {}, "swap", tpot_slo_s=0.15, stride=1)
     plain = simulate(machine, settings, load).summary
     rotation = dataclasses.replace(settings, policy_options={"rotate": True})
     simulation = Simulation(machine, rotation, load)

@@ -11,6 +11,9 @@ from ellm_sgl.client.workloads import (
     LENGTHS,
     PAPER_GAP_S,
     PAPER_GAP_SD_S,
+    PAPER_RATES,
+    Lengths,
+    LogNormal,
     gamma_arrivals,
     paper_workload,
     poisson_arrivals,
@@ -21,16 +24,31 @@ from ellm_sgl.client.workloads import (
 
 @pytest.mark.parametrize("data_set", sorted(LENGTHS))
 def test_drawn_lengths_have_the_papers_means(data_set):
-    for lengths in (LENGTHS[data_set].prompt, LENGTHS[data_set].output):
-        drawn = lengths.draw(200_000, np.random.default_rng(0))
-        assert drawn.mean() == pytest.approx(lengths.mean, rel=0.02)
-        assert drawn.min() >= 1 and drawn.max() <= lengths.longest
+    lengths = LENGTHS[data_set]
+    drawn = lengths.draw(200_000, np.random.default_rng(0))
+    for wanted, found in zip((lengths.prompt, lengths.output), drawn, strict=True):
+        assert found.mean() == pytest.approx(wanted.mean, rel=0.02)
+        assert found.min() >= 1 and found.max() <= wanted.longest
 
 
-def test_gamma_gaps_have_the_papers_mean_and_deviation():
-    gaps = np.diff(gamma_arrivals(200_000, np.random.default_rng(0)))
-    assert gaps.mean() == pytest.approx(PAPER_GAP_S, rel=0.02)
-    assert gaps.std() == pytest.approx(PAPER_GAP_SD_S, rel=0.02)
+def test_prompt_and_output_end_with_the_context():
+    prompts, outputs = LENGTHS["sharegpt"].draw(200_000, np.random.default_rng(0))
+    assert (prompts + outputs).max() == 4096
+    long = Lengths(LogNormal(80, 0.1, 99), LogNormal(5000, 1.0, 9000), context=100)
+    prompts, outputs = long.draw(100, np.random.default_rng(0))
+    assert (prompts + outputs == 100).mean() > 0.9
+
+
+def test_gamma_gaps_have_the_rate_and_vary_as_the_papers_do():
+    gaps = np.diff(gamma_arrivals(200_000, 50.0, np.random.default_rng(0)))
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.02)
+    assert gaps.std() / gaps.mean() == pytest.approx(PAPER_GAP_SD_S / PAPER_GAP_S, rel=0.02)
+
+
+@pytest.mark.parametrize("data_set", sorted(LENGTHS))
+def test_arrivals_have_the_papers_rate_of_the_data_set(data_set):
+    at_s = paper_workload(data_set, 100_000, 0).at_s
+    assert len(at_s) / at_s[-1] == pytest.approx(PAPER_RATES[data_set], rel=0.02)
 
 
 def test_poisson_gaps_have_the_rate():
@@ -43,7 +61,7 @@ def test_a_workload_repeats_by_seed_and_scales_by_rate():
     assert one.at_s.tolist() == two.at_s.tolist()
     assert one.prompt_tokens.tolist() == two.prompt_tokens.tolist()
     assert paper_workload("sharegpt", 50, 4).at_s.tolist() != one.at_s.tolist()
-    slow = paper_workload("sharegpt", 50, 3, per_second=1 / PAPER_GAP_S / 10)
+    slow = paper_workload("sharegpt", 50, 3, per_second=PAPER_RATES["sharegpt"] / 10)
     np.testing.assert_allclose(slow.at_s, 10 * one.at_s)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
+from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange, StackedLayout
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,19 @@ def make(sizes: Sizes) -> Inputs:
 
     q, k, v = rows(sizes.heads), rows(sizes.kv_heads), rows(sizes.kv_heads)
     return Inputs(q, k, v, keys, values, layout, sizes.head_dim**-0.5)
+
+
+def in_two_groups(sizes: Sizes) -> list[tuple[Inputs, GroupLayout]]:
+    """The same requests in two layer groups, whose pools have them in other units."""
+    groups = [make(replace(sizes, seed=seed)) for seed in (1, 2)]
+    first = groups[0].layout
+    units, written = (
+        torch.stack([getattr(each.layout, name) for each in groups])
+        for name in ("units", "write_units")
+    )
+    every = slice(0, first.rows)
+    step = StackedLayout(first.rows, first.requests, units, every, written, first.write_offsets)
+    return list(zip(groups, step.layouts(), strict=True))
 
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

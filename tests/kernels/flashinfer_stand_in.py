@@ -1,14 +1,85 @@
 """FlashInfer's wrappers in plain PyTorch: what they compute from the same plans, row by row.
 
-Argument names and order are those of flashinfer-python 0.6.15.post1. Log-sum-exps are to base 2.
+Every call is bound to FlashInfer's own signature and its tensors are held against their types and
+shapes, as `flashinfer_signatures.json` has them. Log-sum-exps are to base 2.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
+import re
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+
+FACTS: dict[str, Any] = json.loads(
+    Path(__file__).with_name("flashinfer_signatures.json").read_text()
+)
+SHAPE = re.compile(r"(\w+) \[(.+)\]")
+
+
+@cache
+def signature(name: str) -> inspect.Signature:
+    """FlashInfer's signature, as recorded."""
+    parameters = FACTS["functions"][name]["parameters"]
+    return inspect.signature(eval(f"lambda {parameters}: None"))
+
+
+def bind(
+    name: str, *args: Any, known: dict[str, Any] | None = None, heeded: str = "", **options: Any
+) -> dict[str, Any]:
+    """The arguments of a call by their names, defaults included.
+
+    Args:
+        name: of the function.
+        known: sizes and types that the call's tensors must agree with.
+        heeded: optional arguments that the stand-in heeds. No other may be given.
+
+    Raises:
+        TypeError: FlashInfer does not take this call.
+        AssertionError: nor these tensors; or the stand-in does not know what a call asks for.
+    """
+    bound = signature(name).bind(*args, **options)
+    parameters = signature(name).parameters
+    for given in bound.arguments:
+        assert parameters[given].default is inspect.Parameter.empty or given in heeded.split()
+    bound.apply_defaults()
+    known = {**(known or {}), **bound.arguments}
+    for argument, fact in FACTS["functions"][name].get("tensors", {}).items():
+        value = bound.arguments[argument]
+        for tensor in value if isinstance(value, tuple) else (value,):
+            if tensor is not None:
+                _check(f"{name}, {argument}", tensor, fact, known)
+    return {**known, **bound.arguments}
+
+
+def _check(what: str, tensor: torch.Tensor, fact: str, known: dict[str, Any]) -> None:
+    """`fact`: a type and sizes; names that are not `known` yet become known."""
+    found = SHAPE.fullmatch(fact)
+    assert found is not None
+    dtype, sizes = found[1], found[2].split(", ")
+    expected = getattr(torch, dtype, None) or known.setdefault(dtype, tensor.dtype)
+    assert tensor.dtype == expected, f"{what}: {tensor.dtype}, not {expected}"
+    assert tensor.dim() == len(sizes), f"{what}: {tensor.dim()} dimensions"
+    assert tensor.stride(-1) == 1, f"{what}: strides {tensor.stride()}"
+    for size, text in zip(tensor.shape, sizes, strict=True):
+        symbol, _, more = text.partition(" + ")
+        assert known.setdefault(symbol, size - int(more or 0)) == size - int(more or 0), what
+
+
+def _check_starts(starts: torch.Tensor) -> None:
+    assert int(starts[0]) == 0
+    assert (starts.diff() >= 0).all()
+
+
+def _check_pages(indptr: torch.Tensor, last: torch.Tensor, page_size: int) -> None:
+    _check_starts(indptr)
+    assert (indptr.diff() > 0).all(), "a range without pages"
+    assert (last >= 1).all() and (last <= page_size).all()
 
 
 def _attend(
@@ -26,116 +97,175 @@ def _attend(
     return out.to(q.dtype), (torch.logsumexp(scores, dim=-1) / math.log(2)).float()
 
 
-def _gather(
-    cache: tuple[torch.Tensor, torch.Tensor], indices: torch.Tensor, last: int
-) -> list[torch.Tensor]:
-    page_size = cache[0].shape[1]
-    tokens = (len(indices) - 1) * page_size + last
-    return [x[indices.long()].flatten(0, 1)[:tokens] for x in cache]
-
-
 class _Wrapper:
-    def __init__(self, workspace: torch.Tensor, kv_layout: str, **_: Any) -> None:
-        assert kv_layout == "NHD"
+    """`planned`: what the last plan was given; None before the first."""
 
-    def _ranges(self, q: torch.Tensor, starts: torch.Tensor, kv: Any, causal: bool) -> Any:
-        assert int(starts[0]) == 0 and int(starts[-1]) == len(q)
+    planned: dict[str, Any] | None = None
+
+    def _attend_ranges(self, q: torch.Tensor, starts: torch.Tensor, kv: Any, given: Any) -> Any:
+        assert int(starts[-1]) == len(q)
+        scale = given["sm_scale"] or q.shape[-1] ** -0.5
+        ranges = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         parts = [
-            _attend(q[a:b], kv(i), self.scale, causal)
-            for i, (a, b) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True))
+            _attend(q[a:b], kv(i), scale, given.get("causal", False))
+            for i, (a, b) in enumerate(ranges)
         ]
-        return tuple(map(torch.cat, zip(*parts, strict=True)))
-
-    scale: float
-
-
-class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self, indptr: Any, indices: Any, last_page_len: Any, num_qo_heads: int,
-        num_kv_heads: int, head_dim: int, page_size: int, *, q_data_type: Any,
-        kv_data_type: Any, sm_scale: float,
-    ) -> None:  # fmt: skip
-        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
-        assert (last_page_len >= 1).all() and (last_page_len <= page_size).all()
-        self.indptr, self.indices, self.last, self.scale = indptr, indices, last_page_len, sm_scale
-
-    def run(self, q: torch.Tensor, cache: Any) -> torch.Tensor:
-        out, _ = self._ranges(q, torch.arange(len(q) + 1), lambda i: self._kv(cache, i), False)
-        return out
-
-    def _kv(self, cache: Any, i: int) -> list[torch.Tensor]:
-        own = self.indices[self.indptr[i] : self.indptr[i + 1]]
-        return _gather(cache, own, int(self.last[i]))
+        out, lse = map(torch.cat, zip(*parts, strict=True))
+        return (out, lse) if given.get("return_lse") else out
 
 
-class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self, qo_indptr: Any, paged_kv_indptr: Any, paged_kv_indices: Any,
-        paged_kv_last_page_len: Any, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
-        page_size: int, causal: bool = False, sm_scale: float = 0.0, q_data_type: Any = None,
-        kv_data_type: Any = None,
-    ) -> None:  # fmt: skip
-        assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1
-        assert (paged_kv_last_page_len >= 1).all() and (paged_kv_last_page_len <= page_size).all()
-        self.starts, self.causal, self.scale = qo_indptr, causal, sm_scale
-        self.indptr, self.indices = paged_kv_indptr, paged_kv_indices
-        self.last = paged_kv_last_page_len
+class _Paged(_Wrapper):
+    """`indptr`, `pages`, `last_tokens`: what the kernel reads; the tensors that `plan` was given,
+    or with a CUDA graph the buffers that the wrapper was made with."""
 
-    def run(self, q: torch.Tensor, cache: Any, return_lse: bool = False) -> Any:
+    indptr: torch.Tensor
+    pages: torch.Tensor
+    last_tokens: torch.Tensor
+
+    def _attend_pages(self, q: torch.Tensor, starts: torch.Tensor, cache: Any, given: Any) -> Any:
+        assert isinstance(cache, tuple) and cache[0].stride() == cache[1].stride()
+
         def kv(i: int) -> list[torch.Tensor]:
-            own = self.indices[self.indptr[i] : self.indptr[i + 1]]
-            return _gather(cache, own, int(self.last[i]))
+            pages = self.pages[self.indptr[i] : self.indptr[i + 1]].long()
+            size = cache[0].shape[1]
+            assert (pages >= 0).all() and (pages < len(cache[0])).all()
+            tokens = (len(pages) - 1) * size + int(self.last_tokens[i])
+            return [x[pages].flatten(0, 1)[:tokens] for x in cache]
 
-        out, lse = self._ranges(q, self.starts, kv, self.causal)
-        return (out, lse) if return_lse else out
+        return self._attend_ranges(q, starts, kv, given)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Paged):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        heeded = "kv_layout use_tensor_cores backend use_cuda_graph paged_kv_indptr_buffer "
+        heeded += "paged_kv_indices_buffer paged_kv_last_page_len_buffer"
+        name = "BatchDecodeWithPagedKVCacheWrapper.__init__"
+        self.made = made = bind(name, self, *args, heeded=heeded, **options)
+        assert made["kv_layout"] == "NHD" and made["backend"] in ("auto", "fa2")
+        if made["use_cuda_graph"]:
+            self.indptr = made["paged_kv_indptr_buffer"]
+            self.pages = made["paged_kv_indices_buffer"]
+            self.last_tokens = made["paged_kv_last_page_len_buffer"]
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        bind("BatchDecodeWithPagedKVCacheWrapper.plan", self, *args, **options)
+        heeded = "q_data_type kv_data_type sm_scale"
+        name = "BatchDecodeWithPagedKVCacheWrapper._plan_impl"
+        given = self.planned = bind(name, self, *args, heeded=heeded, **options)
+        indptr, pages, last = given["indptr"], given["indices"], given["last_page_len"]
+        _check_pages(indptr, last, given["page_size"])
+        assert given["pages"] == int(indptr[-1])
+        if not self.made["use_cuda_graph"]:
+            self.indptr, self.pages, self.last_tokens = indptr, pages, last
+            return
+        assert given["batch"] == self.made["fixed batch"] and len(pages) <= len(self.pages)
+        self.indptr.copy_(indptr)
+        self.last_tokens.copy_(last)
+        self.pages[: len(pages)].copy_(pages)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        name = "BatchDecodeWithPagedKVCacheWrapper.run"
+        return self._decode(bind(name, self, *args, known=self.planned, **options))
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        name = "BatchDecodeWithPagedKVCacheWrapper.forward"
+        return self._decode(
+            bind(name, self, *args, known=self.planned, heeded="sm_scale", **options)
+        )
+
+    def _decode(self, given: dict[str, Any]) -> Any:
+        assert self.planned is not None and given["rows"] == given["batch"]
+        starts = torch.arange(given["rows"] + 1)
+        return self._attend_pages(given["q"], starts, given["paged_kv_cache"], given)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Paged):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        name = "BatchPrefillWithPagedKVCacheWrapper.__init__"
+        made = bind(name, self, *args, heeded="kv_layout backend", **options)
+        assert made["kv_layout"] == "NHD" and made["backend"] in ("auto", "fa2")
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        heeded = "causal sm_scale q_data_type kv_data_type"
+        name = "BatchPrefillWithPagedKVCacheWrapper.plan"
+        given = self.planned = bind(name, self, *args, heeded=heeded, **options)
+        _check_starts(given["qo_indptr"])
+        self.indptr, self.pages = given["paged_kv_indptr"], given["paged_kv_indices"]
+        self.last_tokens = given["paged_kv_last_page_len"]
+        _check_pages(self.indptr, self.last_tokens, given["page_size"])
+        assert given["pages"] == int(self.indptr[-1])
+        given["head_dim"] = given["head_dim_qk"]
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        assert self.planned is not None
+        name = "BatchPrefillWithPagedKVCacheWrapper.run"
+        given = bind(name, self, *args, known=self.planned, heeded="return_lse", **options)
+        return self._attend_pages(given["q"], given["qo_indptr"], given["paged_kv_cache"], given)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
-    def plan(
-        self, qo_indptr: Any, kv_indptr: Any, num_qo_heads: int, num_kv_heads: int,
-        head_dim_qk: int, causal: bool = False, sm_scale: float = 0.0, q_data_type: Any = None,
-        kv_data_type: Any = None,
-    ) -> None:  # fmt: skip
-        self.starts, self.kv_starts, self.causal, self.scale = (
-            qo_indptr,
-            kv_indptr,
-            causal,
-            sm_scale,
-        )
+    def __init__(self, *args: Any, **options: Any) -> None:
+        name = "BatchPrefillWithRaggedKVCacheWrapper.__init__"
+        made = bind(name, self, *args, heeded="kv_layout", **options)
+        assert made["kv_layout"] == "NHD"
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool = False
-    ) -> Any:
-        assert int(self.kv_starts[-1]) == len(k) == len(v)
+    def plan(self, *args: Any, **options: Any) -> None:
+        heeded = "causal sm_scale q_data_type kv_data_type"
+        name = "BatchPrefillWithRaggedKVCacheWrapper.plan"
+        given = self.planned = bind(name, self, *args, heeded=heeded, **options)
+        _check_starts(given["qo_indptr"])
+        _check_starts(given["kv_indptr"])
+        given["head_dim"] = given["head_dim_qk"]
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        assert self.planned is not None
+        name = "BatchPrefillWithRaggedKVCacheWrapper.run"
+        given = bind(name, self, *args, known=self.planned, heeded="return_lse", **options)
+        starts = given["kv_indptr"]
+        assert int(starts[-1]) == given["kv rows"]
 
         def kv(i: int) -> list[torch.Tensor]:
-            return [x[self.kv_starts[i] : self.kv_starts[i + 1]] for x in (k, v)]
+            return [given[x][starts[i] : starts[i + 1]] for x in "kv"]
 
-        out, lse = self._ranges(q, self.starts, kv, self.causal)
-        return (out, lse) if return_lse else out
+        return self._attend_ranges(given["q"], given["qo_indptr"], kv, given)
 
 
-def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_state(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = bind("merge_state", *args, **options)
+    v_a, s_a, v_b, s_b = (given[name] for name in ("v_a", "s_a", "v_b", "s_b"))
+    assert all(x.is_contiguous() for x in (v_a, s_a, v_b, s_b))
+    assert given["heads"] * given["head_dim"] <= 8 * 1024, "threads of a block"
     both = torch.logaddexp2(s_a.double(), s_b.double())
     shares = [torch.exp2(s - both)[..., None] for s in (s_a.double(), s_b.double())]
     return (shares[0] * v_a + shares[1] * v_b).to(v_a.dtype), both.float()
 
 
 class BatchPODWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self, qo_indptr_p: Any, kv_indptr_p: Any, kv_indices_p: Any, last_page_len_p: Any,
-        qo_indptr_d: Any, kv_indptr_d: Any, kv_indices_d: Any, last_page_len_d: Any,
-        num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, sm_scale: float,
-        q_data_type: Any, kv_data_type: Any,
-    ) -> None:  # fmt: skip
-        sizes = num_qo_heads, num_kv_heads, head_dim, page_size
-        self.parts = [BatchPrefillWithPagedKVCacheWrapper(torch.empty(0), "NHD") for _ in range(2)]
-        pages = kv_indptr_p, kv_indices_p, last_page_len_p
-        self.parts[0].plan(qo_indptr_p, *pages, *sizes, causal=True, sm_scale=sm_scale)
-        pages = kv_indptr_d, kv_indices_d, last_page_len_d
-        self.parts[1].plan(qo_indptr_d, *pages, *sizes, sm_scale=sm_scale)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        made = bind(
+            "BatchPODWithPagedKVCacheWrapper.__init__", self, *args, heeded="kv_layout", **options
+        )
+        self.parts = [
+            BatchPrefillWithPagedKVCacheWrapper(made["float_workspace_buffer"], made["kv_layout"])
+            for _ in range(2)
+        ]
 
-    def run(self, q_p: Any, cache_p: Any, q_d: Any, cache_d: Any, causal_p: bool) -> Any:
-        assert causal_p
-        prefill, decode = self.parts
-        return prefill.run(q_p, cache_p), decode.run(q_d, cache_d)
+    def plan(self, *args: Any, **options: Any) -> None:
+        heeded = "q_data_type kv_data_type sm_scale"
+        name = "BatchPODWithPagedKVCacheWrapper.plan"
+        given = self.planned = bind(name, self, *args, heeded=heeded, **options)
+        sizes = (given[x] for x in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"))
+        shared = *sizes, {x: given[x] for x in heeded.split()}
+        for part, side in zip(self.parts, "pd", strict=True):
+            names = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
+            pages = (given[f"{name}_{side}"] for name in names)
+            part.plan(*pages, *shared[:-1], causal=side == "p", **shared[-1])
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        name = "BatchPODWithPagedKVCacheWrapper.run"
+        given = bind(name, self, *args, known=self.planned, heeded="causal_p", **options)
+        assert given["causal_p"]
+        return tuple(
+            part.run(given[f"q_{side}"], given[f"paged_kv_cache_{side}"])
+            for part, side in zip(self.parts, "pd", strict=True)
+        )

@@ -14,9 +14,13 @@ CUDA = torch.device("cuda")
 
 
 def moved(value: Any, device: torch.device = CUDA) -> Any:
-    """`value` with every tensor in it, and in the dataclasses in it, on `device`."""
+    """`value` with every tensor in it, and in the (named) tuples and dataclasses in it, on
+    `device`."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
+    if isinstance(value, tuple):
+        parts = [moved(part, device) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **{n: moved(v, device) for n, v in fields.items()})

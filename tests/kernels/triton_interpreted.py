@@ -10,7 +10,7 @@ import torch
 
 from ellm_sgl.kernels import reference
 from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
-from ellm_sgl.kernels.experimental.triton.graph import GraphSteps
+from ellm_sgl.kernels.experimental.triton.graph import FusedGraphSteps
 from ellm_sgl.kernels.layout import GroupLayout
 from tests.kernels.cpu_steps import F16, F32, Inputs, Sizes, make
 
@@ -79,17 +79,17 @@ def test_steps_at_fixed_addresses() -> None:
     decoding = Sizes(((700, 1), (33, 1), (0, 1)), 16, 1, 2, 32, F32, F32, 0.0)
     steps = [make(decoding), make(replace(decoding, requests=((20, 1), (530, 1)), seed=1))]
     pool = steps[0].keys
-    graph = GraphSteps(FusedAttention(CPU, programs=2), 2, 4, 2 * len(pool), pool, heads=2)
+    graph = FusedGraphSteps(FusedAttention(CPU, programs=2), 2, 4, 2 * len(pool), pool, heads=2)
     for inputs in (*steps, steps[0]):
         layout = consecutive(inputs.layout, inputs.layout.rows)
         assert graph.fits([layout, layout])
         expected, *expected_pool = inputs.run(reference.mixed_attention)
-        graph.load([layout, layout])
+        graph.load([layout, layout], layout.rows + 1)
         keys, values = inputs.keys.clone(), inputs.values.clone()
         q, k, v = (
             torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (inputs.q, inputs.k, inputs.v)
         )
-        out = graph.run(q, k, v, keys, values, 1, inputs.scale)
+        out = graph.run(q, k, v, keys, values, 1, True, inputs.scale)
         rows = inputs.layout.rows
         torch.testing.assert_close(
             out[:rows], expected, rtol=0, atol=inputs.tolerance(longest(inputs))
@@ -103,7 +103,7 @@ def test_steps_at_fixed_addresses() -> None:
 
 def test_steps_that_no_graph_computes() -> None:
     pool = make(STEPS["everything"]).keys
-    graph = GraphSteps(FusedAttention(CPU, programs=2), 1, 4, 40, pool, heads=2)
+    graph = FusedGraphSteps(FusedAttention(CPU, programs=2), 1, 4, 40, pool, heads=2)
     assert not graph.fits([make(STEPS["everything"]).layout])
     assert not graph.fits([make(STEPS["decode, missing blocks"]).layout])
     long = make(Sizes(((800, 1),), 16, 1, 2, 32, F32, F32, 0.0)).layout

@@ -162,7 +162,7 @@ def test_placing_nothing_needs_nothing() -> None:
 
 
 @pytest.mark.parametrize(("max_restored", "fits"), [(11, False), (12, True)])
-def test_a_step_fits_if_all_its_requests_miss_fits_the_transient_buffer(
+def test_a_step_fits_if_it_can_recompute_all_that_its_requests_miss(
     max_restored: int, fits: bool
 ) -> None:
     scene = Scene(room=10, max_restored=max_restored)
@@ -178,7 +178,7 @@ def test_a_step_fits_if_all_its_requests_miss_fits_the_transient_buffer(
 def test_admission_counts_free_and_reclaimable_tokens() -> None:
     scene = Scene(room=10)
     scene.request(0, tokens=4 * BLOCK)
-    assert scene.elastic.admission_tokens(reclaimable=8, ratio=0.0) == (
+    assert scene.elastic.admission_room(8).tokens(0.0) == (
         6 * BLOCK + 8,
         6 * BLOCK + 8,
     )
@@ -192,7 +192,7 @@ def test_admission_counts_on_joining_requests_to_come_to_their_targets(
     scene.request(0, tokens=4 * BLOCK)
     scene.bring_to_ratios([0])
     now = int((6 + 4 * ratio) * BLOCK)
-    assert scene.elastic.admission_tokens(reclaimable=0, ratio=ratio) == (now, factor * now)
+    assert scene.elastic.admission_room(0).tokens(ratio) == (now, factor * now)
 
 
 def test_admission_counts_on_running_requests_to_make_room_for_those_that_join() -> None:
@@ -200,7 +200,7 @@ def test_admission_counts_on_running_requests_to_make_room_for_those_that_join()
     scene.request(0, tokens=8 * BLOCK)
     # At 0.5 the device holds 20 blocks' worth of requests, 8 of which run; 2 are free, and the
     # running request gives up 4.
-    assert scene.elastic.admission_tokens(reclaimable=0, ratio=0.5) == (6 * BLOCK, 12 * BLOCK)
+    assert scene.elastic.admission_room(0).tokens(0.5) == (6 * BLOCK, 12 * BLOCK)
 
 
 def test_admission_counts_what_fetching_takes_of_the_device() -> None:
@@ -209,29 +209,29 @@ def test_admission_counts_what_fetching_takes_of_the_device() -> None:
     # Both layer groups are in flight at once: what leaves the device comes back into it.
     fetching = ElasticMemory(scene.table, 1000, scene.reclaim, save=lambda _device, _host: None)
     assert fetching.staging_overhead() == 1.0
-    assert fetching.admission_tokens(reclaimable=0, ratio=0.5) == (2 * BLOCK, 2 * BLOCK)
+    assert fetching.admission_room(0).tokens(0.5) == (2 * BLOCK, 2 * BLOCK)
 
 
 def test_room_made_beyond_the_targets_admits_nobody() -> None:
     scene = Scene(room=10)
     scene.request(0, tokens=8 * BLOCK)
-    before = scene.elastic.admission_tokens(0, ratio=0.0)
+    before = scene.elastic.admission_room(0).tokens(0.0)
     scene.elastic.make_room(5 * GROUPS)
-    assert scene.elastic.admission_tokens(0, ratio=0.0) == before
+    assert scene.elastic.admission_room(0).tokens(0.0) == before
 
 
 def test_room_made_to_reach_the_targets_admits_others() -> None:
     scene = Scene(room=10, ratios={0: 0.5})
     scene.request(0, tokens=8 * BLOCK)
     scene.bring_to_ratios([0])
-    assert scene.elastic.admission_tokens(0, ratio=0.0) == (6 * BLOCK, 6 * BLOCK)
+    assert scene.elastic.admission_room(0).tokens(0.0) == (6 * BLOCK, 6 * BLOCK)
 
 
 def test_admission_is_below_zero_while_a_lowered_limit_is_exceeded() -> None:
     scene = Scene(room=10)
     scene.request(0, tokens=8 * BLOCK)
     scene.table.limit_units(6 * GROUPS)
-    assert scene.elastic.admission_tokens(0, ratio=0.0) == (-2 * BLOCK, -2 * BLOCK)
+    assert scene.elastic.admission_room(0).tokens(0.0) == (-2 * BLOCK, -2 * BLOCK)
 
 
 def test_policies_are_told_of_the_memory_that_is_theirs_to_divide() -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.scene import BLOCK, GROUPS, Scene
+from ellm_sgl.memory import ElasticMemory, PageTable
+from tests.engine.scene import BLOCK, GROUPS, SHAPE, Scene
 
 # -- bring_to_ratios --------------------------------------------------------------------------
 
@@ -68,7 +69,7 @@ def test_shared_blocks_stay_whatever_the_target() -> None:
 
 
 @pytest.mark.parametrize("max_restored", [0, BLOCK - 1, 5 * BLOCK, 6 * BLOCK + 1])
-def test_targets_never_outgrow_the_transient_buffer(max_restored: int) -> None:
+def test_targets_never_outgrow_what_a_step_can_recompute(max_restored: int) -> None:
     scene = Scene(room=20, ratios=0.5, max_restored=max_restored)
     for seq_id in range(2):
         scene.request(seq_id, tokens=8 * BLOCK)
@@ -76,12 +77,26 @@ def test_targets_never_outgrow_the_transient_buffer(max_restored: int) -> None:
     assert sum(scene.uncached()) == min(max_restored // BLOCK, 8) * BLOCK
 
 
-def test_the_transient_buffer_counts_what_later_requests_miss() -> None:
+def test_what_a_step_can_recompute_counts_what_later_requests_miss() -> None:
     scene = Scene(room=20, ratios=0.5, max_restored=3 * BLOCK)
     scene.request(0, tokens=8 * BLOCK)
     scene.evict(scene.request(1, tokens=8 * BLOCK)[:2])
     scene.bring_to_ratios([0, 1])
     assert scene.uncached() == [BLOCK, 2 * BLOCK]
+
+
+def test_what_the_host_has_counts_as_well_for_there_may_be_no_room_to_fetch_it() -> None:
+    table = PageTable(SHAPE, num_blocks=100, num_units=20 * GROUPS, host_units=20 * GROUPS)
+    elastic = ElasticMemory(table, 3 * BLOCK, lambda tokens: 0, save=lambda _device, _host: None)
+    blocks = elastic.allocate(8)
+    table.map(0, blocks, 8 * BLOCK)
+    table.note_computed([0], [8 * BLOCK])
+    elastic.bring_to_ratios([0], [0.75])
+    assert table.uncached_tokens([0]) == table.uncached_on_host([0]) == 3 * BLOCK
+    elastic.max_restored_tokens = 2 * BLOCK
+    assert elastic.fits_one_step([0])  # all three are fetched
+    table.limit_units(table.used_units)
+    assert not elastic.fits_one_step([0])  # there is no room to
 
 
 def test_what_a_policy_is_told_of_requests_and_memory() -> None:

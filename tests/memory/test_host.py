@@ -54,6 +54,32 @@ def test_only_what_is_nowhere_needs_recomputation() -> None:
     assert table.depth([block]).tolist() == [0]  # both groups are on the host
 
 
+def test_a_request_is_told_what_of_its_uncached_tokens_the_host_has() -> None:
+    rng = np.random.default_rng(0)
+    table = PageTable(SHAPE, 40, 40 * 3, 30)
+    for seq_id in range(5):
+        blocks = table.allocate(6)
+        table.place(blocks)
+        table.map(seq_id, blocks, 22)
+        table.note_computed([seq_id], [22])
+        for block in blocks[:5].tolist():  # the last one is not full
+            table.keep_copies(block, np.flatnonzero(rng.random(3) < 0.8).astype(np.int32))
+            if rng.random() < 0.7:
+                table.evict(block, slice(0, int(rng.integers(1, 4))))
+    expected = [
+        sum(
+            4
+            for block in table.blocks_of(seq_id).tolist()
+            if (lacks := table.units[block] == NONE).any()
+            and (table.host.units[block][lacks] != NONE).all()
+        )
+        for seq_id in range(5)
+    ]
+    assert table.uncached_on_host(range(5)).tolist() == expected
+    assert 0 < sum(expected) < table.uncached_tokens(range(5)).sum()
+    assert table.uncached_on_host([]).tolist() == []
+
+
 def test_a_full_tier_keeps_what_it_can() -> None:
     table, (block, other, *_) = table_with(host_units=3)
     table.keep_copies(block, BOTH)

@@ -64,7 +64,7 @@ def test_its_own_tests_pass(plugin: dict[str, str], tmp_path: Path) -> None:
         plugin, "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", own, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout
-    assert "8 passed, 2 skipped" in done.stdout
+    assert "9 passed, 2 skipped" in done.stdout
 
 
 def test_its_options_are_checked(plugin: dict[str, str], tmp_path: Path) -> None:

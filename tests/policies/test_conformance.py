@@ -13,6 +13,7 @@ import pytest
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import (
     Batch,
+    EndedRequest,
     Fcfs,
     FixedRatio,
     Policy,
@@ -164,6 +165,26 @@ class AdmitsNobody(Stock):
         return Batch(admit=())
 
 
+class ForgetsTheUnknown(Stock):
+    """Takes every request that ends for one that it remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, int] = {}
+
+    def batch(self, state: SystemState) -> Batch:
+        self.known |= dict.fromkeys(state.running.request_id.tolist(), 0)
+        return super().batch(state)
+
+    def ended(self, request: EndedRequest) -> None:
+        del self.known[request.request_id]
+
+
+class ClosesBadly(Stock):
+    def close(self) -> None:
+        raise OSError("no such file")
+
+
 @pytest.mark.parametrize(
     ("policy", "check", "told"),
     [
@@ -181,6 +202,8 @@ class AdmitsNobody(Stock):
         (NewestFirst, "nobody-starves", "has waited 60. s for its first token"),
         (UrgentOnly, "nobody-starves", "for its next token"),
         (PromisesToo, "idle-without-pressure", "is idle without pressure, but pauses 0 and leaves"),
+        (ForgetsTheUnknown, "hears-of-the-end", "KeyError: 1000000000; state: .* then ends"),
+        (ClosesBadly, "hears-of-the-end", "OSError: no such file"),
         (AdmitsNobody, "answers-are-valid", "admit is empty while nothing runs"),
     ],
 )

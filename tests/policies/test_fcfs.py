@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ellm_sgl.policies import Batch, Fcfs, Requests, SystemState
 from ellm_sgl.policies.base import IntArray
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
+from tests.policies.known_lengths import TO_THE_BOUND
 
 BLOCK = 10
 
@@ -30,6 +32,9 @@ class Linear(LatencyModel):
     def observe(self, work: StepWork, seconds: float) -> None: ...
 
 
+briefly = partial(requests, max_new_tokens=16)
+
+
 def scene(
     running: Requests, waiting: Requests, device_tokens: int, token_ms: float = 0.0, **kw: float
 ) -> SystemState:
@@ -39,13 +44,14 @@ def scene(
         device_tokens=device_tokens,
         block_tokens=BLOCK,
         latency=Linear(token_ms),
+        lengths=TO_THE_BOUND,
         **kw,  # type: ignore[arg-type]
     )
 
 
 def answers(state: SystemState, policy: Fcfs | None = None) -> tuple[int, IntArray, IntArray]:
     """Requests admitted, and the tokens that are evicted of running and admitted requests."""
-    policy = policy or Fcfs(lookahead=0, pause=False)
+    policy = policy or Fcfs(forecast=False, pause=False)
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
     assert batch.admit == tuple(range(len(batch.admit))) and batch.pause == ()
@@ -79,11 +85,14 @@ def test_those_admitted_to_be_restored_tell_what_they_will_come_to() -> None:
     # Cached, four of the six fit. At 95 + 40 tokens each is charged 14 blocks: 440 of 840 tokens
     # go, of 6 x 135.
     state = scene(requests([95], max_new_tokens=40), requests([95] * 5, max_new_tokens=40), 400)
-    policy = Fcfs(lookahead=1, pause=False)
+    policy = Fcfs(pause=False)
     ratios = policy.ratio(state, policy.batch(state))
     assert ratios.admitted == pytest.approx(np.full(5, 440 / 810))
-    ample = replace(state, memory=replace(state.memory, device_tokens=600, device_free_tokens=500))
-    policy = Fcfs(lookahead=1, pause=False)
+    larger = replace(state, memory=replace(state.memory, device_tokens=600, device_free_tokens=500))
+    ratios = policy.ratio(larger, Batch(admit=tuple(range(5))))
+    assert ratios.admitted == pytest.approx(np.full(5, 240 / 810))
+    ample = replace(state, memory=replace(state.memory, device_tokens=900, device_free_tokens=800))
+    policy = Fcfs(pause=False)
     assert not policy.ratio(ample, policy.batch(ample)).admitted.any()
 
 
@@ -158,21 +167,23 @@ def test_no_more_than_may_run_at_once() -> None:
     assert answers(replace(state, max_running=2))[0] == 0
 
 
-def test_who_is_admitted_must_fit_when_all_have_grown() -> None:
-    # In 128 steps both requests have 230 tokens: 24 blocks each.
-    state = scene(requests([102], prompt_tokens=95), requests([102]), 480, token_ms=1.0)
-    assert answers(state, Fcfs(lookahead=128))[0] == 1
-    state = scene(requests([102], prompt_tokens=95), requests([102]), 470, token_ms=1.0)
-    assert answers(state, Fcfs(lookahead=128))[0] == 0
-    assert answers(state, Fcfs(lookahead=0, pause=False))[0] == 1
+def test_who_is_admitted_must_fit_until_all_have_ended() -> None:
+    # Where answers go on to their bounds the first comes to 230 tokens, the other meanwhile to
+    # 222: 23 blocks each.
+    both = requests([102], prompt_tokens=95, max_new_tokens=135), requests([95], max_new_tokens=135)
+    state = scene(*both, 460, token_ms=1.0)
+    assert answers(state, Fcfs())[0] == 1
+    state = scene(*both, 300, token_ms=1.0)
+    assert answers(state, Fcfs())[0] == 0
+    assert answers(state, Fcfs(forecast=False, pause=False))[0] == 1
     # One that is nearly done grows no further.
-    state = scene(requests([102], max_new_tokens=8, prompt_tokens=95), state.waiting, 470, 1.0)
-    assert answers(state, Fcfs(lookahead=128))[0] == 1
+    ending = replace(state, running=requests([102], max_new_tokens=8, prompt_tokens=95))
+    assert answers(ending, Fcfs())[0] == 1
 
 
-def test_a_negative_lookahead_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        Fcfs(lookahead=-1)
+def test_the_papers_solver_is_for_the_papers_problem() -> None:
+    with pytest.raises(ValueError, match="forecast false"):
+        Fcfs(solver="slsqp")
 
 
 # -- over time ------------------------------------------------------------------------------
@@ -199,7 +210,7 @@ def test_the_ratio_follows_a_load_that_changes() -> None:
 
 
 def test_nobody_is_admitted_until_something_has_changed() -> None:
-    policy = Fcfs(lookahead=0, pause=False)
+    policy = Fcfs(forecast=False, pause=False)
     full = scene(requests([95] * 4), requests([95]), 400, 1.0)
     assert answers(full, policy)[0] == 0
     left = scene(requests([95] * 3, request_id=[0, 1, 3]), requests([95]), 400, 1.0)
@@ -210,17 +221,18 @@ def test_nobody_is_admitted_until_something_has_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "lookahead", "free", "admitted"),
+    ("tokens", "forecast", "free", "admitted"),
     [
-        (95, 0, (50, 100), (0, 1)),  # memory that cached prefixes gave back
-        (79, 16, (160, 0), (1, 0)),  # or took, before the server has let them in
+        (95, False, (50, 100), (0, 1)),  # memory that cached prefixes gave back
+        (79, True, (160, 0), (1, 0)),  # or took, before the server has let them in
     ],
 )
 def test_an_answer_is_thought_over_now_and_then(
-    tokens: int, lookahead: int, free: tuple[int, int], admitted: tuple[int, int]
+    tokens: int, forecast: bool, free: tuple[int, int], admitted: tuple[int, int]
 ) -> None:
-    policy = Fcfs(lookahead=lookahead, pause=False)
-    before = scene(requests([tokens] * 3), requests([tokens]), 400, 1.0, device_free_tokens=free[0])
+    policy = Fcfs(forecast=forecast, pause=False)
+    running, waiting = briefly([tokens] * 3), briefly([tokens])
+    before = scene(running, waiting, 400, 1.0, device_free_tokens=free[0])
     after = replace(before, memory=replace(before.memory, device_free_tokens=free[1]))
     assert answers(before, policy)[0] == admitted[0]
     count = [answers(after, policy)[0] for _ in range(16)]
@@ -229,7 +241,7 @@ def test_an_answer_is_thought_over_now_and_then(
 
 def test_a_refusal_ends_when_the_slo_allows_more() -> None:
     # T = 1 + b ms: with 2 requests 3 ms of 5, less the time since the last token.
-    policy = Fcfs(lookahead=0, pause=False)
+    policy = Fcfs(forecast=False, pause=False)
     late = scene(requests([95], waited_s=0.003), requests([95]), 400, 1.0, tpot_slo_s=0.005)
     assert answers(late, policy)[0] == 0
     assert answers(late, policy)[0] == 0
@@ -238,19 +250,19 @@ def test_a_refusal_ends_when_the_slo_allows_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lookahead", "changes", "admitted"),
+    ("forecast", "changes", "admitted"),
     [
-        (16, {}, 1),
-        (16, {"waiting": requests([79] * 2)}, 0),  # somebody has come
-        (16, {"waiting": requests([79], request_id=[7])}, 0),
-        (16, {"running": requests([79] * 3, request_id=[0, 1, 3])}, 0),
-        (16, {"tpot_slo_s": 0.999}, 0),
-        (0, {}, 0),  # the paper's problem, which does not look ahead
+        (True, {}, 1),
+        (True, {"waiting": briefly([79] * 2)}, 0),  # somebody has come
+        (True, {"waiting": briefly([79], request_id=[7])}, 0),
+        (True, {"running": briefly([79] * 3, request_id=[0, 1, 3])}, 0),
+        (True, {"tpot_slo_s": 0.999}, 0),
+        (False, {}, 0),  # the paper's problem, which does not look ahead
     ],
 )
-def test_what_ends_an_answer_early(lookahead: int, changes: dict[str, Any], admitted: int) -> None:
-    policy = Fcfs(lookahead=lookahead, pause=False)
-    before = scene(requests([79] * 3), requests([79]), 400, 1.0, device_free_tokens=160)
+def test_what_ends_an_answer_early(forecast: bool, changes: dict[str, Any], admitted: int) -> None:
+    policy = Fcfs(forecast=forecast, pause=False)
+    before = scene(briefly([79] * 3), briefly([79]), 400, 1.0, device_free_tokens=160)
     before = replace(before, tpot_slo_s=1.0)
     assert answers(before, policy)[0] == 1
     after = replace(before, memory=replace(before.memory, device_free_tokens=0), **changes)

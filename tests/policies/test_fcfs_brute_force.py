@@ -116,7 +116,7 @@ class Reference:
 
 def evicted(state: SystemState) -> list[int]:
     """What the policy evicts of each request of its batch."""
-    policy = Fcfs(lookahead=0, pause=False)
+    policy = Fcfs(forecast=False, pause=False)
     batch = policy.batch(state)
     ratios = policy.ratio(state, batch)
     tokens = np.append(state.running.tokens, state.waiting.tokens[: len(batch.admit)])

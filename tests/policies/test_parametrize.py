@@ -54,9 +54,9 @@ def test_without_a_budget_nothing_is_timed() -> None:
 
 
 def test_policies_are_told_apart_by_their_options() -> None:
-    policies = [partial(Fcfs, 4, rotate=True), Stock(), lambda: FixedRatio(0.5)]
+    policies = [partial(Fcfs, True, rotate=True), Stock(), lambda: FixedRatio(0.5)]
     named = {i.removesuffix("-nobody-starves") for i in ids(policies) if "starves" in i}
-    assert named == {"Fcfs(4, rotate=True)", "Stock", "policy2"}
+    assert named == {"Fcfs(True, rotate=True)", "Stock", "policy2"}
 
 
 def test_an_expected_failure_of_an_unknown_check_is_refused() -> None:

@@ -12,9 +12,10 @@ from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import Batch, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
-from ellm_sgl.policies.pausing.choice import RESUME_STEPS, evicted_tokens, participants
+from ellm_sgl.policies.pausing.choice import GROWTH_STEPS, evicted_tokens, participants
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
+from tests.policies.known_lengths import TO_THE_BOUND
 
 BLOCK = 16
 
@@ -38,13 +39,18 @@ COSTLY = Linear(0.005, 0.001, 0.001)
 CHEAP = Linear(0.005, 0.001, 1e-9)
 
 
-def four(device_tokens: int, latency: LatencyModel, missing: int = 0) -> SystemState:
+def four(
+    device_tokens: int, latency: LatencyModel, missing: int = 0, most: int = 10_000
+) -> SystemState:
     """Four running requests of 160 tokens (11 blocks with the next token), the last of which
-    lack `missing` tokens each."""
-    running = requests([160] * 4, uncached_tokens=[0, 0, missing, missing], max_new_tokens=10_000)
-    free = max(device_tokens - (4 * 160 - 2 * missing), 0)
+    lack `missing` tokens each; they go on for `most` tokens."""
+    running = requests([160] * 4, uncached_tokens=[0, 0, missing, missing], max_new_tokens=most)
     return make_state(
-        running, device_tokens=device_tokens, device_free_tokens=free, latency=latency
+        running,
+        device_tokens=device_tokens,
+        device_free_tokens=max(device_tokens - (4 * 160 - 2 * missing), 0),
+        latency=latency,
+        lengths=TO_THE_BOUND,
     )
 
 
@@ -67,15 +73,15 @@ def test_a_small_gain_is_not_worth_it() -> None:
     assert participants(four((11 * 4 - 1) * BLOCK, slightly), active=4) == 4
 
 
-def test_they_resume_only_when_there_is_room_for_a_while() -> None:
-    need = 11 * 4 * BLOCK
-    assert participants(four(need, COSTLY, missing=144), active=2) == 2
-    later = need + 4 * RESUME_STEPS
-    assert participants(four(later, COSTLY, missing=144), active=2) == 4
+def test_they_resume_when_there_is_room_until_they_end() -> None:
+    # With 63 tokens more each has 14 blocks; of who pauses two stay.
+    three, all_four = 3 * 14 + 2, 4 * 14
+    for blocks, count in ((three - 1, 2), (three, 3), (all_four - 1, 3), (all_four, 4)):
+        assert participants(four(blocks * BLOCK, COSTLY, missing=144, most=64), active=2) == count
 
 
 def test_no_more_resume_than_a_step_can_restore() -> None:
-    state = four(10_000, COSTLY, missing=144)
+    state = four(10_000, COSTLY, missing=144, most=64)
     memory = dataclasses.replace(state.memory, max_restored_tokens=150)
     assert participants(dataclasses.replace(state, memory=memory), active=2) == 3
 
@@ -84,10 +90,14 @@ def test_no_more_resume_than_a_step_can_restore() -> None:
 def test_the_last_are_evicted_first_and_only_what_is_needed(active: int) -> None:
     state = four(34 * BLOCK, COSTLY)
     tokens = evicted_tokens(state, active)
-    assert (tokens[:active] == 0).all() and (np.diff(tokens) >= 0).all()
-    kept = 4 * 11 * BLOCK + active * RESUME_STEPS - tokens.sum()
-    everything = tokens[active:].min() == 9 * BLOCK
-    assert everything or kept <= 34 * BLOCK + BLOCK
+    assert (np.diff(tokens[active:]) >= 0).all()
+    kept = 4 * 11 * BLOCK - tokens.sum()
+    assert kept <= 34 * BLOCK
+    if tokens[active:].min() < 9 * BLOCK:
+        assert not tokens[:active].any()
+        assert 33 * BLOCK < kept + active * GROWTH_STEPS <= 34 * BLOCK
+    else:
+        assert kept > 33 * BLOCK or not tokens[:active].any()
 
 
 def test_fcfs_pauses_and_resumes_them() -> None:
@@ -99,7 +109,7 @@ def test_fcfs_pauses_and_resumes_them() -> None:
     assert not ratios.running[:2].any() and (ratios.running[2:] > 0.8).all()
     two_left = make_state(
         requests([170, 160], request_id=crowded.running.request_id[[1, 3]],
-                 uncached_tokens=[0, 144]),
+                 uncached_tokens=[0, 144], max_new_tokens=32),
         device_tokens=30 * BLOCK, device_free_tokens=18 * BLOCK, latency=COSTLY,
     )  # fmt: skip
     assert policy.batch(two_left).pause == ()

@@ -54,7 +54,13 @@ def test_work_counts_who_runs_and_who_is_admitted() -> None:
     assert work.swap_tokens == 0
 
 
-def test_with_a_host_tier_what_is_missing_is_fetched() -> None:
-    state = make_state(requests([100]), device_tokens=4096, host_tokens=4096)
+@pytest.mark.parametrize(
+    ("host_tokens", "on_host", "fetched"), [(4096, 0, 16), (4096, 32, 48), (16, 16, 16), (0, 0, 0)]
+)
+def test_what_the_host_has_or_can_take_is_fetched(
+    host_tokens: int, on_host: int, fetched: int
+) -> None:
+    running = requests([100], uncached_tokens=32, uncached_on_host=on_host)
+    state = make_state(running, device_tokens=4096, host_tokens=host_tokens)
     work = step_work(state, Batch(admit=()), Ratios(np.array([0.5]), np.zeros(0)))
-    assert work.swap_tokens == work.restored_tokens == 48
+    assert (work.restored_tokens, work.swap_tokens) == (48, fetched)

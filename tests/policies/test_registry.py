@@ -145,9 +145,10 @@ def test_no_policy_is_given_a_number_that_is_not_finite(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("fcfs", {"lookahead": value}) for value in (-1, 1.5, "5", True, None, 10**30)
+        ("fcfs", {name: value})
+        for name in ("forecast", "pause", "rotate") for value in (1, 0.0, "true", None)
     ] + [
-        ("slo-priority", {"lookahead": 0.5}), ("slo-priority", {"loss": True}),
+        ("fcfs", {"solver": True}), ("slo-priority", {"loss": True}),
         ("slo-priority", {"loss": 1}), ("fixed-ratio", {"ratio": "0.5"}),
         ("fixed-ratio", {"ratio": False}), ("fixed-ratio", {"ratio": 10**400}),
         ("fixed-ratio", {"layers": [0.5, math.pi]}), ("fixed-ratio", {"layers": 3}),

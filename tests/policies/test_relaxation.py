@@ -25,7 +25,7 @@ from ellm_sgl.policies.testing import (
 
 def problem_of(state: SystemState) -> BatchProblem | None:
     most = min(len(state.waiting), state.max_running - len(state.running))
-    return BatchProblem.of(state, most, lookahead=0) if most > 0 else None
+    return BatchProblem.of(state, most) if most > 0 else None
 
 
 def problems() -> Iterator[BatchProblem]:
@@ -110,7 +110,7 @@ def test_the_next_problem_starts_where_the_last_one_ended(
 
 def test_a_policy_uses_it_if_told_to() -> None:
     state = crowd(24, "mixtral-8x7b-tp2")
-    policies = Fcfs(lookahead=0, pause=False), Fcfs(lookahead=0, pause=False, solver="slsqp")
+    policies = Fcfs(forecast=False, pause=False), Fcfs(forecast=False, pause=False, solver="slsqp")
     exact, local = (len(policy.batch(state).admit) for policy in policies)
     assert local < exact
 

@@ -57,6 +57,16 @@ def test_the_step_is_the_shortest_there_is(
     assert (split.swap_layers, split.recompute_layers) == layers
 
 
+def test_what_the_host_lacks_is_no_choice() -> None:
+    # Recomputing takes 100 s a layer, and fetching half of the tokens 50 s, beside the other half's
+    # recomputation. As if all 100 could be fetched, (1, 1) would seem shorter: 60 s against 100.
+    hardware = replace(HARDWARE, link_bytes_per_s=16.0)
+    split = plan_split(state_on(hardware), step(10, restored=100, fetched=100))
+    assert (split.swap_layers, split.recompute_layers) == (1, 1)
+    split = plan_split(state_on(hardware), step(10, restored=100, fetched=50))
+    assert (split.swap_layers, split.recompute_layers) == (1, 0)
+
+
 def test_the_latency_of_the_link_counts() -> None:
     # Eq. (6): (α k + β) l1 / L. One layer: 1 token at 1 token/s and β = 239 s make 24 s, while
     # decoding takes 10 s and recomputing the token's row 1 s.

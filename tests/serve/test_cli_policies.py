@@ -119,7 +119,7 @@ def test_what_cannot_be_run(command: str, arguments: tuple[str, ...], told: str)
 def test_bench_tells_its_figures_and_the_papers() -> None:
     told = document(run("bench", "fixed-ratio", "--json"))
     assert (told["running"], told["waiting"]) == (256, 1024)
-    assert told["paper"] == {"decision_mean_us": [4580.0, 6040.0], "split_us": 30.0}
+    assert told["paper"] == {"decision_mean_us": [2910.0, 6040.0], "split_us": 30.0}
     (figures,) = told["policies"]
     assert figures["policy"] == "fixed-ratio"
     for kind in ("decision", "steady", "split", "checks"):

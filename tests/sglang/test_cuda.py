@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,13 @@ from ellm_sgl.sglang import cuda
 def test_a_device_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cuda.EXPERIMENTAL, raising=False)
     assert cuda.EXPERIMENTAL in str(cuda.problem(EllmConfig()))
+
+
+def test_flashinfer_has_to_be_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(cuda.EXPERIMENTAL, "1")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert "pip install 'ellm-sgl[cuda]'" in str(cuda.problem(EllmConfig()))
+    (tmp_path / "flashinfer.py").touch()
     assert cuda.problem(EllmConfig()) is None
 
 

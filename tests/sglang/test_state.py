@@ -185,7 +185,7 @@ def test_the_state_says_how_much_of_each_request_is_cached(server: Server) -> No
     assert told["uncached_tokens"] == 48
 
 
-@pytest.mark.parametrize("options", [{}, {"lookahead": math.inf}, {"lookahead": -1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"pause": math.inf}, {"pause": -1}], ids=str)
 def test_ranks_other_than_the_first_are_asked_nothing_and_agree_all_the_same(
     options: dict[str, Any],
 ) -> None:
@@ -203,6 +203,6 @@ def test_ranks_other_than_the_first_are_asked_nothing_and_agree_all_the_same(
 
 def test_a_policy_that_cannot_be_made_leaves_the_one_before_in_force(server: Server) -> None:
     before = server.iteration.controller.guard
-    answer = server.control("policy", name="fcfs", options={"lookahead": math.nan})
-    assert not answer.success and "lookahead: nan is not a finite number" in answer.error
+    answer = server.control("policy", name="fcfs", options={"pause": math.nan})
+    assert not answer.success and "pause: nan is not a finite number" in answer.error
     assert server.iteration.controller.guard is before

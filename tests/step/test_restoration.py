@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ellm_sgl.memory import NONE, PageTable, PoolShape
+from ellm_sgl.memory import NONE, ElasticMemory, PageTable, PoolShape
+from ellm_sgl.policies.work_split import CONFIGURATIONS, RECOMPUTE_ALL
 from ellm_sgl.step import Missing, plan_restoration
 
 SHAPE = PoolShape(num_layers=4, layer_group=1, block_tokens=4)
@@ -68,6 +69,24 @@ def test_a_block_placed_for_good_is_fetched_into_its_own_units() -> None:
     assert len(restoration.borrowed) == 0
     targets = [t.targets.tolist() for t in restoration.transfers]
     assert targets == [[u] for u in table.units[block].tolist()]
+
+
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("layers", CONFIGURATIONS)
+def test_the_staging_overhead_is_what_a_step_holds_whatever_the_split(
+    blocks: int, layers: tuple[int, int]
+) -> None:
+    shape = PoolShape(num_layers=32, layer_group=4, block_tokens=4)
+    table = PageTable(shape, 20, 20 * shape.num_groups, 20 * shape.num_groups)
+    elastic = ElasticMemory(table, 1000, lambda tokens: 0, save=lambda _device, _host: None)
+    table.map(0, elastic.allocate(blocks), blocks * 4)
+    table.note_computed([0], [blocks * 4])
+    assert elastic.make_room(20 * shape.num_groups)  # all of it goes to the host
+    share = layers[1] / sum(layers)
+    restoration = plan_restoration(table, Missing.of(table, [0]), share, elastic.slots)
+    held = len(restoration.borrowed) / shape.num_groups  # in blocks of all layers
+    assert elastic.staging_overhead() == 2 / 8 == 0.25
+    assert held == (0.25 * blocks if layers != RECOMPUTE_ALL else 0.0)
 
 
 def test_without_room_blocks_are_recomputed_instead() -> None:

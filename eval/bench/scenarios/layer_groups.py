@@ -64,7 +64,8 @@ class LayerGroups(Scenario):
     def tables(self, result: Result) -> list[Table]:
         rows = []
         for t in self.alone:
-            paper = [f"{share:.2%}" for share in TABLE_2.get(t.layer_group, ())] or ["", ""]
+            said = TABLE_2.get(t.layer_group)
+            paper = [f"{said.fragmentation:.2%}", f"{said.table_share:.2%}"] if said else ["", ""]
             rows.append((f"F = {t.layer_group}", f"{t.fragmentation:.2%}", paper[0],
                          f"{t.step_us:.0f}", paper[1]))  # fmt: skip
         headings = ("", "fragmentation", "paper", "bookkeeping,\nus per step", "paper's share")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.client.replay import Request
-from ellm_sgl.config.click_types import REQUESTS, SECONDS, SEED, SHARE, TOKENS
+from ellm_sgl.config.click_types import MILLISECONDS, REQUESTS, SECONDS, SEED, SHARE, TOKENS
 from ellm_sgl.eval.bench import loads
 from ellm_sgl.eval.bench.result import Column, Paired, Taken
 from ellm_sgl.eval.bench.scenario import Scenario, Setting, model_option, option, rounds_option
@@ -37,11 +37,15 @@ class Priorities(Scenario):
     prompt_tokens: int = option(768, TOKENS, "Of those not urgent.")
     output_tokens: int = option(128, TOKENS, "At most; not urgent.")
     seconds: float = option(18.0, SECONDS, "In which they arrive.")
+    tpot_slo_ms: float = option(20.0, MILLISECONDS, "Of every request; policies are told.")
     seed: int = option(0, SEED, "Of the first round's load.")
 
     against: ClassVar = {"fcfs": OURS, "fcfs, paper": OURS}
     columns = (Column("tokens/s", "tokens_per_s"),
                Paired("kept by\nours", "tokens_per_s", inverse=True),
+               Column("in SLO\ntokens/s", "slo_tokens_per_s"),
+               Paired("kept by\nours", "slo_tokens_per_s", inverse=True),
+               Column("in\nSLO", "tpot_attainment", "{:.0%}"),
                Column("urgent p99\nTTFT s", "urgent_ttft_p99", "{:.2f}"),
                Paired("times\nbetter", "urgent_ttft_p99"),
                Column("p99\nTPOT ms", "urgent_tpot_p99", "{:.1f}", 1e3),
@@ -65,7 +69,8 @@ class Priorities(Scenario):
             prompt = loads.draw_tokens(URGENT_TOKENS if urgent else self.prompt_tokens, rng)
             most = URGENT_TOKENS if urgent else self.output_tokens
             priority = URGENT if urgent else 0
-            requests.append(Request(at, prompt, most, exact=False, priority=priority))
+            requests.append(Request(at, prompt, most, exact=False, priority=priority,
+                                    tpot_slo_ms=self.tpot_slo_ms))  # fmt: skip
         return requests
 
     def warm_up(self, name: str, server: ServerProcess) -> None:

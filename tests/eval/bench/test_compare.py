@@ -12,11 +12,15 @@ from rich.console import Console
 
 from ellm_sgl.client.replay import Outcome, Request
 from ellm_sgl.client.traces import TraceError
+from ellm_sgl.eval.bench.comparison.contenders import EAGER, ELLM
+from ellm_sgl.eval.bench.comparison.load import KNOWN, UNKNOWN, Cell
+from ellm_sgl.eval.bench.comparison.report import AMPLE
 from ellm_sgl.eval.bench.loads import LENGTHS
 from ellm_sgl.eval.bench.report import document, plot, render
 from ellm_sgl.eval.bench.result import Result, Sample
 from ellm_sgl.eval.bench.runner import samples
-from ellm_sgl.eval.bench.scenarios.compare import AMPLE, ELLM, KNOWN, UNKNOWN, Cell, Compare
+from ellm_sgl.eval.bench.scenarios.compare import Compare
+from ellm_sgl.eval.paper.measured import read_measured
 from ellm_sgl.serve.cli import main
 
 CELL = Cell(3.0, KNOWN)
@@ -26,7 +30,7 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:54.0000000,1200,160
 2023-11-16 18:15:56.0000000,1200,160
 """
-SCENARIO = Compare(requests=8, rounds=2, factors=(3.0,), outputs=(KNOWN,))
+SCENARIO = Compare(requests=8, rounds=2, factors=(3.0,), outputs=(KNOWN,), tpot_slo_ms=50.0)
 
 
 def test_the_load_exceeds_memory_by_the_factor_on_average() -> None:
@@ -37,7 +41,39 @@ def test_the_load_exceeds_memory_by_the_factor_on_average() -> None:
             for seed in range(20)
         ]
         mean = sum(needs) / len(needs)
-        assert mean / scenario.device_tokens == pytest.approx(cell.factor, rel=0.1)
+        assert mean / scenario.sent.device_tokens == pytest.approx(cell.factor, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "output", "allowed", "seconds"),
+    [("burst", 40, 600, 3000, 0.4), ("steady", 48, 300, 1024, 6.0)],
+)
+def test_a_named_load_is_cut_off_by_its_clients(
+    name: str, requests: int, output: int, allowed: int, seconds: float
+) -> None:
+    scenario = Compare(preset=name)
+    assert scenario.sent.device_tokens == 4992, "5,000 tokens, in whole blocks"
+    (cell,) = scenario.cells()
+    rounds = [scenario.load(cell, seed) for seed in range(50)]
+    assert {len(load) for load in rounds} == {requests}
+    every = [r for load in rounds for r in load]
+    assert {(r.output_tokens, r.exact, r.tpot_slo_ms) for r in every} == {(allowed, False, 20.0)}
+    taken = [r.stop_after or 0 for r in every]
+    assert max(taken) <= allowed and sum(taken) / len(taken) == pytest.approx(output, rel=0.05)
+    last = [load[-1].at_s for load in rounds]
+    assert sum(last) / len(last) == pytest.approx(seconds, rel=0.1)
+
+
+def test_options_change_the_load_that_is_named() -> None:
+    changed = Compare(preset="burst", requests=8, factors=(2.0, 4.0), outputs=(KNOWN,),
+                      tpot_slo_ms=30.0).sent  # fmt: skip
+    assert (changed.cells(), changed.max_new_tokens) == ([(2.0, KNOWN), (4.0, KNOWN)], 3000)
+    assert changed.device_tokens == 8 * (96 + 600) // 4 // 16 * 16
+    assert {r.tpot_slo_ms for r in changed.drawn(changed.cells()[0], 0)} == {30.0}
+
+
+def test_the_seed_is_of_the_first_round() -> None:
+    assert dataclasses.replace(SCENARIO, seed=3).load(CELL, 0) == SCENARIO.load(CELL, 3)
 
 
 def test_unknown_lengths_are_the_known_ones_that_clients_stop_at() -> None:
@@ -50,58 +86,94 @@ def test_unknown_lengths_are_the_known_ones_that_clients_stop_at() -> None:
 
 def test_servers_share_every_argument_but_their_own() -> None:
     contenders = SCENARIO.contenders()
-    names = [ELLM, "hcache", "recompute", "recompute 0.3", "stock", "stock 0.3", "swap"]
-    assert list(contenders) == names
-    assert contenders["recompute 0.3"][: len(contenders["recompute"])] == contenders["recompute"]
-    size = str(SCENARIO.device_tokens)
-    assert all(size in arguments for name, arguments in contenders.items() if name != ELLM)
-    assert list(Compare(servers=("swap",)).contenders()) == ["swap"]
+    baselines = ["hcache", "recompute", "stock", "swap"]
+    assert list(contenders) == [ELLM, *(f"{b}{tuned}" for b in baselines for tuned in ("", " 0.3"))]
+    told = ("--ellm-tpot-slo-ms", "50.0")
+    size = str(SCENARIO.sent.device_tokens)
+    for name, (words, environment) in contenders.items():
+        assert (told[0] in words) != name.startswith("stock") and environment == {}
+        if name != ELLM:
+            assert size in words and words[-2] == "--schedule-conservativeness"
+        if name.endswith(" 0.3"):
+            assert words == (*contenders[name.removesuffix(" 0.3")].arguments[:-1], "0.3")
+    (swap,) = Compare(servers=("swap",)).contenders().values()
+    assert told[0] not in swap.arguments, "there is none to tell"
+
+
+def test_only_a_conservativeness_of_0_admits_whatever_prompt_fits() -> None:
+    contenders = Compare(conservativeness=(0.0, 0.1)).contenders()
+    eager = {name for name, contender in contenders.items() if contender.environment == EAGER}
+    assert eager == {"hcache 0", "recompute 0", "stock 0", "swap 0"}
+    assert len(contenders) == 9
 
 
 def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> None:
     scenario = Compare(model_path=str(tmp_path))
-    assert all("--skip-tokenizer-init" in words for words in scenario.contenders().values())
+    words = [contender.arguments for contender in scenario.contenders().values()]
+    assert all("--skip-tokenizer-init" in each for each in words)
     (tmp_path / "tokenizer.json").touch()
-    assert not any("--skip-tokenizer-init" in words for words in scenario.contenders().values())
+    words = [contender.arguments for contender in scenario.contenders().values()]
+    assert not any("--skip-tokenizer-init" in each for each in words)
 
 
 def outcome(seconds: float, tokens: int = 11) -> Outcome:
     times = [0.5 + seconds * i / (tokens - 1) for i in range(tokens)]
-    return Outcome(Request(0.0, (1,), tokens), 0.0, times, list(range(tokens)), "length")
+    request = Request(0.0, (1,), tokens, tpot_slo_ms=50.0)
+    return Outcome(request, 0.0, times, list(range(tokens)), "length")
 
 
-def run(server: str, seconds: float, number: int = 0) -> Sample:
+def run(server: str, seconds: tuple[float, float], number: int = 0) -> Sample:
+    """Of two requests that take so long after their first token, which takes half a second."""
     counted = {"retracted": 1, "pauses": 2, "recomputed_tokens": 0, "fetched_units": 0,
                "swap_stall_ms": 0}  # fmt: skip
-    taken = SCENARIO.taken([outcome(seconds), outcome(seconds / 2)], counted)
+    taken = SCENARIO.taken([outcome(each) for each in seconds], counted)
     (sample,) = samples({server: taken}, AMPLE, CELL, number)
     return sample
 
 
 @pytest.fixture
 def found() -> Result:
+    """`recompute` has more tokens per second than `swap`, but none within the SLO."""
     runs = []
     for number in range(2):
-        runs += [run(AMPLE, 0.5, number), run(ELLM, 1.0, number)]
-        runs += [run("recompute", 3.0, number), run("swap", 2.0, number)]
+        runs += [run(AMPLE, (0.2, 0.1), number), run(ELLM, (0.4, 0.2), number)]
+        runs += [run("recompute", (1.2, 0.6), number), run("swap", (2.0, 0.4), number)]
     return Result(tuple(runs))
 
 
 def test_a_run_counts_what_happened() -> None:
-    one = run("swap", 1.0)
+    one = run("swap", (1.0, 0.5))
     assert one.figures["preempted"] == 3
     assert one.figures["longest_pause_s"] == pytest.approx(0.1)
-    attained = one.figures["slo_attainment"]
+    attained = one.figures["tpot_attainment"]
     assert attained == 0.5, "100 ms per token is beyond the 50 ms, 50 ms is not"
+    assert one.figures["slo_tokens_per_s"] == pytest.approx(11 / 1.5)
+    assert one.figures["tokens_per_s"] == pytest.approx(22 / 1.5)
     assert one.figures["same_output"] == 1.0 and len(one.detail["tokens_at_s"]) == 22
 
 
-def test_ellm_is_held_against_the_best_baseline(found: Result) -> None:
-    (ratios,) = SCENARIO.ratios(found)
+def test_ellm_is_held_against_the_best_baseline_within_the_slo(found: Result) -> None:
+    (ratios,) = SCENARIO.document(found)["ratios"]
     assert ratios["best"] == "swap"
-    assert ratios["of_best"] == pytest.approx(2.5 / 1.5)
-    assert ratios["of_ample"] == pytest.approx(1 / 1.5)
-    assert ratios["tpot_p99_of_best"] == pytest.approx(0.5)
+    assert ratios["of_best"] == pytest.approx((22 / 0.9) / (11 / 2.5))
+    assert ratios["tokens_per_s_of_best"] == pytest.approx(2.5 / 0.9)
+    assert ratios["of_ample"] == pytest.approx(0.7 / 0.9)
+    assert ratios["ttft_mean_of_best"] == pytest.approx(1.0)
+
+
+def test_where_no_baseline_is_within_the_slo_the_fastest_is_the_best() -> None:
+    slow = [run(ELLM, (0.4, 0.2)), run(AMPLE, (0.2, 0.1)), run("stock", (1.4, 0.7))]
+    result = Result((*slow, run("recompute", (1.2, 0.6))))
+    assert SCENARIO.document(result)["ratios"][0]["best"] == "recompute"
+
+
+@pytest.mark.parametrize("only", [(ELLM, AMPLE), ("stock", "swap")])
+def test_without_two_sides_nothing_is_compared(only: tuple[str, ...]) -> None:
+    result = Result(tuple(run(name, (0.4, 0.2)) for name in only))
+    assert SCENARIO.document(result)["ratios"] == []
+    assert [table.title for table in SCENARIO.tables(result)] == [
+        "3 x memory, output lengths known (medians of 2 rounds)"
+    ]
 
 
 def test_each_server_is_shown_once_ample_memory_first(found: Result) -> None:
@@ -114,18 +186,23 @@ def test_table_plot_and_json(found: Result, tmp_path: Path) -> None:
     for part in render(SCENARIO, found):
         console.print(part)
     text = console.export_text()
-    assert "recompute" in text and "1.67 x the tokens/s of swap" in text
+    assert "recompute" in text
+    (best,) = SCENARIO.tables(found)[-1].rows
+    assert best[:2] == (SCENARIO.title(CELL), "swap") and best[2].startswith("5.56 [")
     assert max(map(len, text.splitlines())) <= 80
     plot(SCENARIO, found, tmp_path / "series.png")
     assert (tmp_path / "series.png").stat().st_size > 1000
     said = json.loads(json.dumps(document("compare", SCENARIO, found)))
     assert len(said["runs"]) == 8
     assert {"scenario", "device_tokens", "runs", "ratios"} <= said.keys()
-    run_keys = {"server", "baseline", "cell", "round", "summary", "slo_attainment", "preempted",
-                "longest_pause_s", "recomputed_tokens", "fetched_units", "swap_stall_ms",
+    run_keys = {"server", "baseline", "cell", "round", "summary", "preempted", "longest_pause_s",
+                "recomputed_tokens", "fetched_units", "swap_stall_ms",
                 "same_output"}  # fmt: skip
     assert all(run.keys() == run_keys for run in said["runs"])
     assert [run["baseline"] for run in said["runs"][:4]] == [False, False, True, True]
+    (tmp_path / "compare.json").write_text(json.dumps(said))
+    (gain,) = read_measured([tmp_path / "compare.json"]).gains
+    assert gain.best == "swap" and gain.tokens_per_s == pytest.approx(5.556, rel=1e-3)
 
 
 def test_a_server_that_does_not_exist_is_named() -> None:

@@ -1,0 +1,1 @@
+"""The parts of `ellm-sgl compare`: its loads, its servers, its report."""

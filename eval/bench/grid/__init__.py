@@ -1,0 +1,1 @@
+"""What `ellm-sgl bench regret` simulates: machines, loads, and what policies are held against."""

@@ -1,0 +1,116 @@
+"""Machines and loads of the regret grid."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ellm_sgl.client.process import DEMO_MODEL
+from ellm_sgl.client.traces import Trace
+from ellm_sgl.client.workloads import LENGTHS, Lengths, LogNormal, drawn, gamma_arrivals
+from ellm_sgl.eval.simulator import Load, Machine, Settings, preset
+from ellm_sgl.eval.simulator.machines import Device, assemble, read_model
+from ellm_sgl.eval.simulator.settings import device_model
+from ellm_sgl.latency import StepWork
+
+SHAREGPT = LENGTHS["sharegpt"]
+SHORT = Lengths(LogNormal(96, 0.6, 512), LogNormal(300, 1.0, 1024))
+CORE = Device("one core", 4e9, 85e9, 38e9, 12e9, step_overhead_s=4e-3, row_overhead_s=3e-4)
+"""About one of a server's, as `ellm-sgl calibrate` finds it."""
+
+
+class Cell(NamedTuple):
+    """A machine and a load."""
+
+    machine: str
+    load: float
+    """Requests per second over what the machine can sustain."""
+    lengths: str
+    slo: str
+    memory: float
+    """Share of the device's KV tokens that there are."""
+    restore: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What a machine can sustain with some lengths of answers."""
+
+    requests_per_s: float
+    token_s: float
+    """Time per output token then, prompts between the steps included."""
+
+
+@cache
+def _demo() -> Machine:
+    model = read_model(DEMO_MODEL / "config.json")
+    return assemble(model, CORE, 1, "demo").limited(5000, None)
+
+
+MACHINES: Mapping[str, tuple[Callable[[], Machine], Lengths]] = {
+    "llama2-13b": (lambda: preset("llama2-13b"), SHAREGPT),
+    "llama2-70b": (lambda: preset("llama2-70b"), SHAREGPT),
+    "llama3-8b": (lambda: preset("llama3-8b"), SHAREGPT),
+    "demo": (_demo, SHORT),
+}
+"""The paper's, one whose weights take most of memory, and a small model on a processor."""
+LOADS = (0.5, 1.0, 3.0)
+KINDS = ("known", "unknown", "long-tailed", "shifting")
+SLOS: Mapping[str, float] = {"none": math.inf, "loose": 4.0, "tight": 1.3}
+"""Over the time per token at the load that is sustained."""
+TAIL_SIGMA = 1.6
+SHIFT = 0.5, 1.5
+"""Answers of the first half and of the second get so many times as long."""
+
+
+def grid(machines: tuple[str, ...]) -> Iterator[Cell]:
+    """Every load, kind of lengths and SLO; and with half of the memory, under overload, with each
+    way to restore alone."""
+    for machine in machines:
+        for kind in KINDS:
+            for slo in SLOS:
+                for load in LOADS:
+                    yield Cell(machine, load, kind, slo, 1.0, "both")
+                for restore in ("recompute", "swap"):
+                    yield Cell(machine, LOADS[-1], kind, slo, 0.5, restore)
+
+
+def machine_of(cell: Cell) -> Machine:
+    whole = MACHINES[cell.machine][0]()
+    return whole.limited(int(cell.memory * whole.kv_tokens), None)
+
+
+def load_of(cell: Cell, count: int, seed: int) -> Load:
+    """So many requests."""
+    lengths, scale = MACHINES[cell.machine][1], _scale(cell.machine, cell.memory)
+    rng = np.random.default_rng(seed)
+    if cell.lengths == "long-tailed":
+        tail = dataclasses.replace(lengths.output, sigma=TAIL_SIGMA)
+        lengths = dataclasses.replace(lengths, output=tail)
+    trace = drawn(lengths, gamma_arrivals(count, cell.load * scale.requests_per_s, rng), rng)
+    longest = lengths.output.longest
+    if cell.lengths == "shifting":
+        times = np.where(np.arange(count) < count // 2, *SHIFT)
+        output = np.clip((trace.output_tokens * times).astype(np.int64), 1, longest)
+        trace = Trace(trace.at_s, trace.prompt_tokens, output)
+    said = None if cell.lengths == "known" else longest
+    return Load.of(trace, said, SLOS[cell.slo] * scale.token_s)
+
+
+@cache
+def _scale(machine: str, memory: float) -> Scale:
+    """Of requests of mean lengths that fill memory."""
+    whole, lengths = MACHINES[machine][0](), MACHINES[machine][1]
+    prompt, output = lengths.prompt.mean, lengths.output.mean
+    step = device_model(whole, Settings()).step_seconds
+    tokens = prompt + output / 2
+    batch = min(memory * whole.kv_tokens / tokens, Settings().max_running)
+    prompt_s = float(step(StepWork(0, 0, prefill_rows=prompt, prefill_pairs=prompt**2 / 2)))
+    token_s = float(step(StepWork(batch, batch * tokens))) + batch * prompt_s / output
+    return Scale(batch / (output * token_s), token_s)

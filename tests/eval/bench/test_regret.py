@@ -1,0 +1,103 @@
+"""The regret grid: its cells and loads, what it says of figures, and a part of it for real."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ellm_sgl.eval.bench.grid.cells import KINDS, LOADS, MACHINES, SLOS, Cell, grid, load_of
+from ellm_sgl.eval.bench.result import Result, Sample
+from ellm_sgl.eval.bench.runner import run
+from ellm_sgl.eval.bench.scenarios.regret import ATTAINED, POLICIES, WITHIN, Regret
+
+CELL = Cell("demo", 1.0, "unknown", "loose", 1.0, "both")
+
+
+def test_the_grid_has_every_kind_of_load_on_every_machine() -> None:
+    cells = list(grid(tuple(MACHINES)))
+    assert len(cells) == len(set(cells)) >= 200
+    for machine in MACHINES:
+        own = [c for c in cells if c.machine == machine]
+        assert {(c.load, c.lengths, c.slo) for c in own} == {
+            (load, kind, slo) for load in LOADS for kind in KINDS for slo in SLOS
+        }
+        assert {c.memory for c in own} == {0.5, 1.0}
+        assert {c.restore for c in own} == {"both", "recompute", "swap"}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_load_is_drawn_by_its_seed_and_comes_as_often_as_said(machine: str) -> None:
+    cell = CELL._replace(machine=machine)
+    one, again, other = (load_of(cell, 400, seed) for seed in (1, 1, 2))
+    assert np.array_equal(one.at_s, again.at_s) and not np.array_equal(one.at_s, other.at_s)
+    twice = load_of(cell._replace(load=2.0), 400, 1)
+    assert twice.at_s[-1] == pytest.approx(one.at_s[-1] / 2)
+    assert np.isfinite(one.tpot_slo_s).all()
+    assert np.isinf(load_of(cell._replace(slo="none"), 4, 1).tpot_slo_s).all()
+
+
+def test_what_servers_are_told_of_lengths() -> None:
+    known = load_of(CELL._replace(lengths="known"), 300, 0)
+    assert np.array_equal(known.max_new_tokens, known.output_tokens)
+    for kind in ("unknown", "long-tailed", "shifting"):
+        load = load_of(CELL._replace(lengths=kind), 300, 0)
+        assert len(set(load.max_new_tokens)) == 1
+        assert (load.max_new_tokens >= load.output_tokens).all()
+    shifting = load_of(CELL._replace(lengths="shifting"), 3000, 0).output_tokens
+    assert shifting[1500:].mean() > 2 * shifting[:1500].mean()
+
+
+def measured(**within: float) -> Result:
+    """Of two cells; a setting's attainment is 0.9, but 1 for policies."""
+    made = Regret(machines=("demo",), every=30)
+    figures = {s.name: within.get(s.name.replace("-", "_"), 50.0) for s in made.settings()}
+    return Result(
+        tuple(
+            Sample(cell, name, 0, {WITHIN: value, ATTAINED: 1.0 if name in POLICIES else 0.9})
+            for cell in made.cells()
+            for name, value in figures.items()
+        )
+    )
+
+
+def test_policies_are_held_against_the_best_baseline() -> None:
+    made = Regret(machines=("demo",), every=30)
+    result = measured(fcfs=99.0, slo_priority=96.0, swap=100.0)
+    verdicts = made.verdicts(result)
+    assert len(verdicts) == 4 and {v.best for v in verdicts} == {"swap"}
+    assert [(v.policy, v.ratio, v.kept) for v in verdicts[:2]] == [
+        ("fcfs", 0.99, True),
+        ("slo-priority", 0.96, False),
+    ]
+    assert verdicts[0].gain == pytest.approx(0.1)
+    assert not dataclasses.replace(verdicts[0], gain=-0.03).kept
+    whole, lost = made.tables(result)
+    assert whole.rows[0][:6] == ("fcfs", "all", "2", "0.990", "0.990", "0.990")
+    assert [row[0] for row in lost.rows] == ["slo-priority"] * 2
+    assert len(made.document(result)["verdicts"]) == 4
+
+
+class Part(Regret):
+    """Cells that show every kind of lengths, SLO and load."""
+
+    def cells(self) -> tuple[Cell, ...]:
+        return (
+            Cell("llama2-13b", 0.5, "unknown", "loose", 1.0, "both"),
+            Cell("llama2-13b", 1.0, "shifting", "tight", 1.0, "both"),
+            Cell("llama2-13b", 3.0, "known", "tight", 1.0, "both"),
+            Cell("llama2-13b", 3.0, "shifting", "loose", 1.0, "both"),
+            Cell("llama2-70b", 3.0, "known", "none", 0.5, "swap"),
+            Cell("llama2-70b", 3.0, "unknown", "loose", 0.5, "swap"),
+            Cell("llama2-70b", 3.0, "unknown", "tight", 0.5, "recompute"),
+            Cell("llama2-70b", 1.0, "long-tailed", "loose", 1.0, "both"),
+        )
+
+
+@pytest.mark.slow
+def test_a_part_of_the_grid_keeps_its_floor() -> None:
+    made = Part(machines=("llama2-13b", "llama2-70b"), requests=80)
+    verdicts = made.verdicts(run(made, lambda _: None, lambda: None))
+    assert len(verdicts) == len(POLICIES) * len(made.cells())
+    assert [v for v in verdicts if not v.kept] == []

@@ -1,0 +1,57 @@
+"""What the report reads off its runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ellm_sgl.eval.paper.claims import LONG_13B
+from ellm_sgl.eval.paper.jobs import Done, Job, LoadSpec, run_job
+from ellm_sgl.eval.paper.results import Comparison, Sweep
+from ellm_sgl.eval.paper.row import Row, over
+from ellm_sgl.eval.simulator import Settings
+
+JOB = Job("14", "ellm", LONG_13B[0], LoadSpec("sharegpt", 2), Settings())
+
+
+@pytest.fixture(scope="module")
+def some() -> Done:
+    return run_job(JOB)
+
+
+def at(some: Done, x: float, variant: str = "ellm", **figures: Any) -> Done:
+    """A run at a place, some of its figures changed."""
+    ttft = dataclasses.replace(some.sim.summary.ttft, mean=figures.pop("ttft", 1.0))
+    summary = dataclasses.replace(some.sim.summary, ttft=ttft, **figures)
+    job = dataclasses.replace(JOB, x=x, variant=variant)
+    return Done(job, dataclasses.replace(some.sim, summary=summary))
+
+
+def test_the_knee_is_the_last_load_before_ttft_doubles(some):
+    times = (1.0, 1.9, 2.1, 1.5)
+    runs = [at(some, x, ttft=t) for x, t in zip((0.5, 1.0, 1.5, 2.0), times, strict=True)]
+    assert Sweep(LONG_13B, "ellm", runs).knee == 1.0
+
+
+def test_goodput_is_the_last_load_that_nine_in_ten_are_within_the_slo(some):
+    runs = [at(some, x, tpot_attainment=a) for x, a in ((0.5, 0.95), (1.0, 0.9), (1.5, 0.89))]
+    assert Sweep(LONG_13B, "ellm", runs).goodput == 1.0
+    assert Sweep(LONG_13B, "ellm", runs[2:]).goodput == 0.0
+
+
+def test_sglangs_admission_is_judged_at_the_better_of_its_settings(some):
+    runs = [at(some, 1.0, "swap, sglang", slo_tokens_per_s=5.0),
+            at(some, 0.3, "swap, sglang", slo_tokens_per_s=7.0),
+            at(some, 0.0, "swap, paper", slo_tokens_per_s=9.0)]  # fmt: skip
+    compared = Comparison(LONG_13B, runs)
+    assert compared.baseline("swap", "sglang") is runs[1]
+    assert compared.baseline("swap") is runs[2]
+
+
+def test_what_is_not_known_is_shown_as_nothing():
+    row = Row("§1", "tokens/s", None, 2.0, None, "", "x")
+    assert (row.cell(row.simulated), row.cell(row.measured), row.ratio(2.0)) == ("2x", "–", "")
+    assert Row("§1", "tokens/s", 4.0, 2.0).ratio(2.0) == "0.50"
+    assert over(1.0, 0.0) is None
