@@ -69,9 +69,6 @@ class Elastic(Mode):
     def closed(self, closed: bool, anybody_waits: bool) -> bool:
         return self.iteration.queue_closed(closed, anybody_waits)
 
-    def admission_tokens(self) -> tuple[int, int]:
-        return self.iteration.admission_tokens()
-
     def admission_room(self) -> AdmissionRoom:
         return self.elastic.admission_room(reclaimable=0)
 

@@ -132,24 +132,19 @@ class Mode:
         """Whether SGLang looks at nobody who waits, as `closed` says it has until now. A server
         that swaps asks a policy, and looks again once there is more room: `Iteration`'s way."""
         return closed and not (
-            self.host is not None and self.admission_tokens()[1] > self._refused_at
+            self.host is not None and self.admission_room().tokens(0.0)[1] > self._refused_at
         )
-
-    def admission_tokens(self) -> tuple[int, int]:
-        """Tokens that there is room for: (now, eventually)."""
-        free = self.free_blocks * self.table.shape.block_tokens
-        return free, free
 
     def admission_room(self) -> AdmissionRoom:
         """Room for those who wait."""
-        return AdmissionRoom(self.admission_tokens()[0])
+        return AdmissionRoom(self.free_blocks * self.table.shape.block_tokens)
 
     def admitted_ratio(self, request: int) -> float:
         """The uncached ratio that a waiting request will come to."""
         return 0.0
 
     def refused(self, eventually: int) -> None:
-        """Memory (of so many `admission_tokens`) or places ran out before the queue did."""
+        """Memory (of so many tokens of `admission_room`) or places ran out before the queue did."""
         self._refused_at = eventually
 
     def prefill_tokens(self, request: int) -> int:

@@ -113,11 +113,12 @@ def evicted_tokens(state: SystemState, active: int) -> IntArray:
     later = Candidates.of(state, ahead=GROWTH_STEPS)
     growth = int((later.charged - candidates.charged)[:active].sum())
     most = candidates.evictable
-    needed = max(short_tokens(state, candidates) + growth, 0)
+    short = short_tokens(state, candidates)
+    needed = max(short + growth, 0)
     after = np.cumsum(most[::-1])[::-1] - most  # what those behind it can give
     evicted = np.clip(-(-(needed - after) // block) * block, 0, most)
     evicted[:active] = 0
-    missing = float(least_evicted(state.memory, short_tokens(state, candidates) - evicted.sum()))
+    missing = float(least_evicted(state.memory, short - evicted.sum()))
     if missing > 0.0:
         first = candidates[:active]
         evicted[:active] = evicted_at(first, share_for(first, missing, block), block)

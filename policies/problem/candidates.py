@@ -183,6 +183,14 @@ def work_of(candidates: Candidates, evicted: IntArray) -> StepWork:
     )
 
 
+def prompts_s(state: SystemState, waiting: slice | IntArray) -> FloatArray:
+    """Time to compute the prompts of the first, the first two, ... of these waiting requests."""
+    tokens, shared = state.waiting.tokens[waiting], state.waiting.shared_tokens[waiting]
+    rows, pairs = (tokens - shared).cumsum(), ((tokens - shared) * (tokens + shared) / 2).cumsum()
+    work = StepWork(0, 0, prefill_rows=rows, prefill_pairs=pairs)
+    return np.broadcast_to(state.latency.step_seconds(work), rows.shape)
+
+
 def decode_seconds(state: SystemState, runs: slice | BoolArray = slice(None)) -> float:
     """Time of a decode step of these running requests, by tokens cached and restored."""
     tokens, uncached = state.running.tokens[runs], state.running.uncached_tokens[runs]

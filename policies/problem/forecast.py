@@ -21,6 +21,7 @@ from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
     TOLERANCE,
     least_evicted,
+    prompts_s,
     slos_s,
     unowned_tokens,
 )
@@ -108,7 +109,7 @@ class Forecast:
             evictable=evictable_tokens,
             squares=squares,
             prefix=prefix,
-            prompts_s=_prompts_s(state, waiting),
+            prompts_s=np.append(np.zeros(len(state.running) + 1), prompts_s(state, slice(waiting))),
             slo_s=slos_s(state, waiting),
             ahead_s=_ahead_s(state),
             pace=state.pace,
@@ -206,15 +207,6 @@ def _fitting_now(state: SystemState, waiting: int) -> int:
     _, _, fits = replace(problem, limit_s=limit_s).least(sizes)
     most = problem.fewest + int(np.logical_and.accumulate(fits[1:]).sum())
     return max(min(most, problem.most) - len(state.running), 0)
-
-
-def _prompts_s(state: SystemState, waiting: int) -> FloatArray:
-    """Time to compute the prompts of those of the first b candidates who wait, [b] from 0."""
-    tokens, shared = state.waiting.tokens[:waiting], state.waiting.shared_tokens[:waiting]
-    rows = (tokens - shared).cumsum()
-    pairs = ((tokens - shared) * (tokens + shared) / 2).cumsum()
-    seconds = state.latency.step_seconds(StepWork(0, 0, prefill_rows=rows, prefill_pairs=pairs))
-    return np.append(np.zeros(len(state.running) + 1), np.broadcast_to(seconds, rows.shape))
 
 
 def _ahead_s(state: SystemState) -> FloatArray:

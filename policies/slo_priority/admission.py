@@ -11,7 +11,7 @@ import numpy as np
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
 from ellm_sgl.policies.planned import evictable_tokens, select
-from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted
+from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted, prompts_s
 from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
@@ -88,7 +88,7 @@ def admit(state: SystemState, levels: Levels, budget: PrefillBudget) -> tuple[in
         return ()
     order, most_urgent = levels.order, levels.running.min(initial=LEVELS)
     head = levels.waiting[order[0]]
-    if head > most_urgent and not budget.affords(float(_prompts_s(state, order[:1])[0])):
+    if head > most_urgent and not budget.affords(float(prompts_s(state, order[:1])[0])):
         order = order[levels.waiting[order] <= most_urgent]
         if len(order) == 0:
             return None
@@ -104,11 +104,11 @@ def admit(state: SystemState, levels: Levels, budget: PrefillBudget) -> tuple[in
         count = max(count, _at_others_expense(line, lower, forecast))
     if budget.contended:
         held_up = level[0] > most_urgent
-        prompts_s = _prompts_s(state, order)
+        seconds = prompts_s(state, order)
         limit_s = decode_seconds(state) if held_up else BRIEF_S
-        count = min(count, max(1, int(np.count_nonzero(prompts_s <= limit_s))))
+        count = min(count, max(1, int(np.count_nonzero(seconds <= limit_s))))
         if held_up:
-            budget.offer(line.waiting, np.diff(prompts_s, prepend=0.0))
+            budget.offer(line.waiting, np.diff(seconds, prepend=0.0))
         elif not levels.several:
             budget.offer(line.waiting, np.full(len(order), np.inf))
     return tuple(order[: max(count, 0)].tolist())
@@ -166,12 +166,3 @@ def _at_others_expense(state: SystemState, lower: IntArray, forecast: Forecast) 
     seconds = state.latency.step_seconds
     fits &= seconds(alternating) <= seconds(cached)
     return _leading(fits[1:])
-
-
-def _prompts_s(state: SystemState, order: IntArray) -> FloatArray:
-    """Time to compute the prompts of the first, the first two, ... of these waiting requests."""
-    tokens, shared = state.waiting.tokens[order], state.waiting.shared_tokens[order]
-    new = (tokens - shared).astype(np.float64)
-    pairs = (new * (shared + tokens) / 2).cumsum()
-    work = StepWork(0, 0, prefill_rows=new.cumsum(), prefill_pairs=pairs)
-    return state.latency.step_seconds(work)

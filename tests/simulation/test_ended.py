@@ -46,7 +46,9 @@ def test_a_policy_hears_of_each_requests_end_once(
 
     server = Configuration(layers=4, radix=radix, overlap=overlap, max_running=4, device_blocks=40)
     life, policy = Life(server, STORY, 0, Agreement()), Hears()
-    controller = life.plane.context.iteration.controller  # type: ignore[union-attr]
+    iteration = life.plane.context.iteration
+    assert iteration is not None
+    controller = iteration.controller
     controller.switch(policy)
     life.scripted = policy
     life.live()
