@@ -69,6 +69,7 @@ class Forecast:
     """Time by which each running request is ahead of its SLO, [running]; negative: behind."""
     pace: float
     """`SystemState.pace`."""
+    free: float
     short: FloatArray
     """Device tokens that are missing if all is cached, `DEVIATIONS` above their mean, at most as if
     nobody ended before its bound; negative where all fits."""
@@ -113,6 +114,7 @@ class Forecast:
             slo_s=slos_s(state, waiting),
             ahead_s=_ahead_s(state),
             pace=state.pace,
+            free=free,
             short=np.minimum(held + DEVIATIONS * np.sqrt(variance), most) - free,
         )
 
@@ -157,7 +159,9 @@ class Forecast:
         """
         sizes = np.arange(self.fewest, self.rows.shape[1])
         evicted, seconds, fits_then = self.least(sizes)
-        fits = fits_then.all(axis=0)
+        paused = self._paused(sizes, seconds)
+        seconds = np.where(fits_then, np.minimum(seconds, paused), paused)
+        fits = np.ones(len(sizes), bool)
         if keep_slo:
             fits &= self._in_time(sizes, self.summed(seconds))
         value = np.where(fits, self._rate(sizes, seconds), 0.0)
@@ -166,6 +170,17 @@ class Forecast:
         if (best := value[first:].max()) <= 0.0:
             return self.fewest
         return int(sizes[first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())])
+
+    def _paused(self, sizes: IntArray, seconds: FloatArray) -> FloatArray:
+        """Time in which each decodes a token, [times, sizes], if the last pause that do not fit."""
+        room = float(self.memory.device_tokens)  # TODO
+        short = self.short[:, sizes]
+        rows = self.rows[:, sizes]
+        share = np.clip(self.free / (self.free + np.maximum(short, 0.0)), 0.0, 1.0)
+        runs = np.where(short > 0.0, np.maximum(np.floor(share * rows), np.minimum(rows, 1.0)), rows)
+        share = runs / np.maximum(rows, 1e-9)
+        step = self.latency.step_seconds(StepWork(decode_rows=runs, decode_tokens=share * self.tokens[:, sizes]))
+        return step / np.maximum(share, 1e-9)
 
     def _rate(self, sizes: IntArray, seconds: FloatArray) -> FloatArray:
         """Tokens per second that batches make, [sizes]. A time ahead counts for as many as are left
