@@ -195,17 +195,16 @@ class Forecast:
 
     def _in_time(self, sizes: IntArray, decoding_s: FloatArray) -> BoolArray:
         """Whether nobody misses the SLO because of those who come: neither they themselves, nor of
-        the running requests any that would keep it without them.
+        the running requests, which wait for their prompts, any that would keep it without them.
 
         Args:
             decoding_s: predicted time of the steps until each time ahead, [times - 1, sizes].
         """
-        allowed_s = SLO_SHARE * self.slo_s[sizes] * self.steps[1:, None]
-        spent_s = self.pace * decoding_s + self.prompts_s[sizes]
-        behind_s = np.minimum(self.ahead_s, 0.0)
-        kept = behind_s >= (spent_s - allowed_s)[:, :1]
-        behind = np.where(kept, behind_s, 0.0).min(axis=1, initial=0.0)
-        return np.asarray((spent_s <= allowed_s + behind[:, None]).all(axis=0))
+        spare_s = SLO_SHARE * self.slo_s[sizes] * self.steps[1:, None] - self.pace * decoding_s
+        kept = self.ahead_s >= -spare_s[:, :1]
+        least_s = np.where(kept, self.ahead_s, np.inf).min(axis=1, initial=np.inf)
+        running = spare_s - self.prompts_s[sizes] + least_s[:, None] >= 0.0
+        return np.asarray((running & (spare_s >= 0.0)).all(axis=0))
 
     def summed(self, of: FloatArray) -> FloatArray:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
