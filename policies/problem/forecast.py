@@ -158,29 +158,28 @@ class Forecast:
             b; `fewest` if none fits.
         """
         sizes = np.arange(self.fewest, self.rows.shape[1])
-        evicted, seconds, fits_then = self.least(sizes)
-        paused = self._paused(sizes, seconds)
-        seconds = np.where(fits_then, np.minimum(seconds, paused), paused)
-        fits = np.ones(len(sizes), bool)
+        evicted, seconds, fits = self.least(sizes)
+        share, paused = self._pausing(sizes)
+        pauses = ~fits | (paused < share * seconds)
+        seconds = np.where(pauses, paused, seconds)
+        value = self._rate(sizes, np.where(pauses, seconds / share, seconds))
         if keep_slo:
-            fits &= self._in_time(sizes, self.summed(seconds))
-        value = np.where(fits, self._rate(sizes, seconds), 0.0)
-        cached = np.flatnonzero(fits & (evicted == 0.0).all(axis=0))
+            value = np.where(self._in_time(sizes, seconds, pauses), value, 0.0)
+        cached = np.flatnonzero((value > 0.0) & (evicted == 0.0).all(axis=0) & ~pauses.any(axis=0))
         first = int(cached[-1]) if len(cached) else 0
         if (best := value[first:].max()) <= 0.0:
             return self.fewest
         return int(sizes[first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())])
 
-    def _paused(self, sizes: IntArray, seconds: FloatArray) -> FloatArray:
-        """Time in which each decodes a token, [times, sizes], if the last pause that do not fit."""
-        room = float(self.memory.device_tokens)  # TODO
-        short = self.short[:, sizes]
-        rows = self.rows[:, sizes]
-        share = np.clip(self.free / (self.free + np.maximum(short, 0.0)), 0.0, 1.0)
-        runs = np.where(short > 0.0, np.maximum(np.floor(share * rows), np.minimum(rows, 1.0)), rows)
+    def _pausing(self, sizes: IntArray) -> tuple[FloatArray, FloatArray]:
+        """If the last pause whom memory has no room for: the share that decodes, and T of these;
+        [times, sizes]."""
+        rows, short = self.rows[:, sizes], np.maximum(self.short[:, sizes], 0.0)
+        runs = np.floor(rows * self.free / (self.free + short))
+        runs = np.where(short > 0.0, np.maximum(runs, np.minimum(rows, 1.0)), rows)
         share = runs / np.maximum(rows, 1e-9)
-        step = self.latency.step_seconds(StepWork(decode_rows=runs, decode_tokens=share * self.tokens[:, sizes]))
-        return step / np.maximum(share, 1e-9)
+        work = StepWork(decode_rows=runs, decode_tokens=share * self.tokens[:, sizes])
+        return share, self.latency.step_seconds(work)
 
     def _rate(self, sizes: IntArray, seconds: FloatArray) -> FloatArray:
         """Tokens per second that batches make, [sizes]. A time ahead counts for as many as are left
@@ -193,18 +192,24 @@ class Forecast:
         left = rows / rows[0]
         return np.asarray(self.summed(left * rows)[-1] / self.summed(left * seconds)[-1])
 
-    def _in_time(self, sizes: IntArray, decoding_s: FloatArray) -> BoolArray:
+    def _in_time(self, sizes: IntArray, seconds: FloatArray, pauses: BoolArray) -> BoolArray:
         """Whether nobody misses the SLO because of those who come: neither they themselves, nor of
         the running requests, which wait for their prompts, any that would keep it without them.
 
         Args:
             decoding_s: predicted time of the steps until each time ahead, [times - 1, sizes].
         """
-        spare_s = SLO_SHARE * self.slo_s[sizes] * self.steps[1:, None] - self.pace * decoding_s
+        wall = self.pace * self.summed(seconds)
+        slo = SLO_SHARE * self.slo_s[sizes]
+        spare_s = np.minimum(slo, 1e9) * self.steps[1:, None] - wall
+        own = np.minimum(slo, 1e9) * self.summed(1.0 * ~pauses) - wall
         kept = self.ahead_s >= -spare_s[:, :1]
         least_s = np.where(kept, self.ahead_s, np.inf).min(axis=1, initial=np.inf)
         running = spare_s - self.prompts_s[sizes] + least_s[:, None] >= 0.0
-        return np.asarray((running & (spare_s >= 0.0)).all(axis=0))
+        own_ok = (own >= 0.0) | pauses[1:]
+        own_ok[-1] = own[-1] >= 0
+        own_ok |= sizes == self.fewest
+        return np.asarray((running & own_ok).all(axis=0)) | (slo == np.inf)
 
     def summed(self, of: FloatArray) -> FloatArray:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
