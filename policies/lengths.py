@@ -24,7 +24,7 @@ EDGES: IntArray = np.unique(np.append(0, np.geomspace(4, LONGEST, 77)).astype(np
 """Bin k holds lengths from edge k to below edge k + 1, in tokens."""
 WIDTHS = np.diff(EDGES)
 
-PRIOR_TOKENS, PRIOR_HAZARD = 256, 0.3
+PRIOR_TOKENS, PRIOR_HAZARD = 256, 0.4
 _PRIOR: FloatArray = PRIOR_HAZARD / np.maximum(EDGES[1:], PRIOR_TOKENS)
 """Hazard where nothing was seen: an answer that is long already will go on for long. Too long a
 guess puts requests off until it is mended, too short a one lets in more than there is room for."""

@@ -33,6 +33,7 @@ ENDS = 6
 """and before so many of these ends."""
 MANY = 128
 """Waiting requests beyond which those that do not even fit now are left out first."""
+UNSURE = 0.25
 DEVIATIONS = 2.0
 """Standard deviations above the mean that memory is planned at."""
 SLO_SHARE = 0.95
@@ -88,9 +89,10 @@ class Forecast:
         tokens, shared = requests.tokens + steps[:, None], requests.shared_tokens
         evict = evictable(tokens, shared, block)
         charged = (tokens // block + 1 - -(-shared // block)) * block
-        columns = np.zeros((8, len(steps), len(left) + 1))
+        columns = np.zeros((9, len(steps), len(left) + 1))
         columns[:7, :, 1:] = goes_on
         columns[7, :, 1:] = bounded * charged
+        columns[8, :, 1:] = charged * goes_on * -np.log(np.maximum(goes_on, 1e-12))
         for column, of in zip(
             columns[1:7],
             (tokens, evict, evict * evict, evict * shared, charged, charged**2 * (1.0 - goes_on)),
@@ -98,7 +100,8 @@ class Forecast:
         ):
             column[:, 1:] *= of
         sums = np.cumsum(columns, axis=2)
-        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, most = sums
+        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, most, unsure = sums
+        variance = variance + UNSURE * unsure**2 / (1.0 + float(state.lengths.seen.ended.sum()))
         free = state.memory.device_tokens - unowned_tokens(state)
         return cls(
             steps=steps,
