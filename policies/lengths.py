@@ -114,6 +114,11 @@ class OutputLengths:
             result[:, members] = _survival(cumulative, generated[members], ahead)
         return result
 
+    @property
+    def doubt(self) -> float:
+        """Relative standard error of the hazards' level: of a few ends little is known."""
+        return float(1.0 + self.seen.ended.sum()) ** -0.5
+
     @cached_property
     def _hazard(self) -> FloatArray:
         return self.seen.hazard(self.generated, _PRIOR, 1.0)

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
+    decode_seconds,
     evicted_at,
     least_evicted,
     share_for,
@@ -30,7 +30,7 @@ GAIN = 0.05
 COUNT_EVERY = 16
 """Iterations after which it is asked again who takes part, though nobody has come or gone, nor has
 twice as much memory come to be missing."""
-GROWTH_STEPS = 2 * COUNT_EVERY
+GROWTH_STEPS = COUNT_EVERY
 """What is evicted of those that pause makes room for so many further steps at once."""
 
 
@@ -76,25 +76,26 @@ def participants(state: SystemState, active: int) -> int:
     count, candidates = len(state.running), Candidates.of(state)
     if active == count and short_tokens(state, candidates) <= 0:
         return count
-    forecast = _with_paused(Forecast.of(state, 0), candidates, state.memory.block_tokens)
+    forecast = _with_paused(Forecast.of(state, 0), candidates)
     sizes = np.arange(1, count + 1)
-    evicted, seconds, fits = forecast.least(sizes)
-    now = max(int(state.running.uncached_tokens[:active].sum()), int(evicted[0, active - 1]))
-    k = slice(active - 1, active)
-    share = now / max(float(forecast.evictable[0, active]), 1.0)
-    seconds[0, k] = state.latency.step_seconds(StepWork(decode_rows=forecast.rows[0, active], decode_tokens=forecast.tokens[0, active], restored_tokens=now, restored_squares=share*share*forecast.squares[0, active], restored_prefix=share*forecast.prefix[0, active]))
+    _, seconds, fits = forecast.least(sizes)
     value = np.where(fits[0], sizes / seconds[0], 0.0)
+    # What was evicted may find no room to come back: each step restores it then.
+    value[active - 1] = min(value[active - 1], active / decode_seconds(state, slice(active)))
     best = int(value[:active].argmax()) + 1
     if forecast.short[0, active] > 0.0 and value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
     return max(active, _resumed(forecast, state, active, value))
 
 
-def _with_paused(forecast: Forecast, candidates: Candidates, block: int) -> Forecast:
-    """Those beyond the first k hold what cannot be evicted."""
+def _with_paused(forecast: Forecast, candidates: Candidates) -> Forecast:
+    """Those beyond the first k hold what cannot be evicted, and what is restored finds room beyond
+    a further block of each."""
     held = (candidates.charged - candidates.evictable).astype(np.float64)
     beyond = np.append(np.cumsum(held[::-1])[::-1], 0.0)
-    return replace(forecast, short=forecast.short + beyond + block * forecast.rows)
+    return replace(
+        forecast, short=forecast.short + beyond + forecast.memory.block_tokens * forecast.rows
+    )
 
 
 def _resumed(forecast: Forecast, state: SystemState, active: int, value: FloatArray) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.special import xlogy
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
@@ -33,9 +34,9 @@ ENDS = 6
 """and before so many of these ends."""
 MANY = 128
 """Waiting requests beyond which those that do not even fit now are left out first."""
-UNSURE = 0.25
 DEVIATIONS = 2.0
-"""Standard deviations above the mean that memory is planned at."""
+"""Standard deviations above the mean that memory is planned at; of the hazards' level, which all
+requests have in common, a single standard error."""
 SLO_SHARE = 0.95
 """Of an SLO on the time per token, that is planned with: a request may meet slower steps than the
 mean one."""
@@ -71,9 +72,10 @@ class Forecast:
     pace: float
     """`SystemState.pace`."""
     free: float
+    """Device tokens that there are for blocks of their own."""
     short: FloatArray
-    """Device tokens that are missing if all is cached, `DEVIATIONS` above their mean, at most as if
-    nobody ended before its bound; negative where all fits."""
+    """Of these, those missing if all is cached, `DEVIATIONS` above their mean, at most as if nobody
+    ended before its bound; negative where all fits."""
 
     @classmethod
     def of(cls, state: SystemState, waiting: int) -> Forecast:
@@ -85,14 +87,15 @@ class Forecast:
         left = np.maximum(requests.max_new_tokens - generated, 1)
         steps = _times(left)
         bounded = steps[:, None] < left
-        goes_on = state.lengths.survival(generated, requests.priority, steps) * bounded
+        survival = state.lengths.survival(generated, requests.priority, steps)
+        goes_on = survival * bounded
         tokens, shared = requests.tokens + steps[:, None], requests.shared_tokens
         evict = evictable(tokens, shared, block)
         charged = (tokens // block + 1 - -(-shared // block)) * block
         columns = np.zeros((9, len(steps), len(left) + 1))
         columns[:7, :, 1:] = goes_on
         columns[7, :, 1:] = bounded * charged
-        columns[8, :, 1:] = charged * goes_on * -np.log(np.maximum(goes_on, 1e-12))
+        columns[8, :, 1:] = -xlogy(survival, survival) * bounded * charged
         for column, of in zip(
             columns[1:7],
             (tokens, evict, evict * evict, evict * shared, charged, charged**2 * (1.0 - goes_on)),
@@ -100,8 +103,8 @@ class Forecast:
         ):
             column[:, 1:] *= of
         sums = np.cumsum(columns, axis=2)
-        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, most, unsure = sums
-        variance = variance + UNSURE * unsure**2 / (1.0 + float(state.lengths.seen.ended.sum()))
+        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, most, in_doubt = sums
+        deviation = np.sqrt(DEVIATIONS**2 * variance + (state.lengths.doubt * in_doubt) ** 2)
         free = state.memory.device_tokens - unowned_tokens(state)
         return cls(
             steps=steps,
@@ -117,8 +120,8 @@ class Forecast:
             slo_s=slos_s(state, waiting),
             ahead_s=_ahead_s(state),
             pace=state.pace,
-            free=free,
-            short=np.minimum(held + DEVIATIONS * np.sqrt(variance), most) - free,
+            free=float(free),
+            short=np.minimum(held + deviation, most) - free,
         )
 
     def between(self, fewest: int, most: int) -> Forecast:
@@ -152,35 +155,38 @@ class Forecast:
 
     def solve(self, keep_slo: bool = True) -> int:
         """The smallest of the best batch sizes: all that fit without restoring anything; beyond
-        that, the one that makes most tokens per second until they have ended.
+        that, the one that makes most tokens per second until they have ended. Where memory will be
+        short, part of each is restored in every step, or the last pause, whichever is faster.
 
         Args:
             keep_slo: at any time ahead the time per token must keep the SLO.
 
         Returns:
-            b; `fewest` if none fits.
+            b; `fewest` if none is possible.
         """
         sizes = np.arange(self.fewest, self.rows.shape[1])
-        evicted, seconds, fits = self.least(sizes)
-        share, paused = self._pausing(sizes)
-        pauses = ~fits | (paused < share * seconds)
-        seconds = np.where(pauses, paused, seconds)
-        value = self._rate(sizes, np.where(pauses, seconds / share, seconds))
+        _, restoring_s, possible = self.least(sizes)
+        share, pausing_s = self._pausing(sizes)
+        pauses = ~possible | (pausing_s < share * restoring_s)
+        seconds = np.where(pauses, pausing_s, restoring_s)
+        value = self._rate(sizes, np.where(pauses, pausing_s / share, restoring_s))
+        value[pauses[0]] = 0.0  # whoever comes would have to pause at once
         if keep_slo:
-            value = np.where(self._in_time(sizes, seconds, pauses), value, 0.0)
-        cached = np.flatnonzero((value > 0.0) & (evicted == 0.0).all(axis=0) & ~pauses.any(axis=0))
+            value[~self._in_time(sizes, seconds, pauses)] = 0.0
+        cached = np.flatnonzero((value > 0.0) & (self.short[:, sizes] <= 0.0).all(axis=0))
         first = int(cached[-1]) if len(cached) else 0
         if (best := value[first:].max()) <= 0.0:
             return self.fewest
         return int(sizes[first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())])
 
     def _pausing(self, sizes: IntArray) -> tuple[FloatArray, FloatArray]:
-        """If the last pause whom memory has no room for: the share that decodes, and T of these;
-        [times, sizes]."""
-        rows, short = self.rows[:, sizes], np.maximum(self.short[:, sizes], 0.0)
-        runs = np.floor(rows * self.free / (self.free + short))
+        """If the last pause of those for whom memory is short, each of whom keeps a block: the
+        share that decodes, and T of a step of these; [times, sizes]."""
+        rows, short = self.rows[:, sizes], self.short[:, sizes]
+        room = self.free - self.memory.block_tokens * rows
+        runs = np.floor(rows * room / np.maximum(room + short, 1.0))
         runs = np.where(short > 0.0, np.maximum(runs, np.minimum(rows, 1.0)), rows)
-        share = runs / np.maximum(rows, 1e-9)
+        share = np.divide(runs, rows, out=np.ones_like(rows), where=rows > 0.0)
         work = StepWork(decode_rows=runs, decode_tokens=share * self.tokens[:, sizes])
         return share, self.latency.step_seconds(work)
 
@@ -196,27 +202,28 @@ class Forecast:
         return np.asarray(self.summed(left * rows)[-1] / self.summed(left * seconds)[-1])
 
     def _in_time(self, sizes: IntArray, seconds: FloatArray, pauses: BoolArray) -> BoolArray:
-        """Whether nobody misses the SLO because of those who come: neither they themselves, nor of
-        the running requests, which wait for their prompts, any that would keep it without them.
+        """Whether nobody misses the SLO because of those who come: neither they themselves, who
+        are the last and so pause first, nor of the running requests, which their prompts hold up,
+        any that would keep it without them.
 
         Args:
-            decoding_s: predicted time of the steps until each time ahead, [times - 1, sizes].
+            seconds: of a step, [times, sizes], in which
+            pauses: those who come pause.
         """
-        wall = self.pace * self.summed(seconds)
-        slo = SLO_SHARE * self.slo_s[sizes]
-        spare_s = np.minimum(slo, 1e9) * self.steps[1:, None] - wall
-        own = np.minimum(slo, 1e9) * self.summed(1.0 * ~pauses) - wall
-        kept = self.ahead_s >= -spare_s[:, :1]
-        least_s = np.where(kept, self.ahead_s, np.inf).min(axis=1, initial=np.inf)
-        running = spare_s - self.prompts_s[sizes] + least_s[:, None] >= 0.0
-        own_ok = (own >= 0.0) | pauses[1:]
-        own_ok[-1] = own[-1] >= 0
-        own_ok |= sizes == self.fewest
-        return np.asarray((running & own_ok).all(axis=0)) | (slo == np.inf)
+        spent_s = self.pace * self.summed(seconds)
+        slo_s = SLO_SHARE * self.slo_s[sizes]
+        decodes = ~pauses[1:]
+        decodes[-1] = True  # nobody pauses for ever
+        own = (self.summed(~pauses) >= spent_s / slo_s) | ~decodes
+        allowed_s = slo_s * self.steps[1:, None]
+        kept = self.ahead_s >= (spent_s - allowed_s)[:, :1]
+        ahead_s = np.where(kept, self.ahead_s, np.inf).min(axis=1, initial=np.inf)
+        others = spent_s + self.prompts_s[sizes] <= allowed_s + ahead_s[:, None]
+        return np.asarray((own & others).all(axis=0))
 
-    def summed(self, of: FloatArray) -> FloatArray:
+    def summed(self, of: FloatArray | BoolArray) -> FloatArray:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
-        between = np.diff(self.steps)[:, None] * (of[1:] + of[:-1]) / 2
+        between = np.diff(self.steps)[:, None] * (1.0 * of[1:] + of[:-1]) / 2
         return np.cumsum(between, axis=0)
 
 
