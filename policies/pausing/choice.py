@@ -52,7 +52,8 @@ class Pausing:
         paused = np.isin(ids, self._paused)
         active = max(int(paused.argmax()), 1) if paused.any() else len(ids)
         short = max(short_tokens(state, Candidates.of(state)), 0)
-        given = ids, state.memory.device_tokens, short.bit_length()
+        restores = bool(state.running.uncached_tokens[:active].any())
+        given = ids, state.memory.device_tokens, short.bit_length(), restores
         if self._counted is None or not self._counted.holds(*given):
             self._counted = Standing(None, *given, iterations=COUNT_EVERY)
             self._evicted = None
@@ -117,10 +118,12 @@ def evicted_tokens(state: SystemState, active: int) -> IntArray:
     that take part."""
     candidates, block = Candidates.of(state), state.memory.block_tokens
     later = Candidates.of(state, ahead=GROWTH_STEPS)
-    growth = int((later.charged - candidates.charged)[:active].sum())
+    room = int((later.charged - candidates.charged)[:active].sum())
+    if state.running.uncached_tokens[:active].any():
+        room += active * block  # else what comes back would not stay
     most = candidates.evictable
     short = short_tokens(state, candidates)
-    needed = max(short + growth, 0)
+    needed = max(short + room, 0)
     after = np.cumsum(most[::-1])[::-1] - most  # what those behind it can give
     evicted = np.clip(-(-(needed - after) // block) * block, 0, most)
     evicted[:active] = 0

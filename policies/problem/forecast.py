@@ -170,7 +170,6 @@ class Forecast:
         pauses = ~possible | (pausing_s < share * restoring_s)
         seconds = np.where(pauses, pausing_s, restoring_s)
         value = self._rate(sizes, np.where(pauses, pausing_s / share, restoring_s))
-        value[pauses[0]] = 0.0  # whoever comes would have to pause at once
         if keep_slo:
             value[~self._in_time(sizes, seconds, pauses)] = 0.0
         cached = np.flatnonzero((value > 0.0) & (self.short[:, sizes] <= 0.0).all(axis=0))
@@ -203,7 +202,7 @@ class Forecast:
 
     def _in_time(self, sizes: IntArray, seconds: FloatArray, pauses: BoolArray) -> BoolArray:
         """Whether nobody misses the SLO because of those who come: neither they themselves, who
-        are the last and so pause first, nor of the running requests, which their prompts hold up,
+        are the last, so pause first, and should not do so at once, nor of the running requests, which their prompts hold up,
         any that would keep it without them.
 
         Args:
@@ -219,7 +218,7 @@ class Forecast:
         kept = self.ahead_s >= (spent_s - allowed_s)[:, :1]
         ahead_s = np.where(kept, self.ahead_s, np.inf).min(axis=1, initial=np.inf)
         others = spent_s + self.prompts_s[sizes] <= allowed_s + ahead_s[:, None]
-        return np.asarray((own & others).all(axis=0))
+        return np.asarray((own & others).all(axis=0) & ~pauses[0])
 
     def summed(self, of: FloatArray | BoolArray) -> FloatArray:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
