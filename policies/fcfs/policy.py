@@ -142,7 +142,7 @@ class Fcfs(Policy):
             ):
                 return admitted
         if self._forecasts:
-            size = Forecast.of(state, most).solve()
+            size = Forecast.of(state, most).solve(may_pause=self._pausing is not None)
         else:
             size = self._solve(BatchProblem.of(state, most))
         admitted = size - len(state.running)

@@ -153,13 +153,14 @@ class Forecast:
         )
         return evicted, seconds, fits
 
-    def solve(self, keep_slo: bool = True) -> int:
+    def solve(self, keep_slo: bool = True, may_pause: bool = True) -> int:
         """The smallest of the best batch sizes: all that fit without restoring anything; beyond
         that, the one that makes most tokens per second until they have ended. Where memory will be
         short, part of each is restored in every step, or the last pause, whichever is faster.
 
         Args:
             keep_slo: at any time ahead the time per token must keep the SLO.
+            may_pause: where not, no step may be short of more than it can restore.
 
         Returns:
             b; `fewest` if none is possible.
@@ -167,9 +168,10 @@ class Forecast:
         sizes = np.arange(self.fewest, self.rows.shape[1])
         _, restoring_s, possible = self.least(sizes)
         share, pausing_s = self._pausing(sizes)
-        pauses = ~possible | (pausing_s < share * restoring_s)
+        pauses = may_pause & (~possible | (pausing_s < share * restoring_s))
         seconds = np.where(pauses, pausing_s, restoring_s)
         value = self._rate(sizes, np.where(pauses, pausing_s / share, restoring_s))
+        value[~(possible | pauses).all(axis=0)] = 0.0
         if keep_slo:
             value[~self._in_time(sizes, seconds, pauses)] = 0.0
         cached = np.flatnonzero((value > 0.0) & (self.short[:, sizes] <= 0.0).all(axis=0))
@@ -202,8 +204,8 @@ class Forecast:
 
     def _in_time(self, sizes: IntArray, seconds: FloatArray, pauses: BoolArray) -> BoolArray:
         """Whether nobody misses the SLO because of those who come: neither they themselves, who
-        are the last, so pause first, and should not do so at once, nor of the running requests, which their prompts hold up,
-        any that would keep it without them.
+        are the last, so pause first, and should not do so at once, nor of the running requests,
+        which their prompts hold up, any that would keep it without them.
 
         Args:
             seconds: of a step, [times, sizes], in which
