@@ -9,6 +9,7 @@ look short. Where little has been seen a prior counts as much as one answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,7 +118,7 @@ class OutputLengths:
     @property
     def doubt(self) -> float:
         """Relative standard error of the hazards' level: of a few ends little is known."""
-        return float(1.0 + self.seen.ended.sum()) ** -0.5
+        return 1.0 / math.sqrt(1.0 + float(self.seen.ended.sum()))
 
     @cached_property
     def _hazard(self) -> FloatArray:

@@ -2,9 +2,9 @@
 
 To restore part of every request in every step may cost more than to pause the last ones, without
 their KV, until there is room for them again. The latency model decides: the first k requests run
-for which k / T(k, r(k)) is best. Those that pause come back as new requests come in: when all that
-run then fit until they end, by what is known of output lengths, or where restoring pays. SLOs are
-left aside, since somebody has to wait, and who pauses misses it, too.
+for which k / T(k, r(k)) is best. Those that pause come back as new requests come in: where there is
+room for what they have lost, and more is decoded so until they end, by what is known of output
+lengths. SLOs are left aside, since somebody has to wait, and who pauses misses it, too.
 """
 
 from __future__ import annotations
