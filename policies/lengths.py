@@ -9,6 +9,7 @@ look short. Where little has been seen a prior counts as much as one answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,7 @@ EDGES: IntArray = np.unique(np.append(0, np.geomspace(4, LONGEST, 77)).astype(np
 """Bin k holds lengths from edge k to below edge k + 1, in tokens."""
 WIDTHS = np.diff(EDGES)
 
-PRIOR_TOKENS, PRIOR_HAZARD = 256, 0.3
+PRIOR_TOKENS, PRIOR_HAZARD = 256, 0.4
 _PRIOR: FloatArray = PRIOR_HAZARD / np.maximum(EDGES[1:], PRIOR_TOKENS)
 """Hazard where nothing was seen: an answer that is long already will go on for long. Too long a
 guess puts requests off until it is mended, too short a one lets in more than there is room for."""
@@ -113,6 +114,11 @@ class OutputLengths:
             cumulative = self._cumulative.get(kind, self._pooled)
             result[:, members] = _survival(cumulative, generated[members], ahead)
         return result
+
+    @property
+    def doubt(self) -> float:
+        """Relative standard error of the hazards' level: of a few ends little is known."""
+        return 1.0 / math.sqrt(1.0 + float(self.seen.ended.sum()))
 
     @cached_property
     def _hazard(self) -> FloatArray:

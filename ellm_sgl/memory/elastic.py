@@ -24,6 +24,10 @@ from ellm_sgl.policies.planned import evictable
 OWNER_AND_ONE_SEQUENCE = 2
 """References of a block that no other request uses (`PageTable.references`)."""
 
+GROWING = 4
+"""Of so many requests one grows by a block while what they miss comes back: to leave room for each
+would have them restore in every step what there is room for."""
+
 TokenCounts = npt.NDArray[np.int64]
 
 Save = Callable[[IntArray, IntArray], None]
@@ -199,8 +203,8 @@ class ElasticMemory:
 
     def restore(self, seq_ids: Sequence[int], missing: IntArray) -> list[int]:
         """Place missing blocks that the coming step recomputes anyway, newest first, as far as
-        units are free beyond one block per request (the step's own growth). Cached prefixes
-        that nobody uses make way.
+        units are free beyond the growth of the step and the next ones (`GROWING`). Cached
+        prefixes that nobody uses make way.
 
         The caller must write the recomputed KV of these blocks in this step.
 
@@ -216,7 +220,7 @@ class ElasticMemory:
         excess = self._excess_blocks(seq_ids)
         wanted = int(excess.sum()) * groups
         # Besides growth, room for what this step fetches; less by what is placed for good.
-        growth = len(seq_ids) * groups + self.slots * self._fetched_blocks(missing)
+        growth = -(-len(seq_ids) // GROWING) * groups + self.slots * self._fetched_blocks(missing)
         cost = groups - self.slots if self._save is not None and groups > self.slots else groups
         self._reclaim_until(growth + wanted)
         restored: list[int] = []
@@ -269,6 +273,10 @@ class ElasticMemory:
         return table.host.units[pairs], table.units[pairs]
 
     # -- internals --------------------------------------------------------------------------
+
+    def comes_back(self, seq_ids: Sequence[int]) -> bool:
+        """Whether any of these requests misses more than its target."""
+        return bool(self._excess_blocks(seq_ids).any())
 
     def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Blocks that each request misses beyond its policy's target."""

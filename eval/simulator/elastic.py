@@ -94,7 +94,11 @@ class Elastic(Mode):
 
     def steps_that_fit(self, ids: IntArray, most: int) -> int:
         needed = int(self.new_blocks(ids, 1).sum())
-        return most if self.iteration.make_room(needed, ids.tolist()) else 0
+        requests = ids.tolist()
+        if not self.iteration.make_room(needed, requests):
+            return 0
+        # What comes back does so in the first step; the others do not restore it.
+        return 1 if self.elastic.comes_back(requests) else most
 
     def grow(self, ids: IntArray, steps: int) -> tuple[Span, Span]:
         requests = ids.tolist()

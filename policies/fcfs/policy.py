@@ -48,8 +48,8 @@ class Fcfs(Policy):
     Who runs: the running requests and a prefix of the waiting ones.
 
     - All are admitted that fit, within the SLO, without restoring anything: refusing them would
-      only put them off. b / T decides whether more are, at the price of restoration.
-    - A request must fit not only now but until all have ended, by what is known of output lengths
+      only put them off. b / T decides whether more are, at the price of restoring or pausing.
+    - That is asked not only of now but until all have ended, by what is known of output lengths
       (`problem.forecast`), and the mean step until then must keep the SLO: the paper takes current
       lengths and the next step, and so admits requests that soon push each other out.
     - Where memory no longer holds those that run, the last of them pause, their KV evicted, if more
@@ -142,7 +142,7 @@ class Fcfs(Policy):
             ):
                 return admitted
         if self._forecasts:
-            size = Forecast.of(state, most).solve()
+            size = Forecast.of(state, most).solve(may_pause=self._pausing is not None)
         else:
             size = self._solve(BatchProblem.of(state, most))
         admitted = size - len(state.running)

@@ -2,9 +2,9 @@
 
 To restore part of every request in every step may cost more than to pause the last ones, without
 their KV, until there is room for them again. The latency model decides: the first k requests run
-for which k / T(k, r(k)) is best. Those that pause come back as new requests come in: when all that
-run then fit until they end, by what is known of output lengths, or where restoring pays. SLOs are
-left aside, since somebody has to wait, and who pauses misses it, too.
+for which k / T(k, r(k)) is best. Those that pause come back as new requests come in: where there is
+room for what they have lost, and more is decoded so until they end, by what is known of output
+lengths. SLOs are left aside, since somebody has to wait, and who pauses misses it, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
+    decode_seconds,
     evicted_at,
     least_evicted,
     share_for,
@@ -29,7 +30,7 @@ GAIN = 0.05
 COUNT_EVERY = 16
 """Iterations after which it is asked again who takes part, though nobody has come or gone, nor has
 twice as much memory come to be missing."""
-GROWTH_STEPS = 2 * COUNT_EVERY
+GROWTH_STEPS = COUNT_EVERY
 """What is evicted of those that pause makes room for so many further steps at once."""
 
 
@@ -51,7 +52,8 @@ class Pausing:
         paused = np.isin(ids, self._paused)
         active = max(int(paused.argmax()), 1) if paused.any() else len(ids)
         short = max(short_tokens(state, Candidates.of(state)), 0)
-        given = ids, state.memory.device_tokens, short.bit_length()
+        restores = bool(state.running.uncached_tokens[:active].any())
+        given = ids, state.memory.device_tokens, short.bit_length(), restores
         if self._counted is None or not self._counted.holds(*given):
             self._counted = Standing(None, *given, iterations=COUNT_EVERY)
             self._evicted = None
@@ -79,6 +81,8 @@ def participants(state: SystemState, active: int) -> int:
     sizes = np.arange(1, count + 1)
     _, seconds, fits = forecast.least(sizes)
     value = np.where(fits[0], sizes / seconds[0], 0.0)
+    # What was evicted may find no room to come back: each step restores it then.
+    value[active - 1] = min(value[active - 1], active / decode_seconds(state, slice(active)))
     best = int(value[:active].argmax()) + 1
     if forecast.short[0, active] > 0.0 and value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
@@ -86,10 +90,13 @@ def participants(state: SystemState, active: int) -> int:
 
 
 def _with_paused(forecast: Forecast, candidates: Candidates) -> Forecast:
-    """Those beyond the first k hold what cannot be evicted."""
+    """Those beyond the first k hold what cannot be evicted, and what is restored finds room beyond
+    a further block of each."""
     held = (candidates.charged - candidates.evictable).astype(np.float64)
     beyond = np.append(np.cumsum(held[::-1])[::-1], 0.0)
-    return replace(forecast, short=forecast.short + beyond)
+    return replace(
+        forecast, short=forecast.short + beyond + forecast.memory.block_tokens * forecast.rows
+    )
 
 
 def _resumed(forecast: Forecast, state: SystemState, active: int, value: FloatArray) -> int:
@@ -111,10 +118,12 @@ def evicted_tokens(state: SystemState, active: int) -> IntArray:
     that take part."""
     candidates, block = Candidates.of(state), state.memory.block_tokens
     later = Candidates.of(state, ahead=GROWTH_STEPS)
-    growth = int((later.charged - candidates.charged)[:active].sum())
+    room = int((later.charged - candidates.charged)[:active].sum())
+    if state.running.uncached_tokens[:active].any():
+        room += active * block  # else what comes back would not stay
     most = candidates.evictable
     short = short_tokens(state, candidates)
-    needed = max(short + growth, 0)
+    needed = max(short + room, 0)
     after = np.cumsum(most[::-1])[::-1] - most  # what those behind it can give
     evicted = np.clip(-(-(needed - after) // block) * block, 0, most)
     evicted[:active] = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.special import xlogy
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
@@ -34,7 +35,8 @@ ENDS = 6
 MANY = 128
 """Waiting requests beyond which those that do not even fit now are left out first."""
 DEVIATIONS = 2.0
-"""Standard deviations above the mean that memory is planned at."""
+"""Standard deviations above the mean that memory is planned at; of the hazards' level, which all
+requests have in common, a single standard error."""
 SLO_SHARE = 0.95
 """Of an SLO on the time per token, that is planned with: a request may meet slower steps than the
 mean one."""
@@ -69,9 +71,11 @@ class Forecast:
     """Time by which each running request is ahead of its SLO, [running]; negative: behind."""
     pace: float
     """`SystemState.pace`."""
+    free: float
+    """Device tokens that there are for blocks of their own."""
     short: FloatArray
-    """Device tokens that are missing if all is cached, `DEVIATIONS` above their mean, at most as if
-    nobody ended before its bound; negative where all fits."""
+    """Of these, those missing if all is cached, `DEVIATIONS` above their mean, at most as if nobody
+    ended before its bound; negative where all fits."""
 
     @classmethod
     def of(cls, state: SystemState, waiting: int) -> Forecast:
@@ -83,13 +87,15 @@ class Forecast:
         left = np.maximum(requests.max_new_tokens - generated, 1)
         steps = _times(left)
         bounded = steps[:, None] < left
-        goes_on = state.lengths.survival(generated, requests.priority, steps) * bounded
+        survival = state.lengths.survival(generated, requests.priority, steps)
+        goes_on = survival * bounded
         tokens, shared = requests.tokens + steps[:, None], requests.shared_tokens
         evict = evictable(tokens, shared, block)
         charged = (tokens // block + 1 - -(-shared // block)) * block
-        columns = np.zeros((8, len(steps), len(left) + 1))
+        columns = np.zeros((9, len(steps), len(left) + 1))
         columns[:7, :, 1:] = goes_on
         columns[7, :, 1:] = bounded * charged
+        columns[8, :, 1:] = -xlogy(survival, survival) * bounded * charged
         for column, of in zip(
             columns[1:7],
             (tokens, evict, evict * evict, evict * shared, charged, charged**2 * (1.0 - goes_on)),
@@ -97,7 +103,8 @@ class Forecast:
         ):
             column[:, 1:] *= of
         sums = np.cumsum(columns, axis=2)
-        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, most = sums
+        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, most, in_doubt = sums
+        deviation = np.sqrt(DEVIATIONS**2 * variance + (state.lengths.doubt * in_doubt) ** 2)
         free = state.memory.device_tokens - unowned_tokens(state)
         return cls(
             steps=steps,
@@ -113,7 +120,8 @@ class Forecast:
             slo_s=slos_s(state, waiting),
             ahead_s=_ahead_s(state),
             pace=state.pace,
-            short=np.minimum(held + DEVIATIONS * np.sqrt(variance), most) - free,
+            free=float(free),
+            short=np.minimum(held + deviation, most) - free,
         )
 
     def between(self, fewest: int, most: int) -> Forecast:
@@ -145,27 +153,43 @@ class Forecast:
         )
         return evicted, seconds, fits
 
-    def solve(self, keep_slo: bool = True) -> int:
+    def solve(self, keep_slo: bool = True, may_pause: bool = True) -> int:
         """The smallest of the best batch sizes: all that fit without restoring anything; beyond
-        that, the one that makes most tokens per second until they have ended.
+        that, the one that makes most tokens per second until they have ended. Where memory will be
+        short, part of each is restored in every step, or the last pause, whichever is faster.
 
         Args:
             keep_slo: at any time ahead the time per token must keep the SLO.
+            may_pause: where not, no step may be short of more than it can restore.
 
         Returns:
-            b; `fewest` if none fits.
+            b; `fewest` if none is possible.
         """
         sizes = np.arange(self.fewest, self.rows.shape[1])
-        evicted, seconds, fits_then = self.least(sizes)
-        fits = fits_then.all(axis=0)
+        _, restoring_s, possible = self.least(sizes)
+        share, pausing_s = self._pausing(sizes)
+        pauses = may_pause & (~possible | (pausing_s < share * restoring_s))
+        seconds = np.where(pauses, pausing_s, restoring_s)
+        value = self._rate(sizes, np.where(pauses, pausing_s / share, restoring_s))
+        value[~(possible | pauses).all(axis=0)] = 0.0
         if keep_slo:
-            fits &= self._in_time(sizes, self.summed(seconds))
-        value = np.where(fits, self._rate(sizes, seconds), 0.0)
-        cached = np.flatnonzero(fits & (evicted == 0.0).all(axis=0))
+            value[~self._in_time(sizes, seconds, pauses)] = 0.0
+        cached = np.flatnonzero((value > 0.0) & (self.short[:, sizes] <= 0.0).all(axis=0))
         first = int(cached[-1]) if len(cached) else 0
         if (best := value[first:].max()) <= 0.0:
             return self.fewest
         return int(sizes[first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())])
+
+    def _pausing(self, sizes: IntArray) -> tuple[FloatArray, FloatArray]:
+        """If the last pause of those for whom memory is short, each of whom keeps a block: the
+        share that decodes, and T of a step of these; [times, sizes]."""
+        rows, short = self.rows[:, sizes], self.short[:, sizes]
+        room = self.free - self.memory.block_tokens * rows
+        runs = np.floor(rows * room / np.maximum(room + short, 1.0))
+        runs = np.where(short > 0.0, np.maximum(runs, np.minimum(rows, 1.0)), rows)
+        share = np.divide(runs, rows, out=np.ones_like(rows), where=rows > 0.0)
+        work = StepWork(decode_rows=runs, decode_tokens=share * self.tokens[:, sizes])
+        return share, self.latency.step_seconds(work)
 
     def _rate(self, sizes: IntArray, seconds: FloatArray) -> FloatArray:
         """Tokens per second that batches make, [sizes]. A time ahead counts for as many as are left
@@ -178,23 +202,29 @@ class Forecast:
         left = rows / rows[0]
         return np.asarray(self.summed(left * rows)[-1] / self.summed(left * seconds)[-1])
 
-    def _in_time(self, sizes: IntArray, decoding_s: FloatArray) -> BoolArray:
-        """Whether nobody misses the SLO because of those who come: neither they themselves, nor of
-        the running requests any that would keep it without them.
+    def _in_time(self, sizes: IntArray, seconds: FloatArray, pauses: BoolArray) -> BoolArray:
+        """Whether nobody misses the SLO because of those who come: neither they themselves, who
+        are the last, so pause first, and should not do so at once, nor of the running requests,
+        which their prompts hold up, any that would keep it without them.
 
         Args:
-            decoding_s: predicted time of the steps until each time ahead, [times - 1, sizes].
+            seconds: of a step, [times, sizes], in which
+            pauses: those who come pause.
         """
-        allowed_s = SLO_SHARE * self.slo_s[sizes] * self.steps[1:, None]
-        spent_s = self.pace * decoding_s + self.prompts_s[sizes]
-        behind_s = np.minimum(self.ahead_s, 0.0)
-        kept = behind_s >= (spent_s - allowed_s)[:, :1]
-        behind = np.where(kept, behind_s, 0.0).min(axis=1, initial=0.0)
-        return np.asarray((spent_s <= allowed_s + behind[:, None]).all(axis=0))
+        spent_s = self.pace * self.summed(seconds)
+        slo_s = SLO_SHARE * self.slo_s[sizes]
+        decodes = ~pauses[1:]
+        decodes[-1] = True  # nobody pauses for ever
+        own = (self.summed(~pauses) >= spent_s / slo_s) | ~decodes
+        allowed_s = slo_s * self.steps[1:, None]
+        kept = self.ahead_s >= (spent_s - allowed_s)[:, :1]
+        ahead_s = np.where(kept, self.ahead_s, np.inf).min(axis=1, initial=np.inf)
+        others = spent_s + self.prompts_s[sizes] <= allowed_s + ahead_s[:, None]
+        return np.asarray((own & others).all(axis=0) & ~pauses[0])
 
-    def summed(self, of: FloatArray) -> FloatArray:
+    def summed(self, of: FloatArray | BoolArray) -> FloatArray:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
-        between = np.diff(self.steps)[:, None] * (of[1:] + of[:-1]) / 2
+        between = np.diff(self.steps)[:, None] * (1.0 * of[1:] + of[:-1]) / 2
         return np.cumsum(between, axis=0)
 
 

@@ -61,7 +61,7 @@ class SloPriority(Policy):
             the latency model; more makes urgent requests faster. 0 turns them off.
     """
 
-    def __init__(self, loss: float = 0.07) -> None:
+    def __init__(self, loss: float = 0.06) -> None:
         SHARE.check("loss", loss)
         self._program = EvictionProgram()
         self._ranked: Standing[Levels] | None = None

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ellm_sgl.memory import ElasticMemory, PageTable
+from ellm_sgl.memory.elastic import GROWING
 from tests.engine.scene import BLOCK, GROUPS, SHAPE, Scene
 
 # -- bring_to_ratios --------------------------------------------------------------------------
@@ -137,12 +138,15 @@ def test_the_newest_blocks_return_first() -> None:
     assert scene.elastic.totals.restored_units == 2 * GROUPS
 
 
-def test_one_block_per_request_is_left_for_growth() -> None:
-    scene = Scene(room=8)
-    for seq_id in range(2):
-        scene.evict(scene.request(seq_id, tokens=4 * BLOCK)[:1])
-    assert scene.restore([0, 1]) == []
-    assert scene.table.free_units == 2 * GROUPS
+@pytest.mark.parametrize("requests", [1, GROWING, GROWING + 1, 2 * GROWING + 1])
+def test_some_blocks_are_left_for_growth(requests: int) -> None:
+    scene, ids = Scene(room=3 * requests), list(range(requests))
+    for seq_id in ids:
+        scene.evict(scene.request(seq_id, tokens=3 * BLOCK)[:1])
+    left = -(-requests // GROWING)
+    assert len(scene.restore(ids)) == requests - left
+    assert scene.table.free_units == left * GROUPS
+    assert scene.restore(ids) == []
 
 
 def test_nothing_returns_while_a_lowered_limit_is_exceeded() -> None:

@@ -33,9 +33,10 @@ class Cell(NamedTuple):
     """Requests per second over what the machine can sustain."""
     lengths: str
     slo: str
-    memory: float
-    """Share of the device's KV tokens that there are."""
+    memory: int
+    """How many requests of mean lengths there is room for."""
     restore: str
+    """What policies restore by: with "recompute" there is no host memory, for baselines neither."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Scale:
 @cache
 def _demo() -> Machine:
     model = read_model(DEMO_MODEL / "config.json")
-    return assemble(model, CORE, 1, "demo").limited(5000, None)
+    return assemble(model, CORE, 1, "demo")
 
 
 MACHINES: Mapping[str, tuple[Callable[[], Machine], Lengths]] = {
@@ -61,6 +62,7 @@ MACHINES: Mapping[str, tuple[Callable[[], Machine], Lengths]] = {
 }
 """The paper's, one whose weights take most of memory, and a small model on a processor."""
 LOADS = (0.5, 1.0, 3.0)
+MEMORY = 32, 16
 KINDS = ("known", "unknown", "long-tailed", "shifting")
 SLOS: Mapping[str, float] = {"none": math.inf, "loose": 4.0, "tight": 1.3}
 """Over the time per token at the load that is sustained."""
@@ -70,20 +72,26 @@ SHIFT = 0.5, 1.5
 
 
 def grid(machines: tuple[str, ...]) -> Iterator[Cell]:
-    """Every load, kind of lengths and SLO; and with half of the memory, under overload, with each
-    way to restore alone."""
+    """Every load, kind of lengths and SLO; and with less memory, under overload, with each way
+    to restore alone."""
     for machine in machines:
         for kind in KINDS:
             for slo in SLOS:
                 for load in LOADS:
-                    yield Cell(machine, load, kind, slo, 1.0, "both")
+                    yield Cell(machine, load, kind, slo, MEMORY[0], "both")
                 for restore in ("recompute", "swap"):
-                    yield Cell(machine, LOADS[-1], kind, slo, 0.5, restore)
+                    yield Cell(machine, LOADS[-1], kind, slo, MEMORY[1], restore)
 
 
 def machine_of(cell: Cell) -> Machine:
-    whole = MACHINES[cell.machine][0]()
-    return whole.limited(int(cell.memory * whole.kv_tokens), None)
+    whole, lengths = MACHINES[cell.machine]
+    host = 0 if cell.restore == "recompute" else None
+    return whole().limited(int(cell.memory * _mean_tokens(lengths)), host)
+
+
+def _mean_tokens(lengths: Lengths) -> float:
+    """Of a request, half of its answer written."""
+    return lengths.prompt.mean + lengths.output.mean / 2
 
 
 def load_of(cell: Cell, count: int, seed: int) -> Load:
@@ -104,13 +112,12 @@ def load_of(cell: Cell, count: int, seed: int) -> Load:
 
 
 @cache
-def _scale(machine: str, memory: float) -> Scale:
+def _scale(machine: str, memory: int) -> Scale:
     """Of requests of mean lengths that fill memory."""
     whole, lengths = MACHINES[machine][0](), MACHINES[machine][1]
     prompt, output = lengths.prompt.mean, lengths.output.mean
     step = device_model(whole, Settings()).step_seconds
-    tokens = prompt + output / 2
-    batch = min(memory * whole.kv_tokens / tokens, Settings().max_running)
+    tokens, batch = _mean_tokens(lengths), min(memory, Settings().max_running)
     prompt_s = float(step(StepWork(0, 0, prefill_rows=prompt, prefill_pairs=prompt**2 / 2)))
     token_s = float(step(StepWork(batch, batch * tokens))) + batch * prompt_s / output
     return Scale(batch / (output * token_s), token_s)

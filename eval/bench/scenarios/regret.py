@@ -81,7 +81,7 @@ class Regret(Scenario):
     def title(self, cell: Cell) -> str:
         return (
             f"{cell.machine}, {cell.load:g} x load, lengths {cell.lengths}, SLO {cell.slo}, "
-            f"{cell.memory:g} x memory, restore {cell.restore}"
+            f"room for {cell.memory}, restore {cell.restore}"
         )
 
     def warm_up(self, name: str, server: Any) -> None:
@@ -183,4 +183,4 @@ def _across(cell: Cell) -> str:
 
 
 def _down(cell: Cell) -> str:
-    return f"{cell.machine}, {cell.memory:g} x memory, {cell.load:g} x load, {cell.restore}"
+    return f"{cell.machine}, room for {cell.memory}, {cell.load:g} x load, {cell.restore}"

@@ -7,12 +7,22 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ellm_sgl.eval.bench.grid.cells import KINDS, LOADS, MACHINES, SLOS, Cell, grid, load_of
+from ellm_sgl.eval.bench.grid.cells import (
+    KINDS,
+    LOADS,
+    MACHINES,
+    MEMORY,
+    SLOS,
+    Cell,
+    grid,
+    load_of,
+    machine_of,
+)
 from ellm_sgl.eval.bench.result import Result, Sample
 from ellm_sgl.eval.bench.runner import run
 from ellm_sgl.eval.bench.scenarios.regret import ATTAINED, POLICIES, WITHIN, Regret
 
-CELL = Cell("demo", 1.0, "unknown", "loose", 1.0, "both")
+CELL = Cell("demo", 1.0, "unknown", "loose", 32, "both")
 
 
 def test_the_grid_has_every_kind_of_load_on_every_machine() -> None:
@@ -23,7 +33,7 @@ def test_the_grid_has_every_kind_of_load_on_every_machine() -> None:
         assert {(c.load, c.lengths, c.slo) for c in own} == {
             (load, kind, slo) for load in LOADS for kind in KINDS for slo in SLOS
         }
-        assert {c.memory for c in own} == {0.5, 1.0}
+        assert {c.memory for c in own} == set(MEMORY)
         assert {c.restore for c in own} == {"both", "recompute", "swap"}
 
 
@@ -47,6 +57,12 @@ def test_what_servers_are_told_of_lengths() -> None:
         assert (load.max_new_tokens >= load.output_tokens).all()
     shifting = load_of(CELL._replace(lengths="shifting"), 3000, 0).output_tokens
     assert shifting[1500:].mean() > 2 * shifting[:1500].mean()
+
+
+def test_nobody_has_a_host_where_policies_recompute() -> None:
+    hosts = {kind: machine_of(CELL._replace(restore=kind)).host_tokens for kind in ("both", "swap")}
+    assert hosts == {"both": None, "swap": None}
+    assert machine_of(CELL._replace(restore="recompute")).host_tokens == 0
 
 
 def measured(**within: float) -> Result:
@@ -84,20 +100,20 @@ class Part(Regret):
 
     def cells(self) -> tuple[Cell, ...]:
         return (
-            Cell("llama2-13b", 0.5, "unknown", "loose", 1.0, "both"),
-            Cell("llama2-13b", 1.0, "shifting", "tight", 1.0, "both"),
-            Cell("llama2-13b", 3.0, "known", "tight", 1.0, "both"),
-            Cell("llama2-13b", 3.0, "shifting", "loose", 1.0, "both"),
-            Cell("llama2-70b", 3.0, "known", "none", 0.5, "swap"),
-            Cell("llama2-70b", 3.0, "unknown", "loose", 0.5, "swap"),
-            Cell("llama2-70b", 3.0, "unknown", "tight", 0.5, "recompute"),
-            Cell("llama2-70b", 1.0, "long-tailed", "loose", 1.0, "both"),
+            Cell("llama2-13b", 0.5, "unknown", "loose", 32, "both"),
+            Cell("llama2-13b", 1.0, "shifting", "tight", 32, "both"),
+            Cell("llama2-13b", 3.0, "known", "tight", 32, "both"),
+            Cell("llama2-13b", 3.0, "shifting", "loose", 32, "both"),
+            Cell("llama2-70b", 3.0, "known", "none", 16, "swap"),
+            Cell("llama2-70b", 3.0, "unknown", "loose", 16, "swap"),
+            Cell("llama2-70b", 3.0, "unknown", "tight", 16, "recompute"),
+            Cell("llama2-70b", 1.0, "long-tailed", "loose", 32, "both"),
         )
 
 
 @pytest.mark.slow
 def test_a_part_of_the_grid_keeps_its_floor() -> None:
-    made = Part(machines=("llama2-13b", "llama2-70b"), requests=80)
+    made = Part(machines=("llama2-13b", "llama2-70b"), requests=100)
     verdicts = made.verdicts(run(made, lambda _: None, lambda: None))
     assert len(verdicts) == len(POLICIES) * len(made.cells())
     assert [v for v in verdicts if not v.kept] == []
