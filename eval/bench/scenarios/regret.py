@@ -49,7 +49,7 @@ class Verdict:
     @property
     def kept(self) -> bool:
         """No worse than the baseline, but for little."""
-        return self.ratio >= FLOOR and self.gain >= -SLACK
+        return self.ratio >= FLOOR and round(self.gain, 9) >= -SLACK
 
 
 @dataclass(frozen=True)
