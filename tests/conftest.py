@@ -8,6 +8,10 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
+# OpenMP's threads spin while they wait: beside a busy core that took tests eight times as long.
+# libgomp reads it when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # Helper modules beside the tests explain their failed assertions too.
 pytest.register_assert_rewrite("tests.memory.page_table_model", "tests.step.tiny")
 

@@ -85,6 +85,7 @@ def test_pressure_evicts_in_elastic_mode_and_retracts_in_the_others():
         assert (whole.recomputed_prompt_share > 0) == (mode == "recompute")
 
 
+@pytest.mark.slow
 def test_swapping_decides_as_the_servers_own_policy(monkeypatch):
     """Mode `swap` against the server's: `policies.baselines.whole_requests` over elastic memory.
     Twelve loads together: there a request that pauses keeps its last block, which shifts when
