@@ -201,6 +201,10 @@ class ElasticMemory:
                 self.totals.evicted_units += self._evict(int(block), slice(None))
                 room -= block_tokens
 
+    def comes_back(self, seq_ids: Sequence[int]) -> bool:
+        """Whether any of these requests misses more than its target."""
+        return bool(self._excess_blocks(seq_ids).any())
+
     def restore(self, seq_ids: Sequence[int], missing: IntArray) -> list[int]:
         """Place missing blocks that the coming step recomputes anyway, newest first, as far as
         units are free beyond the growth of the step and the next ones (`GROWING`). Cached
@@ -273,10 +277,6 @@ class ElasticMemory:
         return table.host.units[pairs], table.units[pairs]
 
     # -- internals --------------------------------------------------------------------------
-
-    def comes_back(self, seq_ids: Sequence[int]) -> bool:
-        """Whether any of these requests misses more than its target."""
-        return bool(self._excess_blocks(seq_ids).any())
 
     def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Blocks that each request misses beyond its policy's target."""

@@ -90,8 +90,8 @@ def participants(state: SystemState, active: int) -> int:
 
 
 def _with_paused(forecast: Forecast, candidates: Candidates) -> Forecast:
-    """Those beyond the first k hold what cannot be evicted, and what is restored finds room beyond
-    a further block of each."""
+    """Those beyond the first k hold what cannot be evicted; and until it is asked again each of the
+    others may grow by a block."""
     held = (candidates.charged - candidates.evictable).astype(np.float64)
     beyond = np.append(np.cumsum(held[::-1])[::-1], 0.0)
     return replace(
