@@ -48,6 +48,13 @@ class Seen:
     def nothing(cls) -> Seen:
         return cls(np.zeros(len(WIDTHS)), np.zeros(len(WIDTHS)))
 
+    @classmethod
+    def of(cls, tokens: IntArray) -> Seen:
+        """Answers of these lengths, int64 [answers], that ended by themselves; each counts as
+        much."""
+        ended, _ = np.histogram(np.minimum(tokens, LONGEST - 1), EDGES)
+        return cls(ended.astype(np.float64), _spent(tokens))
+
     def and_one(self, tokens: int, cut_off: bool) -> Seen:
         """With one answer more.
 
@@ -73,8 +80,10 @@ class Seen:
 
 def _spent(tokens: IntArray) -> FloatArray:
     """Tokens that answers of these lengths spent in each bin."""
-    spent: FloatArray = np.clip(tokens[:, None] - EDGES[:-1], 0, WIDTHS).sum(0, dtype=np.float64)
-    return spent
+    tokens = np.sort(tokens)
+    below = np.searchsorted(tokens, EDGES)
+    up_to = np.append(0, np.cumsum(tokens))[below] + EDGES * (len(tokens) - below)
+    return np.asarray(np.diff(up_to), np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,13 +115,19 @@ class OutputLengths:
         Returns:
             float64 [times, requests].
         """
+        return np.asarray(np.exp(-self.cumulative_hazard(generated, priority, ahead)))
+
+    def cumulative_hazard(
+        self, generated: IntArray, priority: IntArray, ahead: IntArray
+    ) -> FloatArray:
+        """Minus the logarithm of `survival`, which takes the same."""
         if not self._cumulative:
-            return _survival(self._pooled, generated, ahead)
+            return _between(self._pooled, generated, ahead)
         result = np.empty((len(ahead), len(generated)))
         for kind in np.unique(priority).tolist():
             members = priority == kind
             cumulative = self._cumulative.get(kind, self._pooled)
-            result[:, members] = _survival(cumulative, generated[members], ahead)
+            result[:, members] = _between(cumulative, generated[members], ahead)
         return result
 
     @property
@@ -139,10 +154,10 @@ class OutputLengths:
         return found
 
 
-def _survival(cumulative: FloatArray, generated: IntArray, ahead: IntArray) -> FloatArray:
-    """Of requests with these cumulative hazards at every edge; [times, requests]."""
+def _between(cumulative: FloatArray, generated: IntArray, ahead: IntArray) -> FloatArray:
+    """Hazard of requests with these cumulative hazards at every edge; [times, requests]."""
     later = np.interp(generated + ahead[:, None], EDGES, cumulative)
-    return np.asarray(np.exp(np.interp(generated, EDGES, cumulative) - later))
+    return np.asarray(later - np.interp(generated, EDGES, cumulative))
 
 
 def _summed(hazard: FloatArray) -> FloatArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from ellm_sgl.policies.base import (
     Requests,
     SystemState,
 )
+
+Admitted = int | tuple[int, ...]
+"""Waiting requests: so many of the first, or those at these positions."""
 
 
 def evictable_tokens(requests: Requests, block_tokens: int) -> IntArray:
@@ -87,11 +91,12 @@ def _decoding(requests: Requests, ratios: FloatArray, block_tokens: int) -> tupl
     return rows, tokens, float(uncached.sum()), float(uncached @ uncached), float(uncached @ shared)
 
 
-def running_and(state: SystemState, admit: slice | Sequence[int]) -> Requests:
+@lru_cache(maxsize=1)
+def running_and(state: SystemState, admit: Admitted) -> Requests:
     """The running requests, and behind them these of the waiting ones."""
-    if not isinstance(admit, slice) and len(admit) == 0:
+    if not admit:
         return state.running
-    rows = admit if isinstance(admit, slice) else np.array(admit, np.int64)
+    rows = slice(admit) if isinstance(admit, int) else np.array(admit, np.int64)
     waiting = vars(state.waiting)
     both = {n: np.concatenate((c, waiting[n][rows])) for n, c in vars(state.running).items()}
     return Requests(**both)

@@ -157,11 +157,22 @@ class ServerProcess:
         return self._http.get(path, params=asked, timeout=60).raise_for_status().json()
 
     def adjust(self, **values: float) -> None:
-        """Set `ellm_ratio` or `ellm_device_kv_tokens` of the running server."""
+        """Set `ellm_ratio` or `ellm_device_kv_tokens` of the running server; returns once the pool
+        has come to its size, or as near to it as it gets.
+
+        Raises:
+            ValueError: the server refused it.
+            ServerError: the pool is still under way after a minute.
+        """
         body = {"server_args": values}
         answer = self._http.post("/set_internal_state", json=body, timeout=60).json()
         if answer not in (True, [True]):
             raise ValueError(f"the server refused {values}: {answer}")
+        deadline = time.monotonic() + 60
+        while (resize := self.state(integrity=False)["resize"])["outcome"] == "under way":
+            if time.monotonic() > deadline:
+                raise ServerError(f"the pool does not come to its size: {resize}")
+            time.sleep(0.02)
 
     def switch_policy(self, name: str, **options: Any) -> None:
         """Ask another policy from now on.

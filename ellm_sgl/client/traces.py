@@ -49,7 +49,12 @@ class Trace:
 
     def first(self, count: int) -> Trace:
         """The first so many requests."""
-        return Trace(self.at_s[:count], self.prompt_tokens[:count], self.output_tokens[:count])
+        return self.part(0, count)
+
+    def part(self, begin: int, end: int) -> Trace:
+        """Requests from this one to before that one, as if nobody had come before them."""
+        at_s = self.at_s[begin:end]
+        return Trace(at_s - at_s[:1], self.prompt_tokens[begin:end], self.output_tokens[begin:end])
 
     def scaled(self, rate: float = 1.0, lengths: float = 1.0) -> Trace:
         """`rate` times the arrivals per second, `lengths` times the tokens (at least one each).

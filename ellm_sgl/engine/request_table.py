@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ellm_sgl.engine.answers import Answers
 from ellm_sgl.policies import EndedRequest, Requests
-from ellm_sgl.policies.lengths import OutputLengths, Seen
+from ellm_sgl.policies.lengths import OutputLengths
 
 Entries = npt.NDArray[np.int64]
 
@@ -35,9 +36,6 @@ _OF_ARRIVAL = tuple(field.name for field in dataclasses.fields(Arrival))
 _OURS = ("request_id", "waiting_since_s", "first_token_s", "last_token_s", "first_length", "ended")
 """Columns; times (`_s`) are float64, the others int64."""
 
-MOST_CLASSES = 16
-"""Priorities whose lengths are known apart: those of which an answer ended last."""
-
 
 class RequestTable:
     """One row per request the server knows; a row's number is its entry.
@@ -53,8 +51,8 @@ class RequestTable:
         }
         self._free = list(range(63, -1, -1))
         self._ids = count(1)
-        self._seen = Seen.nothing()
-        self._seen_by_class: Mapping[int, Seen] = {}
+        self.answers = Answers()
+        """Those that have ended; the simulator may put others in their place."""
 
     def add(self, arrival: Arrival, now_s: float) -> int:
         """Take note of a request that begins to wait; returns its entry."""
@@ -79,16 +77,9 @@ class RequestTable:
             bound = int(column["max_new_tokens"][entry])
             # The last token has no KV: lengths are counted as of requests that run. Who is aborted
             # makes room as who ends does, and a client that cuts answers off will do so again.
-            self._learn(entry, output_tokens - 1, cut_off=output_tokens >= bound)
+            kind = int(column["priority"][entry])
+            self.answers.ended(output_tokens - 1, kind, cut_off=output_tokens >= bound)
         return EndedRequest(int(column["request_id"][entry]), output_tokens, aborted)
-
-    def _learn(self, entry: int, tokens: int, cut_off: bool) -> None:
-        kind = int(self._columns["priority"][entry])
-        self._seen = self._seen.and_one(tokens, cut_off)
-        others = {k: seen for k, seen in self._seen_by_class.items() if k != kind}
-        known = self._seen_by_class.get(kind, Seen.nothing())
-        latest = [*others.items(), (kind, known.and_one(tokens, cut_off))]
-        self._seen_by_class = dict(latest[-MOST_CLASSES:])
 
     def remove(self, entry: int) -> EndedRequest | None:
         """A request has left the server, and its entry is free. One that has not ended was aborted:
@@ -103,7 +94,7 @@ class RequestTable:
     def lengths(self, running: Requests) -> OutputLengths:
         """What is known of output lengths, these requests' included."""
         generated = running.tokens - running.prompt_tokens
-        return OutputLengths(self._seen, self._seen_by_class, generated, running.priority)
+        return self.answers.known(generated, running.priority)
 
     def request_ids(self, entries: Entries) -> npt.NDArray[np.int64]:
         """Ids of these requests; they grow with arrival."""
@@ -142,8 +133,10 @@ class RequestTable:
     ) -> Requests:
         """Requests that decode, as a policy sees them. Lengths, in tokens, are the caller's, and
         so are the shared, the uncached and, of these, those on the host."""
-        last = self._columns["last_token_s"][entries]
-        waited = np.where(np.isnan(last), 0.0, now_s - last)
+        last_s = self._columns["last_token_s"]
+        # Of those seen for the first time the first token has just come, with the prompt.
+        last_s[entries[np.isnan(last_s[entries])]] = now_s
+        waited = now_s - last_s[entries]
         return self._requests(entries, lengths, shared, uncached, on_host, waited)
 
     def _requests(

@@ -1,19 +1,25 @@
 """Units, page table and physical pool: where each piece of KV is. No SGLang in here."""
 
 from ellm_sgl.memory.admission import AdmissionRoom
+from ellm_sgl.memory.arena import Arena, CpuArena
 from ellm_sgl.memory.elastic import ElasticMemory
 from ellm_sgl.memory.page_table import IntegrityError, OutOfBlocksError, PageTable
 from ellm_sgl.memory.pool import HiddenPool, KVPool
+from ellm_sgl.memory.resize import Outcome, Resizer
 from ellm_sgl.memory.shape import NONE, PoolShape
 
 __all__ = [
     "NONE",
     "AdmissionRoom",
+    "Arena",
+    "CpuArena",
     "ElasticMemory",
     "HiddenPool",
     "IntegrityError",
     "KVPool",
     "OutOfBlocksError",
+    "Outcome",
     "PageTable",
     "PoolShape",
+    "Resizer",
 ]

@@ -139,13 +139,21 @@ class ElasticMemory:
     def make_room(self, units: int) -> bool:
         """Free units until `units` can be placed: cached prefixes first, then the oldest unshared
         blocks of running requests, then shared ones. Returns whether there is room now."""
-        self._reclaim_until(units)
+        self.reclaim_prefixes(units)
         for shared in (False, True):
             short = units - self.table.free_units
             if short <= 0:
                 return True
             self._evict_units(short, shared)
         return self.table.free_units >= units
+
+    def reclaim_prefixes(self, units: int) -> None:
+        """Free cached prefixes that nobody uses until `units` can be placed, as far as there are
+        any."""
+        shape = self.table.shape
+        while (short := units - self.table.free_units) > 0:
+            if self._reclaim(-(-short // shape.num_groups) * shape.block_tokens) == 0:
+                return
 
     def make_room_for_step(self, units: int, seq_ids: Sequence[int]) -> bool:
         """`make_room`, and beyond it, as far as possible, for the units that a decode step of
@@ -226,7 +234,7 @@ class ElasticMemory:
         # Besides growth, room for what this step fetches; less by what is placed for good.
         growth = -(-len(seq_ids) // GROWING) * groups + self.slots * self._fetched_blocks(missing)
         cost = groups - self.slots if self._save is not None and groups > self.slots else groups
-        self._reclaim_until(growth + wanted)
+        self.reclaim_prefixes(growth + wanted)
         restored: list[int] = []
         before = self.table.used_units
         for seq_id in np.array(seq_ids)[excess > 0].tolist():
@@ -301,12 +309,6 @@ class ElasticMemory:
             return int(np.maximum(wanted - targets, 0).sum())
 
         return yields
-
-    def _reclaim_until(self, units: int) -> None:
-        shape = self.table.shape
-        while (short := units - self.table.free_units) > 0:
-            if self._reclaim(-(-short // shape.num_groups) * shape.block_tokens) == 0:
-                return
 
     def _evict_units(self, count: int, shared: bool) -> None:
         """Evict `count` units, one block at a time from the request that misses least beyond its

@@ -155,4 +155,4 @@ class HostTier:
 
 def _all_there(owned: IntArray, free: FreeList) -> bool:
     accounted = np.sort(np.concatenate([owned, free.ids]))
-    return np.array_equal(accounted, np.arange(1, free.capacity + 1))
+    return len(free.ids) == len(free) and np.array_equal(accounted, np.arange(1, free.capacity + 1))

@@ -1,4 +1,4 @@
-"""Arrays of ids: a stack of free ones, and the blocks that a request holds."""
+"""Arrays of ids: those that are free, and the blocks that a request holds."""
 
 from __future__ import annotations
 
@@ -8,32 +8,54 @@ from ellm_sgl.memory.shape import IntArray
 
 
 class FreeList:
-    """Ids 1..capacity; the last given back is the first taken, so memory stays warm."""
+    """Ids 1..capacity. The lowest free ones are taken first: with so many in use, none above the
+    highest number ever in use at once is given out, and what lies beyond can do without memory."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._stack = np.arange(capacity, 0, -1, dtype=np.int32)
+        self._free = np.ones(capacity + 1, np.bool_)
+        self._free[0] = False
         self._count = capacity
+        self._first = 1
+        """No lower id is free."""
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def ids(self) -> IntArray:
-        """The free ids, in no particular order (a view)."""
-        return self._stack[: self._count]
+        """The free ids, ascending."""
+        return np.flatnonzero(self._free).astype(np.int32)
+
+    @property
+    def highest_taken(self) -> int:
+        """The highest id that is not free; 0 if all are."""
+        return int(len(self._free) - 1 - np.argmin(self._free[::-1]))
 
     def take(self, count: int) -> IntArray:
-        """Take `count` ids; the caller has made sure that there are as many."""
+        """Take `count` ids, ascending; the caller has made sure that there are as many."""
         assert 0 <= count <= self._count
+        if count == 0:
+            return np.empty(0, np.int32)
+        # Most often what is free lies together, right behind the last one taken.
+        width = 2 * count + 64
+        found = np.flatnonzero(self._free[self._first : self._first + width])
+        while len(found) < count and width <= self.capacity:
+            width *= 4
+            found = np.flatnonzero(self._free[self._first : self._first + width])
+        ids = (found[:count] + self._first).astype(np.int32)
+        self._free[ids] = False
         self._count -= count
-        return self._stack[self._count : self._count + count][::-1].copy()
+        self._first = int(ids[-1]) + 1
+        return ids
 
     def give(self, ids: IntArray) -> None:
         """Give ids back. Giving back what was not taken corrupts the list (see
         `PageTable.check_integrity`)."""
-        self._stack[self._count : self._count + len(ids)] = ids
-        self._count += len(ids)
+        if len(ids):
+            self._free[ids] = True
+            self._count += len(ids)
+            self._first = min(self._first, int(ids.min()))
 
 
 class Sequence:

@@ -8,8 +8,16 @@
 
 Blocks are reference counted: one reference for the owner of the logical address (SGLang's
 allocator: a request, later the prefix tree), plus one for every sequence that maps the block.
-A block's units return to the free list at the moment its last reference goes; nothing is ever
-compacted. Only numbers live here; the KV itself is in `KVPool`.
+A block's units return to the free list at the moment its last reference goes. Only numbers live
+here; the KV itself is in `KVPool`.
+
+Units are given out lowest first, and may move (`relocate`), since nobody else keeps their numbers
+between two steps. So the units beyond a frontier can do without memory:
+
+```
+ unit   1 ──────── in use ─────────┬── free ──┬── free ──────┬── no memory ── num_units
+                                   used   unit_limit   committed_units
+```
 
 What a unit holds is KV only once a forward pass has computed it: the table is told so
 (`note_computed`), and refuses copies of anything else.
@@ -56,7 +64,7 @@ class PageTable:
     Args:
         shape: how tokens and layers are cut.
         num_blocks: logical capacity in blocks; may exceed what the units can back.
-        num_units: physical capacity in units.
+        num_units: physical capacity in units, all of them committed.
         host_units: capacity of the host tier in units; 0 is none.
         hidden_groups: layer groups, from the lowest, whose hidden states the host keeps.
     """
@@ -90,8 +98,10 @@ class PageTable:
         self._free_units = FreeList(num_units)
         self._lent: npt.NDArray[np.bool_] = np.zeros(num_units + 1, np.bool_)
         """Units borrowed for the step in flight."""
+        self.committed_units = num_units
+        """Units 1..so many have memory; `commit_units` and `decommit_units` change it."""
         self.unit_limit = num_units
-        """Units that may be used; `limit_units` changes it."""
+        """Units that may be used, of those committed; `limit_units` changes it."""
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._sequences: dict[int, Sequence] = {}
@@ -108,7 +118,7 @@ class PageTable:
 
     @property
     def num_units(self) -> int:
-        """Units that exist."""
+        """Units for which addresses are reserved."""
         return self._free_units.capacity
 
     @property
@@ -126,7 +136,6 @@ class PageTable:
 
     @property
     def free_block_ids(self) -> IntArray:
-        """In no particular order (a view)."""
         return self._free_blocks.ids
 
     def limit_units(self, limit: int) -> None:
@@ -135,14 +144,57 @@ class PageTable:
         Units in use beyond the limit stay valid until they are evicted or freed.
 
         Raises:
-            ValueError: fewer than one block's units, or more than exist.
+            ValueError: fewer than one block's units, or more than are committed.
         """
-        if not self.shape.num_groups <= limit <= self.num_units:
+        if not self.shape.num_groups <= limit <= self.committed_units:
             raise ValueError(
-                f"unit limit must be between {self.shape.num_groups} and {self.num_units}, "
+                f"unit limit must be between {self.shape.num_groups} and {self.committed_units}, "
                 f"got {limit}"
             )
         self.unit_limit = limit
+
+    @property
+    def highest_unit(self) -> int:
+        """The highest unit that is not free; 0 if all are."""
+        return self._free_units.highest_taken
+
+    def commit_units(self, count: int) -> None:
+        """Units 1..`count` have memory now; not fewer than before."""
+        if not self.committed_units <= count <= self.num_units:
+            raise IntegrityError(
+                f"commit of {count} units, where {self.committed_units} of {self.num_units} are"
+            )
+        self.committed_units = count
+
+    def decommit_units(self, count: int) -> None:
+        """Units beyond `count` lose their memory: none of them is in use, nor within the limit."""
+        least = max(self.unit_limit, self.highest_unit)
+        if not least <= count <= self.committed_units:
+            raise IntegrityError(
+                f"decommit beyond {count} units, of which {self.committed_units} are committed and "
+                f"{least} needed"
+            )
+        self.committed_units = count
+
+    def relocate(self, most: int) -> tuple[IntArray, IntArray]:
+        """Move up to `most` of the units beyond the limit, the highest first, to the lowest free
+        ones. Units on loan stay.
+
+        The caller copies them before anything else is read or written.
+
+        Returns:
+            The units that they were, and those that they are now, one to one.
+        """
+        if self.free_units < 0:
+            raise IntegrityError(f"{self.used_units} units do not fit below {self.unit_limit}")
+        blocks, groups = np.nonzero(self.units > self.unit_limit)
+        highest = np.argsort(-self.units[blocks, groups])[:most]
+        blocks, groups = blocks[highest], groups[highest]
+        sources = self.units[blocks, groups]
+        targets = self._free_units.take(len(sources))
+        self._units[blocks, groups] = targets
+        self._free_units.give(sources)
+        return sources, targets
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -481,6 +533,7 @@ class PageTable:
         mapped = int(lengths.sum())
         places = sum(s.count for s in self._sequences.values()) * self.shape.block_tokens
         return PoolStatistics(
+            units_committed=self.committed_units,
             units_total=self.unit_limit,
             units_free=max(self.free_units, 0),
             blocks_total=self.num_blocks,
@@ -503,6 +556,10 @@ class PageTable:
         accounted = np.concatenate([owned, lent, self._free_units.ids])
         if not np.array_equal(np.sort(accounted), np.arange(1, self.num_units + 1)):
             raise IntegrityError("units: some unit is lost, or owned more than once")
+        if len(self._free_units) != len(self._free_units.ids):
+            raise IntegrityError("units: some unit was given back more than once")
+        if not max(self.unit_limit, self.highest_unit) <= self.committed_units <= self.num_units:
+            raise IntegrityError("units: one without memory is in use, or within the limit")
         free = np.zeros(self.num_blocks + 1, bool)
         free[self._free_blocks.ids] = True
         if int(free.sum()) != len(self._free_blocks):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from ellm_sgl.host_file import map_file
+from ellm_sgl.memory.arena import Arena
 from ellm_sgl.memory.shape import PoolShape
 
 
@@ -20,7 +22,8 @@ class KVPool:
 
     With `path` the buffer is a new file, mapped into memory, whose name is gone at once
     (`host_file.map_file`, whose errors are this class's). `pinned` is for a pool in host memory
-    with which a CUDA device exchanges units.
+    with which a CUDA device exchanges units. `reserve` makes an arena of so many bytes, and the
+    buffer lies over it: then units 1..n alone may have memory (`commit`, `decommit`).
     """
 
     def __init__(
@@ -33,13 +36,19 @@ class KVPool:
         device: str | torch.device,
         path: Path | None = None,
         pinned: bool = False,
+        reserve: Callable[[int], Arena] | None = None,
     ) -> None:
         self.shape = shape
         self.num_units = num_units
+        self.arena: Arena | None = None
         # Not zeroed: nothing is read before it is written (the kernel tests poison the rest), and
         # on a CPU host memory that no request has used yet is not taken from the others.
         size = (num_units + 1, shape.layer_group, 2, shape.block_tokens, kv_heads, head_dim)
-        self.buffer = _buffer(size, dtype, device, path, pinned)
+        if reserve is None:
+            self.buffer = _buffer(size, dtype, device, path, pinned)
+        else:
+            self.arena = reserve(math.prod(size) * dtype.itemsize)
+            self.buffer = torch.frombuffer(self.arena.memory, dtype=dtype).view(size)
 
     @staticmethod
     def bytes_per_unit(shape: PoolShape, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -49,6 +58,27 @@ class KVPool:
     @property
     def unit_bytes(self) -> int:
         return self.buffer[0].nbytes
+
+    def commit(self, low: int, high: int) -> None:
+        """Units 1..`high` have memory when this returns, of which 1..`low` had it before. See
+        `Arena.commit`, whose errors are this function's."""
+        assert self.arena is not None
+        if (begin := self.bytes_behind(low)) < (end := self.bytes_behind(high)):
+            self.arena.commit(begin, end)
+
+    def decommit(self, low: int, high: int) -> None:
+        """Units 1..`low` have memory from now on, of which 1..`high` had it before."""
+        assert self.arena is not None
+        if (begin := self.bytes_behind(low)) < (end := self.bytes_behind(high)):
+            self.arena.decommit(begin, end)
+
+    def bytes_behind(self, units: int) -> int:
+        """Bytes of memory that unit 0 and units 1..`units` take, in whole granules."""
+        if self.arena is None:
+            return self.buffer.nbytes
+        granule = self.arena.granule
+        whole = -(-(units + 1) * self.unit_bytes // granule) * granule
+        return min(whole, self.arena.nbytes)
 
     def keys(self, layer: int) -> torch.Tensor:
         """K of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""

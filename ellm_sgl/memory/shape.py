@@ -59,6 +59,8 @@ class PoolShape:
 class PoolStatistics:
     """Occupancy of the pool. All figures are instantaneous counts, none is an estimate."""
 
+    units_committed: int
+    """Units that have memory."""
     units_total: int
     """Units that may be in use (the current limit)."""
     units_free: int

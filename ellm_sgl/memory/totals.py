@@ -16,6 +16,8 @@ class Totals:
     saved_units: int = 0
     """Units copied to the host tier."""
     restored_units: int = 0
+    relocated_units: int = 0
+    """Units moved so that the memory behind them can be given back."""
     recomputed_tokens: int = 0
     fetched_units: int = 0
     """Units streamed in from the host tier,"""

@@ -133,6 +133,8 @@ HOOKS: tuple[Hook, ...] = (
          _ENABLED, "requests that the policy admits come first"),
     Hook(f"{_SCHEDULER}.process_input_requests", "BEFORE", "scheduler:resume_paused",
          _ENABLED, "paused requests are back before anybody may abort or count them"),
+    Hook(f"{_SCHEDULER}.process_input_requests", "BEFORE", "scheduler:resize",
+         _ENABLED, "the pool shrinks and grows between two steps, in turns that all ranks share"),
     Hook(f"{_CHECKER}.self_check_during_busy", "BEFORE", "scheduler:resume_paused",
          _ENABLED, "SGLang's own memory check counts every running request"),
     # new weights

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import RECOMPUTE, EllmConfig
-from ellm_sgl.memory import KVPool, OutOfBlocksError, PageTable
+from ellm_sgl.memory import Arena, CpuArena, KVPool, OutOfBlocksError, PageTable
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.host_tier import (
     SLOTS,
@@ -79,7 +79,9 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
         KVPool.bytes_per_unit(shape, heads, head_dim, dtype),
     )
     table = PageTable(shape, logical_tokens // shape.block_tokens, units, host_units, groups)
-    pool = KVPool(shape, units, heads, head_dim, dtype, configurator.device)
+    pool = KVPool(
+        shape, units, heads, head_dim, dtype, configurator.device, reserve=_arena(configurator)
+    )
     hidden: HiddenStates | None = None
     if groups:
         hidden = HiddenStates(make_hidden_pool(settings, shape, groups, configurator), pool)
@@ -115,6 +117,11 @@ def _max_restored_tokens(configurator: Any) -> int:
     """Most tokens that a step can recompute: those of the longest request, or of a prefill."""
     context: int = configurator.model_config.context_len
     return max(context, configurator.server_args.max_prefill_tokens)
+
+
+def _arena(configurator: Any) -> Callable[[int], Arena] | None:
+    """What the device pool lies over; on CUDA devices plain memory so far."""
+    return CpuArena if configurator.device == "cpu" else None
 
 
 def _settings() -> EllmConfig:

@@ -9,12 +9,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ellm_sgl.engine import Arrival, Decision, Iteration
 from ellm_sgl.engine.request_table import Entries, entries_array
+from ellm_sgl.kernels.choose import choose_copy
+from ellm_sgl.memory import Resizer
+from ellm_sgl.memory.resize import Submit
 from ellm_sgl.sglang.context import context_of, rows_of
 from ellm_sgl.sglang.paused import PausedRequests
 from ellm_sgl.sglang.slo import slo_seconds
+from ellm_sgl.worker import Worker
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -30,12 +35,22 @@ class EllmScheduler:
     Args:
         iteration: the loop that it drives.
         scheduler: SGLang's.
+        submit: commits memory while steps run; a thread of its own unless given.
     """
 
-    def __init__(self, iteration: Iteration, scheduler: Scheduler) -> None:
+    def __init__(
+        self, iteration: Iteration, scheduler: Scheduler, submit: Submit | None = None
+    ) -> None:
         self.iteration = iteration
         self.scheduler = scheduler
         self.paused = PausedRequests(scheduler)
+        self.resizer = Resizer(
+            iteration.elastic,
+            context_of(scheduler).pool,
+            choose_copy(),
+            submit or Worker("ellm-commit").submit,
+            self._least_of_ranks,
+        )
         self.prefilling: Sequence[int] = ()
         """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed
         in."""
@@ -187,6 +202,25 @@ class EllmScheduler:
         (decision,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
         return decision
 
+    def resize(self, units: int | None = None) -> None:
+        """Go on shrinking or growing the pool, or begin to: to so many units."""
+        idle = not (self.scheduler.running_batch.reqs or self.scheduler.waiting_queue)
+        if units is None:
+            self.resizer.step(idle)
+        else:
+            self.resizer.ask(units, idle)
+
+    def _least_of_ranks(self, numbers: list[int]) -> list[int]:
+        """The least of each of these numbers over all ranks, which all must ask in the same turn of
+        SGLang's loop."""
+        if self.scheduler.ps.tp_size == 1:
+            return numbers
+        least = torch.tensor(numbers)
+        group = self.scheduler.tp_group.cpu_group
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
+        agreed: list[int] = least.tolist()
+        return agreed
+
     def reclaimable(self) -> int:
         """Tokens of cached prefixes that nobody uses."""
         return int(self.scheduler.tree_cache.evictable_size())
@@ -224,3 +258,9 @@ def resume_paused(scheduler_or_checker: Any, *_: Any, **__: Any) -> None:
     """Before `Scheduler.process_input_requests` (and SGLang's check of a busy server): those who
     were paused are running requests like any other, for instance to be aborted."""
     scheduler_of(scheduler_or_checker).paused.bring_back()
+
+
+def resize(scheduler: Scheduler, *_: Any, **__: Any) -> None:
+    """Before `Scheduler.process_input_requests`: a pool that shrinks or grows goes on with it, also
+    while generation is paused."""
+    scheduler_of(scheduler).resize()

@@ -46,6 +46,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     ours = context_of(scheduler)
     statistics = ours.table.statistics()
     totals = ours.elastic.totals
+    resizer = scheduler_of(scheduler).resizer
     return {
         "enabled": True,
         "mode": ours.settings.mode,
@@ -74,6 +75,13 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "retractions_total": totals.retractions,
         "pauses_total": totals.pauses,
         "page_table_ms_total": totals.page_table_s * 1e3,
+        "relocated_units_total": totals.relocated_units,
+        "device_bytes_reserved": ours.pool.buffer.nbytes,
+        "device_bytes_committed": ours.pool.bytes_behind(statistics.units_committed),
+        "resize": {
+            "wanted_tokens": ours.table.shape.tokens_in(resizer.wanted_units),
+            "outcome": resizer.outcome,
+        },
         "pool": dataclasses.asdict(statistics),
     }
 
@@ -191,15 +199,16 @@ _CONTROLS: dict[str, Callable[[Scheduler, dict[str, Any]], list[dict[str, Any]]]
 def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInternalStateReq) -> Any:
     """Around `Scheduler.set_internal_state`: take our keys, leave SGLang the others.
 
-    `ellm_ratio`: the fixed-ratio policy with this ratio. `ellm_device_kv_tokens`: use only so
-    much of the device pool from now on. SGLang's answer has no place for why one is refused: the
-    log tells.
+    `ellm_ratio`: the fixed-ratio policy with this ratio. `ellm_device_kv_tokens`: the device pool's
+    size, which free units come to at once, and those in use or to be committed step by step
+    (`Resizer`): the state tells what has become of it. SGLang's answer has no place for why one is
+    refused: the log tells.
     """
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     theirs = {k: v for k, v in request.server_args.items() if k not in (RATIO, DEVICE_TOKENS)}
     try:
-        policy, unit_limit = _wanted(scheduler, request.server_args)
+        policy, units = _wanted(scheduler, request.server_args)
     except ConfigError as error:
         logger.warning("set_internal_state refused, nothing has changed: %s", error)
         return SetInternalStateReqOutput(updated=False)
@@ -210,15 +219,16 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
             return result
     if policy is not None:
         switch_policy(scheduler, "fixed-ratio", policy)
-    context_of(scheduler).table.limit_units(unit_limit)
+    if units is not None:
+        scheduler_of(scheduler).resize(units)
     return SetInternalStateReqOutput(updated=True)
 
 
-def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None, int]:
-    """The policy asked for, if any, and the limit on the device's units. ConfigError where a value
-    makes no sense."""
+def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None, int | None]:
+    """The policy asked for, if any, and the device's units, if so. ConfigError where a value makes
+    no sense."""
     ours = context_of(scheduler)
-    policy, limit = None, ours.table.unit_limit
+    policy, units = None, None
     if RATIO in values:
         _refuse_in_a_baseline(scheduler, RATIO)
         _check(RATIO, values[RATIO], SHARE, "the share of each request's tokens to leave uncached")
@@ -230,8 +240,8 @@ def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None
         blocks = ours.table.num_units // shape.num_groups
         allowed = Range(shape.block_tokens, (blocks + 1) * shape.block_tokens, high_open=True)
         _check(DEVICE_TOKENS, tokens, allowed, "the tokens of KV that the device may hold")
-        limit = int(tokens // shape.block_tokens) * shape.num_groups
-    return policy, limit
+        units = int(tokens // shape.block_tokens) * shape.num_groups
+    return policy, units
 
 
 def _check(name: str, value: object, allowed: Range, what: str) -> None:

@@ -33,6 +33,7 @@ class Load:
         max_new_tokens: int | None = None,
         tpot_slo_s: float = math.inf,
         ttft_slo_s: float = math.inf,
+        priority: int = 0,
     ) -> Load:
         """A trace's requests.
 
@@ -41,14 +42,22 @@ class Load:
                 does not know output lengths. None: it knows them exactly.
             tpot_slo_s: of every request; inf: none.
             ttft_slo_s: likewise.
+            priority: of every request; larger is more urgent.
         """
         output = trace.output_tokens
         said = output if max_new_tokens is None else np.maximum(output, max_new_tokens)
         count = len(trace)
         return Load(
-            trace.at_s, trace.prompt_tokens, output, said, np.zeros(count, np.int64),
+            trace.at_s, trace.prompt_tokens, output, said, np.full(count, priority),
             np.full(count, tpot_slo_s), np.full(count, ttft_slo_s),
         )  # fmt: skip
+
+    @staticmethod
+    def together(*loads: Load) -> Load:
+        """The requests of all of these, by arrival."""
+        columns = {n: np.concatenate([getattr(load, n) for load in loads]) for n in vars(loads[0])}
+        order = np.argsort(columns["at_s"], kind="stable")
+        return Load(**{name: column[order] for name, column in columns.items()})
 
 
 class Progress:

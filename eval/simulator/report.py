@@ -5,17 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ellm_sgl.client.summary import Spread, Summary, per_second
+from ellm_sgl.client.traces import FloatArray
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.engine import Simulation, Tick
-from ellm_sgl.eval.simulator.load import Load
+from ellm_sgl.eval.simulator.load import Load, Progress
 from ellm_sgl.eval.simulator.machines import Machine
-from ellm_sgl.eval.simulator.record import Record, Sample
+from ellm_sgl.eval.simulator.record import Sample
 from ellm_sgl.eval.simulator.settings import Settings
+
+BoolArray = npt.NDArray[np.bool_]
 
 SERIES_POINTS = 400
 """Points of a time series that are kept."""
+
+
+@dataclass(frozen=True)
+class ClassSummary:
+    """Requests of one priority, among the others of their load."""
+
+    priority: int
+    requests: int
+    ttft: Spread
+    tpot: Spread
+    slo_attainment: float
+    """As in `Summary`, and"""
+    tpot_attainment: float
 
 
 @dataclass(frozen=True)
@@ -25,6 +42,8 @@ class SimReport:
     machine: str
     settings: Settings
     summary: Summary
+    classes: tuple[ClassSummary, ...]
+    """By priority, the most urgent first."""
     running_mean: float
     """Requests that decode together, averaged over decoding time."""
     uncached_share: float
@@ -61,10 +80,12 @@ def sum_up(simulation: Simulation) -> SimReport:
     failures = mode.iteration.controller.guard.failures if isinstance(mode, Elastic) else {}
     served = ~simulation.progress.refused
     prompts = float(simulation.load.prompt_tokens[served].sum())
+    found = _Latencies.of(simulation.load, simulation.progress)
     return SimReport(
         machine=simulation.machine.name,
         settings=simulation.settings,
-        summary=_summary(simulation, record),
+        summary=_summary(simulation, found),
+        classes=_classes(simulation.load, found),
         running_mean=_over(record.rows_s, record.decode_s),
         uncached_share=_over(record.restored_tokens, record.decoded_tokens),
         retractions=record.retractions,
@@ -79,15 +100,27 @@ def sum_up(simulation: Simulation) -> SimReport:
     )
 
 
-def _summary(simulation: Simulation, record: Record) -> Summary:
-    load, progress = simulation.load, simulation.progress
-    served = ~progress.refused
-    ttft = (progress.first_s - load.at_s)[served]
-    decoded = (progress.generated - 1)[served]
-    spent = (progress.last_s - progress.first_s)[served]
-    tpot = np.where(decoded > 0, spent / np.maximum(decoded, 1), np.nan)
-    in_tpot = ~(tpot > load.tpot_slo_s[served])
-    in_time = in_tpot & ~(ttft > load.ttft_slo_s[served])
+@dataclass(frozen=True, eq=False)
+class _Latencies:
+    """Of each request: seconds, nan where there is none; and whether it was within its SLOs."""
+
+    ttft: FloatArray
+    tpot: FloatArray
+    in_tpot: BoolArray
+    in_time: BoolArray
+    """Within both."""
+
+    @classmethod
+    def of(cls, load: Load, progress: Progress) -> _Latencies:
+        ttft = progress.first_s - load.at_s
+        decoded, spent = progress.generated - 1, progress.last_s - progress.first_s
+        tpot = np.where(decoded > 0, spent / np.maximum(decoded, 1), np.nan)
+        in_tpot = ~progress.refused & ~(tpot > load.tpot_slo_s)
+        return cls(ttft, tpot, in_tpot, in_tpot & ~(ttft > load.ttft_slo_s))
+
+
+def _summary(simulation: Simulation, found: _Latencies) -> Summary:
+    load, progress, record = simulation.load, simulation.progress, simulation.record
     began = float(load.at_s.min(initial=0.0))
     seconds = float(np.nanmax(progress.last_s, initial=began)) - began
     drain = float(np.nanmax(progress.first_s, initial=began))
@@ -100,12 +133,28 @@ def _summary(simulation: Simulation, record: Record) -> Summary:
         output_tokens=tokens,
         tokens_per_s=per_second(tokens, seconds),
         steady_tokens_per_s=per_second(before_drain, drain - began),
-        slo_tokens_per_s=per_second(int(progress.generated[served][in_tpot].sum()), seconds),
-        ttft=Spread.of(ttft),
-        tpot=Spread.of(tpot),
+        slo_tokens_per_s=per_second(int(progress.generated[found.in_tpot].sum()), seconds),
+        ttft=Spread.of(found.ttft),
+        tpot=Spread.of(found.tpot),
         itl=Spread.of(record.gaps_s),
-        slo_attainment=_over(float(in_time.sum()), len(load)),
-        tpot_attainment=_over(float(in_tpot.sum()), len(load)),
+        slo_attainment=_over(float(found.in_time.sum()), len(load)),
+        tpot_attainment=_over(float(found.in_tpot.sum()), len(load)),
+    )
+
+
+def _classes(load: Load, found: _Latencies) -> tuple[ClassSummary, ...]:
+    kinds = np.unique(load.priority)[::-1].tolist()
+    return tuple(_class_summary(kind, found, load.priority == kind) for kind in kinds)
+
+
+def _class_summary(priority: int, found: _Latencies, members: BoolArray) -> ClassSummary:
+    return ClassSummary(
+        priority,
+        requests=int(members.sum()),
+        ttft=Spread.of(found.ttft[members]),
+        tpot=Spread.of(found.tpot[members]),
+        slo_attainment=float(found.in_time[members].mean()),
+        tpot_attainment=float(found.in_tpot[members].mean()),
     )
 
 

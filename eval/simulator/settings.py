@@ -13,6 +13,7 @@ from ellm_sgl import latency
 from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.config.ranges import TOKENS, Range, shown
 from ellm_sgl.engine import Controller, ServerLimits, StepLog
+from ellm_sgl.engine.answers import Answers
 from ellm_sgl.eval.simulator.admission import (
     Admission,
     PaperAdmission,
@@ -32,6 +33,7 @@ from ellm_sgl.eval.simulator.restoring import (
 )
 from ellm_sgl.latency import HardwareProfile, LatencyModel, RooflineLatencyModel, StepWork
 from ellm_sgl.memory import PageTable, PoolShape
+from ellm_sgl.policies.lengths import Seen
 from ellm_sgl.policies.registry import create
 
 MODES = ("ellm", "recompute", "swap", "hcache")
@@ -88,6 +90,8 @@ class Settings:
     None: the device's."""
     observed_steps: tuple[tuple[StepWork, float], ...] = ()
     """Steps, and their seconds, that the policy's model has learnt from before."""
+    lengths: Seen | None = None
+    """Of answers: what the server knows of them instead of learning from those that end."""
     stride: int = 8
     """Decode steps that one decision is good for, at most. 1 is what a server does; more is
     faster, and less exact: see `engine`."""
@@ -200,7 +204,20 @@ def build_mode(
             max_restored,
         ),
     )
-    return Elastic(table, load, progress, controller, max_restored, clock)
+    built = Elastic(table, load, progress, controller, max_restored, clock)
+    if settings.lengths is not None:
+        built.iteration.requests.answers = Taught(settings.lengths)
+    return built
+
+
+class Taught(Answers):
+    """Lengths learnt elsewhere; what ends here teaches nothing."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def ended(self, tokens: int, priority: int, cut_off: bool) -> None: ...
 
 
 def _host_store(machine: Machine, mode: str) -> HostStore | None:

@@ -52,8 +52,9 @@ class Fcfs(Policy):
     - That is asked not only of now but until all have ended, by what is known of output lengths
       (`problem.forecast`), and the mean step until then must keep the SLO: the paper takes current
       lengths and the next step, and so admits requests that soon push each other out.
-    - Where memory no longer holds those that run, the last of them pause, their KV evicted, if more
-      tokens per second are decoded so than by restoring part of everyone in every step.
+    - Where memory no longer holds those that run, some of them pause, their KV evicted, if more
+      tokens per second are decoded so than by restoring part of everyone in every step: those
+      furthest ahead of their SLO; without one, the last.
       Otherwise running requests stay, also where memory or SLO admit no answer; then nobody
       is admitted. A request that would be alone is, whatever it needs.
 
@@ -112,9 +113,9 @@ class Fcfs(Policy):
             self._rotated = self._rotation.decide(state)
             return self._rotated.batch()
         if count and self._pausing is not None:
-            active = self._pausing.active(state)
-            if active < count:
-                return Batch(admit=(), pause=tuple(range(active, count)))
+            paused = self._pausing.paused(state)
+            if len(paused):
+                return Batch(admit=(), pause=tuple(paused.tolist()))
         most = min(len(state.waiting), state.max_running - count)
         return Batch(admit=tuple(range(self._admitted(state, most) if most > 0 else 0)))
 
@@ -124,7 +125,7 @@ class Fcfs(Policy):
             ratios = ratios_of(rotated, state.running.tokens)
             return Ratios(ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
         if batch.pause and self._pausing is not None:
-            evicted = self._pausing.evicted(state, len(state.running) - len(batch.pause))
+            evicted = self._pausing.evicted(state, len(batch.pause))
             return Ratios(ratios_of(evicted, state.running.tokens), NOBODY)
         shared = self._evicted(state, batch, Candidates.of(state, batch.admit))
         return ratios_for(state, batch, shared, eventually=self._forecasts)

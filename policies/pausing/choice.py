@@ -1,10 +1,10 @@
 """Which running requests take part, when not all can.
 
-To restore part of every request in every step may cost more than to pause the last ones, without
-their KV, until there is room for them again. The latency model decides: the first k requests run
-for which k / T(k, r(k)) is best. Those that pause come back as new requests come in: where there is
-room for what they have lost, and more is decoded so until they end, by what is known of output
-lengths. SLOs are left aside, since somebody has to wait, and who pauses misses it, too.
+To restore part of every request in every step may cost more than to pause some, without their KV,
+until there is room for them again. The latency model decides how many: the first k requests run for
+which k / T(k, r(k)) is best, in the order of `turns.pause_order`. Those that pause come back as new
+requests come in: where there is room for what they have lost, and more is decoded so until they
+end, by what is known of output lengths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ellm_sgl.policies.base import FloatArray, IntArray, SystemState
+from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, SystemState
+from ellm_sgl.policies.pausing.turns import exchange, pause_order
+from ellm_sgl.policies.planned import select
+from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
     decode_seconds,
@@ -21,8 +24,9 @@ from ellm_sgl.policies.problem.candidates import (
     least_evicted,
     share_for,
     short_tokens,
+    slack_s,
 )
-from ellm_sgl.policies.problem.forecast import Forecast
+from ellm_sgl.policies.problem.forecast import SLO_SHARE, Forecast
 from ellm_sgl.policies.problem.standing import Standing
 
 GAIN = 0.05
@@ -35,37 +39,59 @@ GROWTH_STEPS = COUNT_EVERY
 
 
 class Pausing:
-    """Remembers from one iteration to the next who is paused: the last of the running requests, in
-    the order of the state's."""
+    """Remembers from one iteration to the next who is paused."""
 
     def __init__(self) -> None:
         self._paused: IntArray = np.zeros(0, np.int64)
         """Their ids."""
         self._counted: Standing[None] | None = None
         """It stands who takes part."""
+        self._order: IntArray = np.zeros(0, np.int64)
+        """Positions of the running requests, the paused ones last; computed with `_counted`, and"""
         self._evicted: IntArray | None = None
-        """n_i of the running requests while some pause; computed with `_counted`."""
+        """n_i of the running requests while some pause."""
 
-    def active(self, state: SystemState) -> int:
-        """How many of the running requests take part, from the first on; at least one."""
+    def paused(self, state: SystemState, level: IntArray | None = None) -> IntArray:
+        """Positions of the running requests that pause; not of all.
+
+        Args:
+            level: int64 [running]; the higher ones are less urgent and pause first.
+        """
         ids = state.running.request_id
         paused = np.isin(ids, self._paused)
-        active = max(int(paused.argmax()), 1) if paused.any() else len(ids)
         short = max(short_tokens(state, Candidates.of(state)), 0)
-        restores = bool(state.running.uncached_tokens[:active].any())
+        restores = bool(state.running.uncached_tokens[~paused].any())
         given = ids, state.memory.device_tokens, short.bit_length(), restores
         if self._counted is None or not self._counted.holds(*given):
             self._counted = Standing(None, *given, iterations=COUNT_EVERY)
             self._evicted = None
-            active = participants(state, active)
-        self._paused = ids[active:]
-        return active
+            if short > 0 or paused.any():
+                self._choose(state, paused, np.zeros_like(ids) if level is None else level)
+        self._paused = ids[paused]
+        return np.flatnonzero(paused)
 
-    def evicted(self, state: SystemState, active: int) -> IntArray:
-        """n_i of the running requests, while only the first `active` take part."""
+    def evicted(self, state: SystemState, paused: int) -> IntArray:
+        """n_i of the running requests, while so many pause."""
         if self._evicted is None:
-            self._evicted = evicted_tokens(state, active)
+            evicted = evicted_tokens(_in_order(state, self._order), len(self._order) - paused)
+            self._evicted = np.empty_like(evicted)
+            self._evicted[self._order] = evicted
         return self._evicted
+
+    def _choose(self, state: SystemState, paused: BoolArray, level: IntArray) -> None:
+        """Who pauses from now on, in `paused`."""
+        ids, slack = state.running.request_id, slack_s(state, SLO_SHARE)
+        order = pause_order(ids, slack, paused, level)
+        active = max(int(paused[order].argmax()), 1) if paused.any() else len(order)
+        active = participants(_in_order(state, order), active)
+        paused[order] = np.arange(len(order)) >= active
+        exchange(state, slack, paused, level)
+        self._order = pause_order(ids, slack, paused, level)
+
+
+def _in_order(state: SystemState, order: IntArray) -> SystemState:
+    """With the running requests in this order."""
+    return replace(state, running=select(state.running, order))
 
 
 def participants(state: SystemState, active: int) -> int:
@@ -74,42 +100,50 @@ def participants(state: SystemState, active: int) -> int:
     Args:
         active: how many took part in the step before.
     """
-    count, candidates = len(state.running), Candidates.of(state)
-    if active == count and short_tokens(state, candidates) <= 0:
+    count = len(state.running)
+    if active == count and short_tokens(state, Candidates.of(state)) <= 0:
         return count
-    forecast = _with_paused(Forecast.of(state, 0), candidates)
-    sizes = np.arange(1, count + 1)
-    _, seconds, fits = forecast.least(sizes)
-    value = np.where(fits[0], sizes / seconds[0], 0.0)
+    sizes, anything = np.arange(1, count + 1), np.full(count + 1, np.inf)
+    now = replace(BatchProblem.of(state, 0), limit_s=anything)
+    now = replace(now, short=_with_paused(state, now.short, np.arange(count + 1)))
+    _, seconds, fits = now.least(sizes)
+    value = np.where(fits, sizes / seconds, 0.0)
     # What was evicted may find no room to come back: each step restores it then.
     value[active - 1] = min(value[active - 1], active / decode_seconds(state, slice(active)))
     best = int(value[:active].argmax()) + 1
-    if forecast.short[0, active] > 0.0 and value[best - 1] > (1.0 + GAIN) * value[active - 1]:
+    if now.short[active] > 0.0 and value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
-    return max(active, _resumed(forecast, state, active, value))
+    return max(active, _resumed(state, active, now.short, value))
 
 
-def _with_paused(forecast: Forecast, candidates: Candidates) -> Forecast:
-    """Those beyond the first k hold what cannot be evicted; and until it is asked again each of the
-    others may grow by a block."""
+def _with_paused(state: SystemState, short: FloatArray, rows: FloatArray | IntArray) -> FloatArray:
+    """Device tokens that are missing with the last of the running requests paused: they hold what
+    cannot be evicted; and until it is asked again each of the others may grow by a block.
+
+    Args:
+        short: without those that pause, [..., b], up to all requests;
+        rows: and how many decode.
+    """
+    candidates = Candidates.of(state)
     held = (candidates.charged - candidates.evictable).astype(np.float64)
     beyond = np.append(np.cumsum(held[::-1])[::-1], 0.0)
-    return replace(
-        forecast, short=forecast.short + beyond + forecast.memory.block_tokens * forecast.rows
-    )
+    beyond = beyond[-short.shape[-1] :]
+    return np.asarray(short + beyond + state.memory.block_tokens * rows)
 
 
-def _resumed(forecast: Forecast, state: SystemState, active: int, value: FloatArray) -> int:
+def _resumed(state: SystemState, active: int, short: FloatArray, value: FloatArray) -> int:
     """How many take part once some resume: not so many that they would have to pause again, nor
     more than one step can bring back."""
     back = np.cumsum(state.running.uncached_tokens[active:])
     lasting = value[active:] * (1.0 + GAIN) >= np.maximum.accumulate(value)[active:]
-    lasting |= forecast.short[0, active + 1 :] <= 0.0
+    lasting |= short[active + 1 :] <= 0.0
     possible = (back <= state.memory.max_restored_tokens) & lasting
     most = active + int(np.logical_and.accumulate(possible).sum())
     if most == active:
         return active
-    return forecast.between(active, most).solve(keep_slo=False)
+    forecast = Forecast.of(state, 0, fewest=active)
+    short = _with_paused(state, forecast.short, forecast.rows)
+    return replace(forecast, short=short).solve(most=most, keep_slo=False)
 
 
 def evicted_tokens(state: SystemState, active: int) -> IntArray:

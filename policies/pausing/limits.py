@@ -12,6 +12,7 @@ from ellm_sgl.policies.problem.candidates import (
     Candidates,
     decode_seconds,
     least_evicted,
+    slack_s,
     unowned_tokens,
 )
 
@@ -48,12 +49,10 @@ class Deadlines:
     def of(cls, state: SystemState, active: BoolArray) -> Deadlines:
         running = state.running
         slo = SLO_SHARE * np.minimum(running.tpot_slo_s, state.tpot_slo_s)
-        generated = np.maximum(running.tokens - running.prompt_tokens, 1)
-        spent = np.nan_to_num(running.tpot_s) * (generated - 1) + running.waited_s
         link = LINK_SHARE * state.hardware.link_bytes_per_s
         fetch_token_s = state.model.kv_bytes_per_token / link
         return cls(
-            slack_s=slo * generated - spent,
+            slack_s=slack_s(state, SLO_SHARE) + slo,  # until the next token is due
             fetch_s=np.asarray(running.tokens * fetch_token_s + state.hardware.link_latency_s),
             step_s=decode_seconds(state, active),
             slo_s=float(slo.min(initial=SLO_SHARE * state.tpot_slo_s)),

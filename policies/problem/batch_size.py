@@ -49,7 +49,7 @@ class BatchProblem:
     @classmethod
     def of(cls, state: SystemState, most: int) -> BatchProblem:
         """The problem with up to `most` waiting requests, at their present lengths."""
-        candidates = Candidates.of(state, slice(most))
+        candidates = Candidates.of(state, most)
         evictable = candidates.evictable.astype(np.float64)
         columns = np.zeros((5, len(evictable) + 1))
         columns[:, 1:] = (

@@ -8,8 +8,8 @@ shared ones and the last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ellm_sgl.policies.base import (
     Ratios,
     SystemState,
 )
-from ellm_sgl.policies.planned import evictable, running_and
+from ellm_sgl.policies.planned import Admitted, evictable, running_and
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,31 +41,40 @@ class Candidates:
     """Device tokens of the request if all of it is cached, shared blocks excluded."""
 
     @classmethod
-    def of(
-        cls, state: SystemState, admit: slice | Sequence[int] = (), ahead: int = 0
-    ) -> Candidates:
+    def of(cls, state: SystemState, admit: Admitted = (), ahead: int = 0) -> Candidates:
         """The running requests and, of the waiting ones, those to `admit`, in order.
 
         Args:
             ahead: steps to look ahead: every request is taken to be longer by so many tokens, or by
                 the tokens that it may still generate if these are fewer.
         """
-        requests, block = running_and(state, admit), state.memory.block_tokens
-        tokens, shared = requests.tokens, requests.shared_tokens
-        if ahead:
-            generated = tokens - requests.prompt_tokens
-            remaining = np.maximum(requests.max_new_tokens - generated, 0)
-            tokens = tokens + np.minimum(remaining, ahead)
-        return cls(
-            request_id=requests.request_id,
-            tokens=tokens,
-            shared=shared,
-            evictable=evictable(tokens, shared, block),
-            charged=(tokens // block + 1 - -(-shared // block)) * block,
-        )
+        return _candidates(state, admit or (), ahead)
 
     def __getitem__(self, chosen: slice | BoolArray) -> Candidates:
         return Candidates(**{name: column[chosen] for name, column in vars(self).items()})
+
+
+@lru_cache(maxsize=2)  # within one decision several ask for the same
+def _candidates(state: SystemState, admit: Admitted, ahead: int) -> Candidates:
+    requests, block = running_and(state, admit), state.memory.block_tokens
+    tokens, shared = requests.tokens, requests.shared_tokens
+    if ahead:
+        generated = tokens - requests.prompt_tokens
+        remaining = np.maximum(requests.max_new_tokens - generated, 0)
+        tokens = tokens + np.minimum(remaining, ahead)
+    return Candidates(
+        request_id=requests.request_id,
+        tokens=tokens,
+        shared=shared,
+        evictable=evictable(tokens, shared, block),
+        charged=charge(tokens, shared, block),
+    )
+
+
+def charge(tokens: IntArray, shared: IntArray, block_tokens: int) -> IntArray:
+    """Device tokens of each request if all of it is cached: its own blocks, with room for one more
+    token."""
+    return np.asarray((tokens // block_tokens + 1 - -(-shared // block_tokens)) * block_tokens)
 
 
 def ratios_of(evicted: IntArray, tokens: IntArray) -> FloatArray:
@@ -91,7 +100,7 @@ def ratios_for(
     return Ratios(ratios[:count], np.maximum(ratios[count:], eventual))
 
 
-def _eventual_ratio(state: SystemState, admit: Sequence[int]) -> float:
+def _eventual_ratio(state: SystemState, admit: tuple[int, ...]) -> float:
     """The uncached ratio that the running and these waiting requests would come to if all got as
     long as they may. The server's own admission accounting reckons with that, and has to let in
     those that were chosen because most end before."""
@@ -109,6 +118,7 @@ def short_tokens(state: SystemState, candidates: Candidates) -> int:
     return int(candidates.charged.sum()) + unowned_tokens(state) - state.memory.device_tokens
 
 
+@lru_cache(maxsize=1)
 def unowned_tokens(state: SystemState) -> int:
     """Device tokens in use now, beyond the running requests' own blocks: shared blocks, and
     what the server holds beside its running requests."""
@@ -216,3 +226,14 @@ def slos_s(state: SystemState, most: int) -> FloatArray:
     slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
     run = np.full(len(state.running) + 1, slo)
     return np.minimum.accumulate(np.concatenate((run, state.waiting.tpot_slo_s[:most])))
+
+
+def slack_s(state: SystemState, share: float) -> FloatArray:
+    """Time by which each running request is ahead of this share of its TPOT SLO, [running];
+    negative: behind; inf: it has none. All of a pause counts at once."""
+    running = state.running
+    slo_s = share * np.minimum(running.tpot_slo_s, state.tpot_slo_s)
+    further = np.maximum(running.tokens - running.prompt_tokens - 1, 0)  # tokens after the first
+    allowed_s = np.full(len(running), np.inf)
+    np.multiply(slo_s, further, out=allowed_s, where=np.isfinite(slo_s))
+    return np.asarray(allowed_s - np.nan_to_num(running.tpot_s) * further - running.waited_s)

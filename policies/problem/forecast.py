@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from scipy.special import xlogy
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
@@ -21,13 +19,15 @@ from ellm_sgl.policies.planned import evictable, running_and
 from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
     TOLERANCE,
+    charge,
     least_evicted,
     prompts_s,
+    slack_s,
     slos_s,
     unowned_tokens,
 )
 
-FIRST_STEPS = 32
+FIRST_STEPS = 8
 """The first time ahead; each further one is `FACTOR` times as far, until all are at their ends,"""
 FACTOR = 2
 ENDS = 6
@@ -44,8 +44,8 @@ mean one."""
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Of the first b candidates. Arrays are float64 [times, b], b from 0; sums are over requests i
-    that go on with probability p_i, at the length s_i that they have by then."""
+    """Of the first b candidates. Arrays are float64 [times, b], b from `fewest`; sums are over
+    requests i that go on with probability p_i, at the length s_i that they have by then."""
 
     steps: IntArray
     """Times ahead, in steps, int64 [times]; the first is 0."""
@@ -68,7 +68,7 @@ class Forecast:
     slo_s: FloatArray
     """The least SLO on the time per token, [b]."""
     ahead_s: FloatArray
-    """Time by which each running request is ahead of its SLO, [running]; negative: behind."""
+    """`slack_s` of each running request, [running + 1]: ascending, and inf at last."""
     pace: float
     """`SystemState.pace`."""
     free: float
@@ -78,153 +78,149 @@ class Forecast:
     ended before its bound; negative where all fits."""
 
     @classmethod
-    def of(cls, state: SystemState, waiting: int) -> Forecast:
-        """With up to so many of the waiting requests; of `MANY`, as many as fit now."""
+    def of(cls, state: SystemState, waiting: int, fewest: int | None = None) -> Forecast:
+        """With up to so many of the waiting requests; of more than `MANY`, as many as fit now.
+        There must be a candidate.
+
+        Args:
+            fewest: least b, if not as the attribute says: some of those that run may pause.
+        """
         if waiting > MANY:
             waiting = _fitting_now(state, waiting)
-        requests, block = running_and(state, slice(waiting)), state.memory.block_tokens
+        if fewest is None:
+            fewest = max(1, len(state.running))
+        requests, block = running_and(state, waiting), state.memory.block_tokens
         generated = requests.tokens - requests.prompt_tokens
         left = np.maximum(requests.max_new_tokens - generated, 1)
         steps = _times(left)
         bounded = steps[:, None] < left
-        survival = state.lengths.survival(generated, requests.priority, steps)
-        goes_on = survival * bounded
+        hazard = state.lengths.cumulative_hazard(generated, requests.priority, steps)
         tokens, shared = requests.tokens + steps[:, None], requests.shared_tokens
         evict = evictable(tokens, shared, block)
-        charged = (tokens // block + 1 - -(-shared // block)) * block
-        columns = np.zeros((9, len(steps), len(left) + 1))
-        columns[:7, :, 1:] = goes_on
-        columns[7, :, 1:] = bounded * charged
-        columns[8, :, 1:] = -xlogy(survival, survival) * bounded * charged
-        for column, of in zip(
-            columns[1:7],
-            (tokens, evict, evict * evict, evict * shared, charged, charged**2 * (1.0 - goes_on)),
-            strict=True,
-        ):
-            column[:, 1:] *= of
-        sums = np.cumsum(columns, axis=2)
-        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, most, in_doubt = sums
+        charged = charge(tokens, shared, block)
+        goes_on = np.exp(-hazard) * bounded
+        evicts, holds = goes_on * evict, goes_on * charged
+        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, in_doubt, most = _sums(
+            fewest,
+            goes_on,
+            goes_on * tokens,
+            evicts,
+            evicts * evict,
+            evicts * shared,
+            holds,
+            holds * (charged - holds),
+            holds * hazard,
+            bounded * charged,
+        )
         deviation = np.sqrt(DEVIATIONS**2 * variance + (state.lengths.doubt * in_doubt) ** 2)
         free = state.memory.device_tokens - unowned_tokens(state)
+        prompts = np.append(np.zeros(len(state.running) + 1), prompts_s(state, slice(waiting)))
         return cls(
             steps=steps,
             memory=state.memory,
             latency=state.latency,
-            fewest=max(1, len(state.running)),
+            fewest=fewest,
             rows=rows,
             tokens=all_tokens,
             evictable=evictable_tokens,
             squares=squares,
             prefix=prefix,
-            prompts_s=np.append(np.zeros(len(state.running) + 1), prompts_s(state, slice(waiting))),
-            slo_s=slos_s(state, waiting),
-            ahead_s=_ahead_s(state),
+            prompts_s=prompts[fewest:],
+            slo_s=slos_s(state, waiting)[fewest:],
+            ahead_s=np.append(np.sort(slack_s(state, 1.0)), np.inf),
             pace=state.pace,
             free=float(free),
             short=np.minimum(held + deviation, most) - free,
         )
 
-    def between(self, fewest: int, most: int) -> Forecast:
-        """The same for so many of the candidates."""
-        arrays: dict[str, Any] = {
-            name: array[..., : most + 1]
-            for name, array in vars(self).items()
-            if np.ndim(array) == 2 or name in ("prompts_s", "slo_s")
-        }
-        return replace(self, fewest=fewest, **arrays)
-
-    def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
-        """For each of these batch sizes, [times, sizes]: the least Σ n_i that fits into memory, T
-        with the same share of each request's e_i evicted, and whether it fits and a step may
-        restore it; where not, the first two are those of nothing evicted."""
-        evicted = least_evicted(self.memory, self.short[:, sizes])
-        evictable = self.evictable[:, sizes]
-        fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)
-        evicted = np.where(fits, evicted, 0.0)
-        share = evicted / np.maximum(evictable, 1.0)
-        seconds = self.latency.step_seconds(
-            StepWork(
-                decode_rows=self.rows[:, sizes],
-                decode_tokens=self.tokens[:, sizes],
-                restored_tokens=evicted,
-                restored_squares=share * share * self.squares[:, sizes],
-                restored_prefix=share * self.prefix[:, sizes],
-            )
-        )
-        return evicted, seconds, fits
-
-    def solve(self, keep_slo: bool = True, may_pause: bool = True) -> int:
+    def solve(self, most: int | None = None, keep_slo: bool = True, may_pause: bool = True) -> int:
         """The smallest of the best batch sizes: all that fit without restoring anything; beyond
         that, the one that makes most tokens per second until they have ended. Where memory will be
-        short, part of each is restored in every step, or the last pause, whichever is faster.
+        short, part of each is restored in every step, or some pause, whichever is faster.
 
         Args:
+            most: b is at most this.
             keep_slo: at any time ahead the time per token must keep the SLO.
             may_pause: where not, no step may be short of more than it can restore.
 
         Returns:
             b; `fewest` if none is possible.
         """
-        sizes = np.arange(self.fewest, self.rows.shape[1])
-        _, restoring_s, possible = self.least(sizes)
-        share, pausing_s = self._pausing(sizes)
+        restoring_s, possible = self._restoring()
+        share, pausing_s = self._pausing()
         pauses = may_pause & (~possible | (pausing_s < share * restoring_s))
-        seconds = np.where(pauses, pausing_s, restoring_s)
-        value = self._rate(sizes, np.where(pauses, pausing_s / share, restoring_s))
+        value = self._rate(np.where(pauses, pausing_s / share, restoring_s))
         value[~(possible | pauses).all(axis=0)] = 0.0
         if keep_slo:
-            value[~self._in_time(sizes, seconds, pauses)] = 0.0
-        cached = np.flatnonzero((value > 0.0) & (self.short[:, sizes] <= 0.0).all(axis=0))
+            value[~self._in_time(np.where(pauses, pausing_s, restoring_s), pauses)] = 0.0
+        if most is not None:
+            value[most + 1 - self.fewest :] = 0.0
+        cached = np.flatnonzero((value > 0.0) & (self.short <= 0.0).all(axis=0))
         first = int(cached[-1]) if len(cached) else 0
         if (best := value[first:].max()) <= 0.0:
             return self.fewest
-        return int(sizes[first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())])
+        return self.fewest + first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())
 
-    def _pausing(self, sizes: IntArray) -> tuple[FloatArray, FloatArray]:
-        """If the last pause of those for whom memory is short, each of whom keeps a block: the
-        share that decodes, and T of a step of these; [times, sizes]."""
-        rows, short = self.rows[:, sizes], self.short[:, sizes]
+    def _restoring(self) -> tuple[FloatArray, BoolArray]:
+        """T with the least Σ n_i that fits into memory, the same share of each request's e_i, and
+        whether it fits and a step may restore it; where not, T of nothing evicted."""
+        evicted = least_evicted(self.memory, self.short)
+        possible = evicted <= np.minimum(self.evictable, self.memory.max_restored_tokens)
+        evicted = np.where(possible, evicted, 0.0)
+        share = evicted / np.maximum(self.evictable, 1.0)
+        work = StepWork(
+            decode_rows=self.rows,
+            decode_tokens=self.tokens,
+            restored_tokens=evicted,
+            restored_squares=share * share * self.squares,
+            restored_prefix=share * self.prefix,
+        )
+        return self.latency.step_seconds(work), possible
+
+    def _pausing(self) -> tuple[FloatArray, FloatArray]:
+        """If those pause for whom memory is short, each of whom keeps a block: the share that
+        decodes, and T of a step of these."""
+        rows, short = self.rows, self.short
         room = self.free - self.memory.block_tokens * rows
         runs = np.floor(rows * room / np.maximum(room + short, 1.0))
         runs = np.where(short > 0.0, np.maximum(runs, np.minimum(rows, 1.0)), rows)
         share = np.divide(runs, rows, out=np.ones_like(rows), where=rows > 0.0)
-        work = StepWork(decode_rows=runs, decode_tokens=share * self.tokens[:, sizes])
+        work = StepWork(decode_rows=runs, decode_tokens=share * self.tokens)
         return share, self.latency.step_seconds(work)
 
-    def _rate(self, sizes: IntArray, seconds: FloatArray) -> FloatArray:
-        """Tokens per second that batches make, [sizes]. A time ahead counts for as many as are left
+    def _rate(self, seconds: FloatArray) -> FloatArray:
+        """Tokens per second that batches make, [b]. A time ahead counts for as many as are left
         then: whoever ends has made room for others, and few steps should pay for none.
 
         Args:
-            seconds: of a step, [times, sizes].
+            seconds: of a step, [times, b].
         """
-        rows = self.rows[:, sizes]
-        left = rows / rows[0]
-        return np.asarray(self.summed(left * rows)[-1] / self.summed(left * seconds)[-1])
+        left = self.rows / self.rows[0]
+        return np.asarray(self.summed(left * self.rows)[-1] / self.summed(left * seconds)[-1])
 
-    def _in_time(self, sizes: IntArray, seconds: FloatArray, pauses: BoolArray) -> BoolArray:
-        """Whether nobody misses the SLO because of those who come: neither they themselves, who
-        are the last, so pause first, and should not do so at once, nor of the running requests,
-        which their prompts hold up, any that would keep it without them.
+    def _in_time(self, seconds: FloatArray, pauses: BoolArray) -> BoolArray:
+        """Whether nobody misses the SLO because of those who come, [b]: neither they themselves,
+        even if it is they who pause, nor of the running requests, which their prompts hold up, any
+        that would keep it without them. And nobody should have to pause at once.
 
         Args:
-            seconds: of a step, [times, sizes], in which
+            seconds: of a step, [times, b], in which
             pauses: those who come pause.
         """
         spent_s = self.pace * self.summed(seconds)
-        slo_s = SLO_SHARE * self.slo_s[sizes]
+        slo_s = SLO_SHARE * self.slo_s
         decodes = ~pauses[1:]
         decodes[-1] = True  # nobody pauses for ever
-        own = (self.summed(~pauses) >= spent_s / slo_s) | ~decodes
+        own = (self.summed(np.where(pauses, 0.0, 1.0)) >= spent_s / slo_s) | ~decodes
         allowed_s = slo_s * self.steps[1:, None]
-        kept = self.ahead_s >= (spent_s - allowed_s)[:, :1]
-        ahead_s = np.where(kept, self.ahead_s, np.inf).min(axis=1, initial=np.inf)
-        others = spent_s + self.prompts_s[sizes] <= allowed_s + ahead_s[:, None]
+        alone_s = (spent_s - allowed_s)[:, 0]  # by so much who keeps it without them is ahead
+        spare_s = self.ahead_s[np.searchsorted(self.ahead_s, alone_s)]
+        others = spent_s + self.prompts_s <= allowed_s + spare_s[:, None]
         return np.asarray((own & others).all(axis=0) & ~pauses[0])
 
-    def summed(self, of: FloatArray | BoolArray) -> FloatArray:
+    def summed(self, of: FloatArray) -> FloatArray:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
-        between = np.diff(self.steps)[:, None] * (1.0 * of[1:] + of[:-1]) / 2
+        between = (self.steps[1:] - self.steps[:-1])[:, None] * (of[1:] + of[:-1]) / 2
         return np.cumsum(between, axis=0)
 
 
@@ -239,14 +235,12 @@ def _fitting_now(state: SystemState, waiting: int) -> int:
     return max(min(most, problem.most) - len(state.running), 0)
 
 
-def _ahead_s(state: SystemState) -> FloatArray:
-    """Time by which each running request is ahead of its SLO, [running]; 0 if it has none, or not
-    two tokens yet."""
-    running = state.running
-    slo_s = np.minimum(running.tpot_slo_s, state.tpot_slo_s)
-    told = np.isfinite(slo_s) & np.isfinite(running.tpot_s)
-    spare_s = np.where(told, slo_s, 0.0) - np.where(told, running.tpot_s, 0.0)
-    return np.asarray(spare_s * (running.tokens - running.prompt_tokens), np.float64)
+def _sums(fewest: int, *figures: FloatArray | IntArray) -> FloatArray:
+    """Of figures [times, candidates] each, their sums over the first b, b from `fewest`: shape
+    [figures, times, b]."""
+    sums = np.stack([figure[:, fewest - 1 :] for figure in figures])
+    sums[..., 0] = [figure[:, :fewest].sum(axis=1) for figure in figures]
+    return np.cumsum(sums, axis=2)
 
 
 def _times(left: IntArray) -> IntArray:
@@ -255,5 +249,6 @@ def _times(left: IntArray) -> IntArray:
     """
     further = max(math.ceil(math.log(int(left.max(initial=1)) / FIRST_STEPS, FACTOR)), 0)
     ends = np.unique(left - 1)
-    ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), ENDS)).astype(np.int64)]
-    return np.unique(np.concatenate(([0], FIRST_STEPS * FACTOR ** np.arange(further + 1), ends)))
+    chosen = np.arange(ENDS) * (len(ends) - 1) // (ENDS - 1)
+    times = {0, *(FIRST_STEPS * FACTOR**k for k in range(further + 1)), *ends[chosen].tolist()}
+    return np.array(sorted(times))

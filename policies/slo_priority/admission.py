@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
 from ellm_sgl.policies.planned import evictable_tokens, select
 from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted, prompts_s
 from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
-from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
 
 BRIEF_S = 0.1
 """Longest prefill of several requests while requests that are more urgent may come."""
@@ -73,7 +71,9 @@ class PrefillBudget:
         self._offered = dict(zip(waiting.request_id.tolist(), seconds.tolist(), strict=True))
 
 
-def admit(state: SystemState, levels: Levels, budget: PrefillBudget) -> tuple[int, ...] | None:
+def admit(
+    state: SystemState, levels: Levels, budget: PrefillBudget, below: int = LEVELS
+) -> tuple[int, ...] | None:
     """Positions in `state.waiting` of the requests that are admitted, in order; None if those first
     in line have to wait for `budget`.
 
@@ -82,11 +82,16 @@ def admit(state: SystemState, levels: Levels, budget: PrefillBudget) -> tuple[in
     run as many are admitted as memory allows at the others' expense (see `_at_others_expense`).
     While more urgent requests run, the prefill of less urgent ones takes no longer than a step, or
     is of one request, and `budget` says when.
+
+    Args:
+        below: only requests of lower levels, which are more urgent, are admitted, whoever is in
+            line before them: those of this level pause until there is room for them.
     """
     places = min(state.max_running - len(state.running), MOST_ADMITTED)
-    if places <= 0 or len(state.waiting) == 0:
+    order = levels.order[levels.waiting[levels.order] < below]
+    if places <= 0 or len(order) == 0:
         return ()
-    order, most_urgent = levels.order, levels.running.min(initial=LEVELS)
+    most_urgent = levels.running.min(initial=LEVELS)
     head = levels.waiting[order[0]]
     if head > most_urgent and not budget.affords(float(prompts_s(state, order[:1])[0])):
         order = order[levels.waiting[order] <= most_urgent]
@@ -135,34 +140,17 @@ def _in_line(state: SystemState, order: IntArray, ignore_slo: bool) -> SystemSta
 
 
 def _at_others_expense(state: SystemState, lower: IntArray, forecast: Forecast) -> int:
-    """How many of the waiting requests can be admitted if less urgent ones that run are partly
-    evicted for them, and pause for some steps.
+    """How many of the waiting requests can be admitted if less urgent ones that run are evicted
+    for them: as many as memory allows for the next steps.
 
-    As many as memory allows for the next steps, while a step in which the others alternate is no
-    longer than one in which all that run now decode from the cache. Those evicted restore their KV
-    only in the steps that they take part in.
+    Those evicted restore their KV in the steps that they take part in; or they pause until there is
+    room, and then nothing is restored for them.
 
     Args:
         lower: positions of the less urgent running requests.
         forecast: of all of these requests.
     """
-    running, memory = state.running, state.memory
-    size = np.arange(len(running), len(running) + len(state.waiting) + 1)
-    evictable = evictable_tokens(running, memory.block_tokens)[lower].astype(np.float64)
+    evictable = evictable_tokens(state.running, state.memory.block_tokens)[lower].sum()
     soon = forecast.steps <= FIRST_STEPS
-    evicted = least_evicted(memory, forecast.short[soon][:, size].max(axis=0))
-    fits = (evicted <= evictable.sum()) & (evicted <= memory.max_restored_tokens)
-    share = evicted / max(float(evictable.sum()), 1.0) / MAX_STEPS_PER_TOKEN
-    tokens = forecast.tokens[0, size]
-    others = float(running.tokens[lower].sum())
-    cached = StepWork(len(running), tokens[0])
-    alternating = StepWork(
-        decode_rows=size - len(lower) + len(lower) / MAX_STEPS_PER_TOKEN,
-        decode_tokens=tokens - others * (1 - 1 / MAX_STEPS_PER_TOKEN),
-        restored_tokens=evicted / MAX_STEPS_PER_TOKEN,
-        restored_squares=share * float(evictable @ evictable),
-        restored_prefix=share * float(evictable @ running.shared_tokens[lower]),
-    )
-    seconds = state.latency.step_seconds
-    fits &= seconds(alternating) <= seconds(cached)
-    return _leading(fits[1:])
+    evicted = least_evicted(state.memory, forecast.short[soon].max(axis=0))
+    return _leading(evicted[1:] <= evictable)

@@ -19,7 +19,7 @@ from ellm_sgl.policies.base import (
     WorkSplit,
 )
 from ellm_sgl.policies.pausing.choice import Pausing
-from ellm_sgl.policies.planned import evictable_tokens, running_and, select
+from ellm_sgl.policies.planned import evictable_tokens, running_and
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
     least_evicted,
@@ -28,7 +28,7 @@ from ellm_sgl.policies.problem.candidates import (
 )
 from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.slo_priority.admission import PrefillBudget, admit
-from ellm_sgl.policies.slo_priority.levels import Levels, keep_weights, rank_levels
+from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels, keep_weights, rank_levels
 from ellm_sgl.policies.slo_priority.program import EvictionCosts, EvictionProgram, whole_blocks
 from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
 from ellm_sgl.policies.work_split import plan_split
@@ -53,12 +53,13 @@ class SloPriority(Policy):
       expense.
     - Ratios: a convex program that evicts less urgent requests first.
     - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
-      Where restoring does not pay the last of the least urgent pause until there is room, as those
+      Where restoring does not pay some of the least urgent pause until there is room, as those
       of `fcfs` do; nobody is admitted then but more urgent requests.
 
     Args:
         loss: share of tokens per second that pauses may cost in the mean while they are needed, by
-            the latency model; more makes urgent requests faster. 0 turns them off.
+            the latency model; more makes urgent requests faster. Where pauses keep an SLO they may
+            cost more. 0 turns them off.
     """
 
     def __init__(self, loss: float = 0.06) -> None:
@@ -82,10 +83,7 @@ class SloPriority(Policy):
     def batch(self, state: SystemState) -> Batch:
         levels = self._levels(state)
         out = self._out_of_room(state, levels)
-        admitted = self._admit(state, levels)
-        if len(out):
-            urgency = levels.running[out].min()
-            admitted = tuple(i for i in admitted if levels.waiting[i] < urgency)
+        admitted = self._admit(state, levels, int(levels.running[out].min(initial=LEVELS)))
         schedule = self._schedule(state, levels, queue=len(admitted) < len(state.waiting))
         return Batch(admitted, pause=tuple(sorted({*schedule.paused(state), *out.tolist()})))
 
@@ -107,24 +105,23 @@ class SloPriority(Policy):
 
     def _out_of_room(self, state: SystemState, levels: Levels) -> IntArray:
         """Positions of the running requests that pause until there is room."""
-        running = state.running
-        order = np.lexsort((running.request_id, levels.running))
-        ordered = replace(state, running=select(running, order))
-        active = self._pausing.active(ordered) if len(order) else 0
         self._evicted_of = None
-        if active < len(order):
-            self._evicted_of = np.zeros(len(order), np.int64)
-            self._evicted_of[order] = self._pausing.evicted(ordered, active)
-        return order[active:]
+        if not len(state.running):
+            return np.zeros(0, np.int64)
+        paused = self._pausing.paused(state, levels.running)
+        if len(paused):
+            self._evicted_of = self._pausing.evicted(state, len(paused))
+        return paused
 
-    def _admit(self, state: SystemState, levels: Levels) -> tuple[int, ...]:
+    def _admit(self, state: SystemState, levels: Levels, below: int) -> tuple[int, ...]:
         self._budget.note(state, levels.several)
         if len(state.waiting) == 0 or len(state.running) >= state.max_running:
             return ()
-        if self._refused is not None and self._refused.holds(_bounds(state)):
+        given = (*_bounds(state), below)
+        if self._refused is not None and self._refused.holds(given):
             return ()
-        admitted = admit(state, levels, self._budget)
-        refused = Standing(None, _bounds(state), iterations=ASK_AGAIN)
+        admitted = admit(state, levels, self._budget, below)
+        refused = Standing(None, given, iterations=ASK_AGAIN)
         self._refused = refused if admitted == () else None
         return admitted or ()
 
@@ -136,7 +133,9 @@ class SloPriority(Policy):
         if standing is None or not standing.holds(levels, uncached, queue):
             scarce = memory.device_free_tokens < SCARCE * memory.device_tokens
             pressure = queue or scarce or bool(uncached.any())
-            schedule = build(state, levels.running, pressure, self._losses.allowed)
+            schedule = build(
+                state, levels.running, pressure, self._losses.allowed, self._losses.for_slo
+            )
             standing = Standing(schedule, levels, uncached, queue, iterations=ASK_AGAIN)
             self._scheduled = standing
         return standing.answer

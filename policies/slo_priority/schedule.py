@@ -28,15 +28,16 @@ LOSS_GAIN = 10.0
 """For each part of the allowed loss that was not used of late, so many may be lost now beyond it:
 urgent requests come and go, and what they do not need now they may use later."""
 MOST_LOSS = 0.4
-"""Most that may be lost at any time."""
+"""Most that may be lost at any time; and to keep an SLO, for as long as that takes."""
 LOSS_MEMORY_S = 30.0
 """The mean forgets after about so long."""
 ROUNDING = 1e-9
 """Losses smaller than this are none."""
 IMPLIED_SHARE = 0.4
 """Where urgency comes without an SLO, its steps are to take this share of a full step."""
-SLO_SHARE = 0.9
-"""Share of an SLO that steps may take; the rest is for the prefills between them."""
+SLO_SHARE = 0.8
+"""Share of an SLO that steps may take; the rest is for the prefills between them, those of less
+urgent requests an eighth of the time (`admission.PREFILL_SHARE`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +105,15 @@ class Losses:
         unused = self._allowed_mean - self._mean
         return min(max(self._allowed_mean + LOSS_GAIN * unused, 0.0), MOST_LOSS)
 
+    @property
+    def for_slo(self) -> float:
+        """Share of tokens per second that may be lost now where that keeps an SLO."""
+        return MOST_LOSS if self._allowed_mean > 0.0 else 0.0
 
-def build(state: SystemState, level: IntArray, pressure: bool, allowed_loss: float) -> Schedule:
+
+def build(
+    state: SystemState, level: IntArray, pressure: bool, allowed_loss: float, slo_loss: float
+) -> Schedule:
     """The schedule for these running requests.
 
     As few pause as bring the step to its target time without losing more tokens per second than
@@ -116,6 +124,7 @@ def build(state: SystemState, level: IntArray, pressure: bool, allowed_loss: flo
         level: of each running request.
         pressure: memory is short or requests wait that cannot be admitted.
         allowed_loss: share of tokens per second.
+        slo_loss: likewise, where that keeps an SLO.
     """
     lower = level > level.min(initial=LEVELS)
     if not lower.any():
@@ -129,6 +138,8 @@ def build(state: SystemState, level: IntArray, pressure: bool, allowed_loss: flo
     seconds = state.latency.step_seconds(work)
     target = SLO_SHARE * slo if np.isfinite(slo) else IMPLIED_SHARE * float(seconds[0])
     loss = _loss(state, work, seconds)
+    if np.isfinite(slo) and (loss[seconds <= target] <= slo_loss).any():
+        allowed_loss = max(allowed_loss, slo_loss)
     choice = _choose(loss <= max(allowed_loss, ROUNDING), seconds, target)
     chosen = rates[choice]
     alternating = np.where(chosen < 1.0, 0.0, chosen)[None]

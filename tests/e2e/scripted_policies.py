@@ -95,22 +95,23 @@ class Turns(Policy):
 
 
 class Holds(Policy):
-    """Requests that may have exactly `tokens` output tokens pause for every step, from the step on
-    in which `others` other requests run, without `ratio` of their KV."""
+    """Requests that may have exactly `tokens` output tokens pause for every step in which `others`
+    other requests run, without `ratio` of their KV."""
 
     def __init__(self, tokens: int, others: int = 1, ratio: float = 0.0) -> None:
         self.tokens, self.others, self.r = tokens, others, ratio
 
     def batch(self, state: SystemState) -> Batch:
-        held = state.running.max_new_tokens == self.tokens
-        pause: tuple[int, ...] = ()
-        if np.count_nonzero(~held) >= self.others:
-            pause = tuple(np.flatnonzero(held).tolist())
+        pause = tuple(np.flatnonzero(self._paused(state)).tolist())
         return Batch(admit=tuple(range(len(state.waiting))), pause=pause)
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
-        held = state.running.max_new_tokens == self.tokens
-        return Ratios(np.where(held, self.r, 0.0), np.zeros(len(batch.admit)))
+        ratios = np.where(self._paused(state), self.r, 0.0)
+        return Ratios(ratios, np.zeros(len(batch.admit)))
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return WorkSplit(swap_layers=0, recompute_layers=1, delta=512)
+
+    def _paused(self, state: SystemState) -> np.ndarray:
+        held: np.ndarray = state.running.max_new_tokens == self.tokens
+        return held & (np.count_nonzero(~held) >= self.others)

@@ -61,6 +61,26 @@ def test_pool_that_shrinks_and_grows_while_serving(server: ServerProcess) -> Non
     assert after["retractions_total"] == before["retractions_total"]
 
 
+def test_memory_goes_back_to_the_machine_and_comes_again(server: ServerProcess) -> None:
+    """While requests run: what the pool has of memory is what the state says, and no more."""
+    bodies = [greedy(p, 300) for p in prompts(4, 200, 300, seed=2)]
+    expected = token_ids(ask(server.url, bodies))
+    full = server.state()
+    assert full["device_bytes_committed"] == full["device_bytes_reserved"]
+    with ThreadPoolExecutor(1) as background:
+        answers = background.submit(ask, server.url, bodies)
+        wait_for(server, lambda state: state["running"] == 4)
+        for tokens in (2000, 800, AMPLE_TOKENS):
+            server.adjust(ellm_device_kv_tokens=tokens)
+            state = server.state()
+            assert state["resize"] == {"wanted_tokens": tokens, "outcome": "applied"}
+            share = state["device_bytes_committed"] / full["device_bytes_committed"]
+            assert share == pytest.approx(tokens / AMPLE_TOKENS, abs=0.05)
+            assert state["integrity"] == "ok"
+        assert token_ids(answers.result()) == expected
+    assert server.state()["retractions_total"] == full["retractions_total"]
+
+
 def wait_for(server: ServerProcess, condition: Callable[[dict[str, Any]], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition(server.state()):

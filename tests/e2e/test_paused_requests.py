@@ -53,7 +53,10 @@ class Stream:
 def mixing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     environment = STRICT | install(tmp_path_factory.mktemp("policies"))
     mixed = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
-    with ServerProcess([*SERVER_ARGUMENTS, *mixed], environment) as server:
+    # A step can recompute as many tokens as the longer of both.
+    recomputed = ("--context-length", "2048", "--max-prefill-tokens", "2048")
+    patient = ("--ellm-policy-budget-ms", "1000")  # a late answer would let everybody take part
+    with ServerProcess([*SERVER_ARGUMENTS, *mixed, *recomputed, *patient], environment) as server:
         yield server
         assert server.alive(), server.last_words()
         assert server.state()["integrity"] == "ok"
@@ -111,8 +114,9 @@ def test_who_sits_out_gets_no_token_in_mixed_steps(server: ServerProcess) -> Non
 def test_memory_that_those_who_sit_out_hold_is_had_by_retracting_them(
     server: ServerProcess,
 ) -> None:
-    """Twenty are paused and ten run when the pool shrinks to what the twenty cannot give up."""
-    bodies = [greedy(p, 150) for p in prompts(10, 40, 44, seed=2)]
+    """Twenty are paused and ten run when the pool shrinks to what can be evicted; the ten grow to
+    more than a step can recompute."""
+    bodies = [greedy(p, 300) for p in prompts(10, 40, 44, seed=2)]
     bodies += [greedy(p, HELD) for p in prompts(20, 40, 44, seed=3)]
     expected = token_ids(ask(server.url, bodies))
     server.flush_cache()
@@ -123,6 +127,6 @@ def test_memory_that_those_who_sit_out_hold_is_had_by_retracting_them(
         wait_for(server, lambda state: state["pauses_total"] >= before["pauses_total"] + 20)
         server.adjust(ellm_device_kv_tokens=20 * 16)
         wait_for(server, lambda state: state["retractions_total"] > before["retractions_total"])
-        time.sleep(2)  # in which those who run begin further blocks
+        time.sleep(2)  # in which those who are left grow further
         server.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
         assert token_ids(answers.result()) == expected

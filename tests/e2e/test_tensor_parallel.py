@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,3 +38,21 @@ def test_ranks_evict_and_restore_alike(two_ranks: ServerProcess) -> None:
     assert state["integrity"] == "ok"
     assert state["evicted_units_total"] > 0 and state["recomputed_tokens_total"] > 0
     assert state["device_units_free"] == state["device_units_total"]
+
+
+def test_a_pool_that_grows_under_load_grows_alike(two_ranks: ServerProcess) -> None:
+    """Each rank commits at its own pace."""
+    two_ranks.adjust(ellm_ratio=0.0, ellm_device_kv_tokens=AMPLE_TOKENS)
+    bodies = [greedy(p, 150) for p in prompts(6, 100, 300, seed=6)]
+    expected = token_ids(ask(two_ranks.url, bodies))
+    before = two_ranks.state()
+    with ThreadPoolExecutor(1) as background:
+        answers = background.submit(ask, two_ranks.url, bodies)
+        for tokens in (960, 20_000, 640, AMPLE_TOKENS):
+            two_ranks.adjust(ellm_device_kv_tokens=tokens)
+            assert two_ranks.state()["integrity"] == "ok"
+        assert token_ids(answers.result()) == expected
+    after = two_ranks.state()
+    assert after["resize"] == {"wanted_tokens": AMPLE_TOKENS, "outcome": "applied"}
+    assert after["device_units_total"] == before["device_units_total"]
+    assert after["retractions_total"] == before["retractions_total"]

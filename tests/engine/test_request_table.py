@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ellm_sgl.engine import Arrival, RequestTable
-from ellm_sgl.engine.request_table import MOST_CLASSES, entries_array
+from ellm_sgl.engine.answers import MOST_CLASSES
+from ellm_sgl.engine.request_table import entries_array
 from ellm_sgl.policies import EndedRequest
 
 ARRIVAL = Arrival(
@@ -68,6 +69,15 @@ def test_a_request_that_sits_out_waits_for_its_next_token() -> None:
     assert view.waited_s.tolist() == [0.5, 1.5]
 
 
+def test_a_request_that_sits_out_from_the_start_waits_since_it_was_seen_to_run() -> None:
+    """Its first token came with its prompt."""
+    book = RequestTable()
+    slots = entries_array([book.add(ARRIVAL, 0.0)])
+    zeros = np.zeros(1, np.int64)
+    views = [book.running(slots, zeros + 11, zeros, zeros, zeros, now) for now in (7.0, 7.5, 9.0)]
+    assert [view.waited_s.tolist() for view in views] == [[0.0], [0.5], [2.0]]
+
+
 def test_a_retracted_request_waits_from_then_on_with_its_output() -> None:
     book = RequestTable()
     slot = book.add(ARRIVAL, 0.0)
@@ -89,10 +99,10 @@ def test_a_slot_used_again_does_not_remember() -> None:
 def test_an_ended_request_is_told_of_once_and_its_length_is_learnt() -> None:
     book = RequestTable()
     slot = book.add(ARRIVAL, 0.0)
-    seen_before = book._seen.spent.sum()
+    seen_before = book.answers.seen.spent.sum()
     assert book.end(slot, output_tokens=4, aborted=False) == EndedRequest(1, 4, False)
-    assert book._seen.ended.sum() == 1 and book._seen.spent.sum() == seen_before + 3
-    assert book.remove(slot) is None and book._seen.ended.sum() == 1
+    assert book.answers.seen.ended.sum() == 1 and book.answers.seen.spent.sum() == seen_before + 3
+    assert book.remove(slot) is None and book.answers.seen.ended.sum() == 1
 
 
 def test_who_leaves_without_having_ended_was_aborted() -> None:
@@ -101,7 +111,9 @@ def test_who_leaves_without_having_ended_was_aborted() -> None:
     book.wait_again(retracted, tokens=ARRIVAL.tokens + 3, now_s=1.0)
     assert book.remove(waited) == EndedRequest(1, 0, True)
     assert book.remove(retracted) == EndedRequest(2, 3, True)
-    assert book._seen.ended.sum() == 1, "an answer that is cut off makes room as one that ends"
+    assert book.answers.seen.ended.sum() == 1, (
+        "an answer that is cut off makes room as one that ends"
+    )
     assert book.remove(book.add(ARRIVAL, 3.0)) == EndedRequest(3, 0, True)
 
 
@@ -111,7 +123,7 @@ def test_lengths_are_kept_of_the_latest_classes_alone() -> None:
         slot = book.add(dataclasses.replace(ARRIVAL, priority=priority), 0.0)
         book.end(slot, output_tokens=4, aborted=False)
         book.remove(slot)
-    assert list(book._seen_by_class) == [*range(100 - MOST_CLASSES + 1, 100), 3]
+    assert list(book.answers.by_class) == [*range(100 - MOST_CLASSES + 1, 100), 3]
 
 
 def test_policies_cannot_write_to_it() -> None:

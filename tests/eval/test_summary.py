@@ -27,6 +27,13 @@ class Watched(Simulation):
         for request in ids.tolist():
             self.token_s[request] += ends.tolist()
 
+    def outcome(self, request: int) -> Outcome:
+        """Of a request that was sent when it arrived."""
+        load, token_s = self.load, self.token_s[request]
+        slos_ms = (1e3 * load.tpot_slo_s[request], 1e3 * load.ttft_slo_s[request])
+        sent = Request(load.at_s[request], (1,), len(token_s), True, None, *slos_ms)
+        return Outcome(sent, sent.at_s, token_s, finish="length")
+
 
 def outcome(sent_s: float, token_s: list[float], tpot_slo_s: float | None = None) -> Outcome:
     slo = None if tpot_slo_s is None else tpot_slo_s * 1e3
@@ -72,3 +79,23 @@ def test_a_simulation_is_summed_up_as_a_replay_is(mode):
     assert simulated.tpot_attainment == 0.5
     seen = zip(load.at_s.tolist(), simulation.token_s, slos.tolist(), strict=True)
     close(simulated, summarize([outcome(*one) for one in seen]))
+
+
+def test_each_class_has_figures_of_its_own():
+    trace = paper_workload("sharegpt", 30, 0, per_second=4.0).scaled(lengths=0.15)
+    urgent, others = trace.part(0, 10), trace.part(10, 30)
+    loads = Load.of(urgent, 500, 0.08, 2.0, priority=7), Load.of(others, 500, 1.0, 3.0)
+    load = Load.together(*loads)
+    assert (np.diff(load.at_s) >= 0).all() and (load.priority == 7).sum() == 10
+    machine = preset("llama3-8b").limited(3000, None)
+    simulation = Watched(machine, Settings(), load)
+    simulation.run()
+    found = sum_up(simulation).classes
+    assert [one.priority for one in found] == [7, 0]
+    for one in found:
+        own = np.flatnonzero(load.priority == one.priority).tolist()
+        alike = summarize([simulation.outcome(i) for i in own])
+        assert 0 < alike.slo_attainment < 1
+        for name in ("requests", "ttft", "tpot", "slo_attainment", "tpot_attainment"):
+            given = dataclasses.asdict(alike)[name]
+            assert dataclasses.asdict(one)[name] == pytest.approx(given), name

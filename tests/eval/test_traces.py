@@ -117,6 +117,14 @@ def test_arrivals_and_lengths_beyond_those_of_any_server_are_refused():
         Trace(np.array([0.0, math.inf]), trace.prompt_tokens, trace.output_tokens).scaled()
 
 
+def test_a_part_begins_with_its_first_request():
+    trace = Trace(np.array([0.0, 2.0, 5.0]), np.array([100, 1, 7]), np.array([10, 1, 8]))
+    part = trace.part(1, 3)
+    assert part.at_s.tolist() == [0.0, 3.0]
+    assert (part.prompt_tokens.tolist(), part.output_tokens.tolist()) == ([1, 7], [1, 8])
+    assert len(trace.part(3, 3)) == 0 and trace.first(2).at_s.tolist() == [0.0, 2.0]
+
+
 @pytest.mark.skipif(not AZURE.exists(), reason="the public trace is not at hand")
 def test_the_public_azure_trace_is_read():
     trace = read_azure(AZURE)

@@ -33,6 +33,8 @@ class PageTableModel:
     num_blocks: int
     num_units: int
     limit: int
+    committed: int
+    """Units that have memory."""
     blocks: dict[int, Block] = field(default_factory=dict)
     sequences: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     """Blocks and length of each sequence."""
@@ -78,10 +80,19 @@ class PageTableModel:
         """`block` has been completed: its units are now `units`."""
         before = self.blocks[block].units
         fresh = [new for new, old in zip(units, before, strict=True) if old == NONE]
-        assert not set(fresh) & set(self.held_units)
-        assert all(1 <= unit <= self.num_units for unit in fresh)
+        assert sorted(fresh) == self.lowest_free(len(fresh))
+        assert max(fresh, default=0) <= self.limit
         assert [u for u in units if u not in fresh] == [u for u in before if u != NONE]
         self.blocks[block].units = list(units)
+
+    def relocate(self, moves: dict[int, int], lent: Sequence[int] = ()) -> None:
+        """Units are others now: the highest have moved to the lowest free ones."""
+        beyond = [unit for unit in self.held_units if unit > self.limit]
+        assert sorted(moves) == sorted(beyond)[len(beyond) - len(moves) :]
+        assert sorted(moves.values()) == self.lowest_free(len(moves), lent)
+        assert max(moves.values(), default=0) <= self.limit
+        for block in self.blocks.values():
+            block.units = [moves.get(unit, unit) for unit in block.units]
 
     def evict(self, block: int, groups: slice) -> int:
         units = self.blocks[block].units
@@ -114,6 +125,10 @@ class PageTableModel:
     def held_units(self) -> list[int]:
         return [unit for block in self.blocks.values() for unit in block.units if unit != NONE]
 
+    def lowest_free(self, count: int, lent: Sequence[int] = ()) -> list[int]:
+        free = set(range(1, self.num_units + 1)) - set(self.held_units) - set(lent)
+        return sorted(free)[:count]
+
     @property
     def free_units(self) -> int:
         return self.limit - len(self.held_units)
@@ -136,6 +151,7 @@ class PageTableModel:
         mapped = sum(length for _, length in self.sequences.values())
         places = sum(len(b) for b, _ in self.sequences.values()) * self.shape.block_tokens
         return PoolStatistics(
+            units_committed=self.committed,
             units_total=self.limit,
             units_free=max(self.free_units, 0),
             blocks_total=self.num_blocks,
@@ -177,6 +193,7 @@ class PageTableModel:
     def assert_same_counts(self, table: PageTable) -> None:
         assert table.free_units == self.free_units
         assert table.used_units == len(self.held_units)
+        assert table.highest_unit == max(self.held_units, default=0)
         assert table.free_blocks == self.num_blocks - len(self.blocks)
         assert table.missing_units == self.missing_units
         assert table.statistics() == self.statistics()

@@ -34,7 +34,7 @@ class PageTableMachine(RuleBasedStateMachine):
         enough = num_blocks * shape.num_groups
         num_units = data.draw(st.integers(shape.num_groups, enough), "num_units")
         self.table = PageTable(shape, num_blocks, num_units)
-        self.model = PageTableModel(shape, num_blocks, num_units, limit=num_units)
+        self.model = PageTableModel(shape, num_blocks, num_units, num_units, num_units)
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -202,10 +202,47 @@ class PageTableMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def limit_units(self, data: Any) -> None:
-        limits = st.integers(self.table.shape.num_groups, self.table.num_units)
+        limits = st.integers(self.table.shape.num_groups, self.model.committed)
         self.model.limit = data.draw(limits, "limit")
         self.table.limit_units(self.model.limit)
         assert self.table.unit_limit == self.model.limit
+
+    @rule(most=st.integers(0, 8))
+    def relocate(self, most: int) -> None:
+        if self.model.free_units < 0:
+            with pytest.raises(IntegrityError, match="do not fit"):
+                self.table.relocate(most)
+            return
+        sources, targets = self.table.relocate(most)
+        assert len(sources) == len(targets) <= most
+        self.model.relocate(dict(zip(sources.tolist(), targets.tolist(), strict=True)))
+
+    @rule(count=st.integers(1, 3))
+    def relocate_beside_a_loan(self, count: int) -> None:
+        """What a step has borrowed stays where it is."""
+        if count > self.model.free_units:
+            return
+        lent = self.table.borrow_units(count)
+        sources, targets = self.table.relocate(8)
+        moves = dict(zip(sources.tolist(), targets.tolist(), strict=True))
+        self.model.relocate(moves, lent.tolist())
+        self.table.return_units(lent)
+
+    @rule(data=st.data())
+    def move_the_frontier(self, data: Any) -> None:
+        """Not below what is in use or may be, nor beyond what is reserved."""
+        count = data.draw(st.integers(0, self.model.num_units + 1), "committed")
+        if count >= self.model.committed:
+            move, possible = self.table.commit_units, count <= self.model.num_units
+        else:
+            move = self.table.decommit_units
+            possible = count >= max([self.model.limit, *self.model.held_units])
+        if not possible:
+            with pytest.raises(IntegrityError, match="commit"):
+                move(count)
+            return
+        move(count)
+        self.model.committed = count
 
     @precondition(lambda machine: len(machine.model.sequences) >= 3)
     @rule()

@@ -69,7 +69,8 @@ def test_rows_tokens_and_memory_are_those_of_requests_drawn_one_by_one() -> None
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_first_time_is_now_and_nothing_is_planned_beyond_all_bounds(seed: int) -> None:
-    state = random_state(np.random.default_rng(seed), Size(24, 24, 4096))
+    size = Size(running=seed + 1, waiting=24, longest=4096)
+    state = random_state(np.random.default_rng(seed), size, exact_size=True)
     found = Forecast.of(state, 0)
     now = Candidates.of(state)
     assert found.steps[0] == 0 and (np.diff(found.steps) > 0).all()

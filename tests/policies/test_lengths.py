@@ -60,6 +60,13 @@ def test_it_approaches_what_lengths_are(generated: int) -> None:
     assert found.std(axis=0).max() < 0.12
 
 
+@given(st.lists(st.integers(1, 10**7), min_size=1, max_size=30))
+def test_many_at_once_are_what_they_are_one_by_one_but_for_their_age(lengths: list[int]) -> None:
+    seen, one_by_one = Seen.of(np.array(lengths)), [learnt([length]) for length in lengths]
+    assert np.array_equal(seen.ended, sum(one.ended for one in one_by_one))
+    assert np.array_equal(seen.spent, sum(one.spent for one in one_by_one))
+
+
 def test_answers_that_go_on_count() -> None:
     """After 300 steps of 40 requests only the short ones have ended: 12, all below 300."""
     lengths = np.array(lognormal(600, 40))

@@ -14,6 +14,8 @@ from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.pausing.choice import GROWTH_STEPS, evicted_tokens, participants
 from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.problem.candidates import slack_s
+from ellm_sgl.policies.problem.forecast import SLO_SHARE
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 from tests.policies.known_lengths import TO_THE_BOUND
 
@@ -131,7 +133,8 @@ def test_answers_are_valid_and_fit_whenever_somebody_is_paused(seed: int) -> Non
     ratios = policy.ratio(state, batch)
     check_ratios(state, batch, ratios)
     if batch.pause:
-        assert batch.pause[0] > 0 and batch.pause[-1] == len(state.running) - 1
-        kept = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
-        active = batch.pause[0]
-        assert kept[:active].sum() <= state.memory.max_restored_tokens
+        active = ~np.isin(np.arange(len(state.running)), batch.pause)
+        slack = slack_s(state, SLO_SHARE)
+        assert active.any() and slack[active].max() <= slack[~active].min()
+        evicted = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
+        assert evicted[active].sum() <= state.memory.max_restored_tokens

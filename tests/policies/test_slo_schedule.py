@@ -34,8 +34,11 @@ def state_of(urgent: int, others: int, uncached: list[int] | int = 0, slo: float
     return make_state(running, device_tokens=10**6, latency=CpuServer())
 
 
-def built(state: SystemState, pressure: bool = True, allowed: float = LOSS) -> Schedule:
-    return build(state, rank_levels(state.running, state.waiting).running, pressure, allowed)
+def built(
+    state: SystemState, pressure: bool = True, allowed: float = LOSS, slo_loss: float = 0.0
+) -> Schedule:
+    level = rank_levels(state.running, state.waiting).running
+    return build(state, level, pressure, allowed, slo_loss)
 
 
 def step_s(state: SystemState, paused: tuple[int, ...]) -> float:
@@ -84,8 +87,17 @@ def test_no_more_is_lost_than_allowed() -> None:
         assert schedule.loss == pytest.approx(1 - rate / full, abs=1e-3)
 
 
+def test_an_slo_that_can_be_kept_may_cost_more_and_one_that_cannot_may_not() -> None:
+    kept, tight = state_of(4, 20, slo=0.04), state_of(4, 20, slo=0.001)
+    schedule = built(kept, slo_loss=0.4)
+    assert LOSS < schedule.loss <= 0.4
+    assert step_s(kept, schedule.paused(kept)) <= SLO_SHARE * 0.04
+    assert step_s(kept, built(kept).paused(kept)) > SLO_SHARE * 0.04
+    assert built(tight, slo_loss=0.4).loss == built(tight).loss <= LOSS
+
+
 def test_those_with_much_to_recompute_pause_first() -> None:
-    state = state_of(4, 20, uncached=[0] * 22 + [160, 160], slo=0.06)
+    state = state_of(4, 20, uncached=[0] * 22 + [160, 160], slo=0.0675)
     paused = built(state).paused(state)
     assert paused and set(paused) <= {22, 23}
 

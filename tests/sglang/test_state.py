@@ -129,6 +129,22 @@ def test_a_pool_size_is_rounded_down_to_whole_blocks(
     assert server.table.unit_limit == blocks * SHAPE.num_groups
 
 
+def test_the_state_says_what_has_become_of_a_size(server: Server) -> None:
+    blocks = server.table.allocate(4)
+    server.table.place(blocks)
+    server.table.map(0, blocks, 64)  # of which nothing has been computed
+    assert state.describe(server.scheduler)["resize"] == {
+        "wanted_tokens": 16 * BLOCKS,
+        "outcome": "applied",
+    }
+    for tokens, outcome in ((160, "applied"), (16, "floor")):
+        assert server.adjust(ellm_device_kv_tokens=tokens)
+        told = state.describe(server.scheduler)
+        assert told["resize"] == {"wanted_tokens": tokens, "outcome": outcome}
+    assert told["device_units_total"] == 4 * SHAPE.num_groups
+    assert told["device_bytes_committed"] == told["device_bytes_reserved"]
+
+
 def test_a_ratio_becomes_the_fixed_ratio_policy(server: Server) -> None:
     assert server.adjust(ellm_ratio=0.25)
     policy = server.iteration.controller.guard.policy

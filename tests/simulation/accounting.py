@@ -8,6 +8,7 @@ import numpy as np
 
 from ellm_sgl.memory.shape import NONE
 from ellm_sgl.sglang.prefix_cache import EllmRadixCache
+from tests.memory.fake_arena import FakeArena
 from tests.simulation.plane import Plane
 from tests.simulation.scheduler import SimulatedScheduler
 
@@ -26,9 +27,12 @@ def check(plane: Plane, scheduler: SimulatedScheduler) -> None:
     table.check_integrity()
     if (owned := int(np.count_nonzero(table.units[1:] != NONE))) != table.used_units:
         raise Unaccounted(f"{table.used_units} units in use, but blocks own {owned}")
-    if table.used_units > max(table.unit_limit, plane.most_used):
+    if table.used_units > table.unit_limit:
         raise Unaccounted(f"{table.used_units} units in use, {table.unit_limit} allowed")
-    plane.most_used = table.used_units
+    if isinstance(arena := plane.arena, FakeArena):
+        arena.check()
+        if arena.committed < (needed := plane.pool.bytes_behind(table.committed_units)):
+            raise Unaccounted(f"{needed} bytes should be committed, {arena.committed} are")
     live = [req for req in scheduler.reqs.values() if req.kv is not None]
     rows = {req.req_pool_idx: req for req in live}
     if rows.keys() != set(table.sequence_ids) or len(rows) != len(live):
@@ -128,7 +132,8 @@ def check_empty(plane: Plane) -> None:
 def digest(plane: Plane) -> bytes:
     """What the tables of two ranks must agree in."""
     table = plane.table
+    sizes = table.unit_limit, table.committed_units
     parts = [table.units, table.host.units, table.host.filling, table.references(range(1))]
     parts += [table.references(np.arange(table.num_blocks + 1, dtype=np.int32))]
     sequences = [(s, table.length_of(s), table.blocks_of(s).tolist()) for s in table.sequence_ids]
-    return repr((sequences, [hash(p.tobytes()) for p in parts])).encode()
+    return repr((sizes, sequences, [hash(p.tobytes()) for p in parts])).encode()

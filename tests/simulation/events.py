@@ -83,9 +83,10 @@ class Resume:
 
 @dataclass(frozen=True)
 class Resize:
-    """The device pool is to use so many blocks from now on."""
+    """The device pool is to have so many blocks; the machine has memory for `room` of them."""
 
     blocks: int
+    room: int = 1_000_000
 
 
 @dataclass(frozen=True)

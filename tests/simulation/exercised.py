@@ -17,6 +17,7 @@ ELASTIC = (
     "evicted_units",
     "saved_units",
     "restored_units",
+    "relocated_units",
     "recomputed_tokens",
     "fetched_units",
     "fetched_ahead_units",
@@ -50,6 +51,10 @@ EVERYTHING = (
     "flushes",
     "flushes refused",
     "resized",
+    "resizes: applied",
+    "resizes: floor",
+    "resizes: ceiling",
+    "steps: while the pool grows",
     "policy failures",
     "samples of one prompt",
     "answers stopped",
@@ -66,6 +71,8 @@ class Exercised:
     def __init__(self, counts: Counter[str], plane: Plane, scheduler: SimulatedScheduler) -> None:
         self._counts = counts
         self._plane, self._scheduler = plane, scheduler
+        self._resizer = scheduler_of(scheduler).resizer
+        self._outcome = self._resizer.outcome
         self._spy(plane.table, "adopt", "units adopted by the tree", int)
         self._spy(scheduler, "flush_cache", "flushes", int)
         if hasattr(plane.tree, "_drop_beyond"):
@@ -90,6 +97,7 @@ class Exercised:
             req.inflight_middle_chunks > 0 for req in batch.reqs
         )
         counts["steps: on a device behind the host"] += self._plane.device is not None
+        counts["steps: while the pool grows"] += self._resizer._growth is not None
         table = self._plane.table
         full = table.host.num_units > 0 and table.host.free_units == 0
         counts["steps: with the host full"] += full
@@ -100,6 +108,9 @@ class Exercised:
 
     def turn(self) -> None:
         """A turn of the loop is over."""
+        if (outcome := self._resizer.outcome) is not self._outcome:
+            self._outcome = outcome
+            self._counts[f"resizes: {outcome}"] += 1
         in_flight = self._scheduler.last_batch if self._scheduler.enable_overlap else None
         if in_flight is not None:
             ended = any(req.finished() for req in in_flight.reqs)

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -22,12 +23,14 @@ from sglang.srt.runtime_context import get_parallel
 
 from ellm_sgl.engine import Controller, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
+from ellm_sgl.memory import Outcome
 from ellm_sgl.policies import Policy
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.fixed_ratio import FixedRatio
 from ellm_sgl.sglang.scheduler import EllmScheduler
 from ellm_sgl.sglang.state import DEVICE_TOKENS
+from tests.memory.fake_arena import FakeArena
 from tests.simulation import accounting, events
 from tests.simulation.clock import Clock
 from tests.simulation.configuration import Configuration
@@ -96,6 +99,7 @@ class Life:
             patches.enter_context(self.clock.running())
             patches.enter_context(self.plane.living())
             patches.enter_context(patch("sglang.srt.utils.broadcast_pyobj", self._broadcast))
+            patches.enter_context(patch("torch.distributed.all_reduce", self._least))
             if self.configuration.overlap:
                 self.scheduler.event_loop_overlap()
             else:
@@ -121,7 +125,9 @@ class Life:
             loop, self.plane.elastic, self.plane.pool.unit_bytes, self.clock.monotonic
         )
         self.plane.context.iteration = iteration
-        self.plane.context.scheduler = EllmScheduler(iteration, self.scheduler)
+        self.plane.context.scheduler = self._ours = EllmScheduler(
+            iteration, self.scheduler, self.plane.committer.submit
+        )
 
     def _policy(self) -> Policy:
         made: dict[str, Callable[[], Policy]] = {
@@ -143,6 +149,10 @@ class Life:
         self._heard += 1
         return list(self._agreed.said[self._heard - 1])
 
+    def _least(self, numbers: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Rank 1 is never the slower one."""
+        numbers.copy_(torch.tensor(self._broadcast(numbers.tolist(), 0)))
+
     def _compare_ranks(self) -> None:
         if self.configuration.ranks == 1:
             return
@@ -162,6 +172,7 @@ class Life:
         if self._other is not None and self._other.host_pool is not None:
             self._other.host_pool.buffer.fill_(POISON)  # it is the other's to write at any time
         self._exercised.turn()
+        self.plane.committer.pass_time()
         requests = self._requests()
         for request in requests:
             self._exercised.request(request)
@@ -181,10 +192,11 @@ class Life:
     def _come_to_an_end(self, busy: bool) -> list[Any]:
         if self.scheduler._engine_paused:
             return [ContinueGenerationReqInput()]
-        if busy or self._followers or not self.scheduler.is_fully_idle():
+        resizing = self._ours.resizer.outcome is Outcome.UNDER_WAY
+        if busy or self._followers or resizing or not self.scheduler.is_fully_idle():
             self._turns_left -= 1
             if self._turns_left == 0:
-                raise Stuck(f"requests {self._unfinished()} have not ended")
+                raise Stuck(f"requests {self._unfinished()} have not ended, or {resizing=}")
             return []
         if not self._ended:
             self._ended = True
@@ -196,8 +208,9 @@ class Life:
         return []
 
     def _hurry(self, patience: int) -> None:
-        """Let transfers wait so long."""
+        """Let transfers wait so long, and what commits memory, which nobody waits for, less."""
         self.plane.worker.patience = patience
+        self.plane.committer.patience = 0 if self._rank else min(patience, events.BETWEEN)
         if self.plane.device is not None:
             self.plane.device.hurries_copies = patience < events.LATE
 
@@ -237,8 +250,11 @@ class Life:
                 return [PauseGenerationReqInput(mode=mode)]
             case events.Resume():
                 return [ContinueGenerationReqInput()]
-            case events.Resize(blocks):
+            case events.Resize(blocks, room):
                 blocks = min(max(blocks, 1), self.configuration.device_blocks)
+                if isinstance(arena := self.plane.arena, FakeArena):
+                    room *= self.plane.table.shape.num_groups
+                    arena.room = self.plane.pool.bytes_behind(room)
                 tokens = blocks * self.configuration.block_tokens
                 return [SetInternalStateReq(server_args={DEVICE_TOKENS: tokens})]
             case events.ClockJump(seconds):

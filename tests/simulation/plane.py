@@ -22,6 +22,7 @@ from ellm_sgl.sglang import host_tier, memory, prefix_cache
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.step import DeviceStreamer, HiddenStates, Streamer
 from ellm_sgl.step.transfer import cuda as cuda_streamer
+from tests.memory.fake_arena import FakeArena
 from tests.simulation.configuration import Configuration
 from tests.simulation.model import StampDecoder
 from tests.simulation.stamps import POISON, Stamps
@@ -37,6 +38,8 @@ class Plane:
     def __init__(self, configuration: Configuration, host_path: Path | None = None) -> None:
         self.configuration = configuration
         self.worker = LateWorker()
+        self.committer = LateWorker()
+        """What commits memory: as late."""
         self.device = Device() if configuration.streams else None
         """Where it works behind the host's back; else the host computes."""
         self.streamer: Any = None
@@ -46,6 +49,7 @@ class Plane:
         with (
             patch.object(memory, "_settings", lambda: settings),
             patch.object(memory, "make_streamer", self._make_streamer),
+            patch.object(memory, "_arena", self._arena),
         ):
             memory.widen_logical_capacity(config, configurator)
             kv_cache = memory.build_pool(_never, configurator, sizes=config)
@@ -56,6 +60,7 @@ class Plane:
         self.context: Context = self.allocator.ellm
         self.table, self.elastic = self.context.table, self.context.elastic
         self.pool = self.context.pool
+        self.arena = self.pool.arena
         self.req_to_token_pool = ReqToTokenPool(
             size=configuration.max_running,
             max_context_len=configuration.context + configuration.block_tokens,
@@ -70,8 +75,6 @@ class Plane:
         )
         context: Any = SimpleNamespace(disable_radix_cache=not configuration.radix, params=params)
         self.tree = prefix_cache._build(context)
-        self.most_used = 0
-        """Units in use when somebody last looked."""
         self.runner: Any = SimpleNamespace(
             model=SimpleNamespace(model=StampDecoder(configuration.layers)),
             token_to_kv_pool_allocator=self.allocator,
@@ -97,9 +100,10 @@ class Plane:
     def poison(self) -> None:
         """Spoil what nobody owns as the step begins: whoever reads it was promised nothing."""
         table = self.table
-        self.compute(partial(_spoil, self.pool, table._free_units.ids.copy()))
+        free = table._free_units.ids
+        self.compute(partial(_spoil, self.pool, free[free <= table.committed_units]))
         if self.host_pool is not None:
-            spoil = partial(_spoil, self.host_pool, table.host._free.ids.copy())
+            spoil = partial(_spoil, self.host_pool, table.host._free.ids)
             if self.device is None:
                 spoil()
             else:
@@ -109,6 +113,10 @@ class Plane:
             free = np.setdiff1d(np.arange(table.host._slots.capacity + 1), owned[owned != NONE])
             for layer in range(hidden.num_layers):
                 hidden._states.slots(layer)[torch.from_numpy(free)] = POISON
+
+    def _arena(self, _: Any) -> Any:
+        """On a host: a unit's memory comes and goes alone. CUDA devices have no arena so far."""
+        return None if self.configuration.streams else lambda nbytes: FakeArena(nbytes, granule=8)
 
     @contextmanager
     def living(self) -> Iterator[None]:

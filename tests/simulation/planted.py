@@ -36,6 +36,7 @@ _HIDDEN = "ellm_sgl.step.hidden"
 _ITERATION = "ellm_sgl.engine.iteration:Iteration"
 _TREE = "ellm_sgl.sglang.prefix_cache"
 _PAUSED = "ellm_sgl.sglang.paused:PausedRequests"
+_RESIZER = "ellm_sgl.memory.resize:Resizer"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -133,6 +134,61 @@ FAULTS: tuple[Fault, ...] = (
         f"{_TABLE}.place",
         "max(self.free_units, 0)",
         "len(self._free_units)",
+    ),
+    Fault(
+        "units that move leave their KV behind",
+        f"{_RESIZER}._move_tail",
+        "self._copy(buffer, to.long(), buffer, of.long())",
+        "pass",
+    ),
+    Fault(
+        "units that move take each other's KV",
+        f"{_RESIZER}._move_tail",
+        "of.long()",
+        "of.long().flip(0)",
+    ),
+    Fault(
+        "units that have moved are in use where they were, too",
+        f"{_TABLE}.relocate",
+        "self._free_units.give(sources)",
+        "pass",
+    ),
+    Fault(
+        "memory is given back though units beyond the limit are still in use",
+        f"{_RESIZER}._give_back_tail",
+        "max(table.unit_limit, table.highest_unit, committed - chunk)",
+        "max(table.unit_limit, committed - chunk)",
+    ),
+    Fault(
+        "units are used before they have memory",
+        f"{_RESIZER}._publish",
+        "table.commit_units(units)",
+        "table.commit_units(self.wanted_units)",
+    ),
+    Fault(
+        "each rank uses what it has committed itself",
+        f"{_RESIZER}._publish",
+        "self._agree([growth.committed, mine, growth.problem is None])",
+        "[growth.committed, mine, growth.problem is None]",
+    ),
+    Fault(
+        "a growth for which there is no memory never ends",
+        f"{_RESIZER}._publish",
+        "self._came_to(Outcome.CEILING)",
+        "pass",
+    ),
+    Fault(
+        "high units are given out while low ones are free",
+        "ellm_sgl.memory.ids:FreeList.take",
+        """found[:count] + self._first).astype(np.int32)
+        self._free[ids] = False
+        self._count -= count
+        self._first = int(ids[-1]) + 1
+""",
+        """found[-count:] + self._first).astype(np.int32)
+        self._free[ids] = False
+        self._count -= count
+""",
     ),
     Fault(
         "on a device, units are copied to the host before the step that fills them has ended",

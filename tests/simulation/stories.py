@@ -49,6 +49,7 @@ class _Author:
         rng = self._rng
         arrivals = rng.uniform(0.05, 0.4)
         unrest = rng.choice([0.0, 0.05, 0.15])
+        resizes = rng.choice([0.0, 0.0, 0.3])
         for _ in range(rng.randint(2, self._configuration.max_running + 1)):
             yield self._arrive()
         for turn in range(rng.randint(6, 20)):
@@ -58,6 +59,8 @@ class _Author:
                 yield self._leave()
             if rng.random() < unrest:
                 yield from self._upset()
+            if rng.random() < resizes:
+                yield self._resize()
             yield self._step if turn < 4 else self._next_step()
         if rng.random() < 0.85:
             yield Abort(None)
@@ -89,7 +92,7 @@ class _Author:
 
     def _upset(self) -> Iterator[Event]:
         rng = self._rng
-        what = rng.randrange(8)
+        what = rng.randrange(6)
         if what == 0:
             yield Abort(None)
         elif what == 1:
@@ -100,15 +103,17 @@ class _Author:
             yield Pause(rng.choice(["in_place", "retract"]))
             yield from (Step() for _ in range(rng.randint(0, 2)))
             yield Resume()
-        elif what in (3, 4):
-            blocks = self._configuration.device_blocks
-            yield Resize(rng.choice([1, 2, blocks // 2, blocks]))
-        elif what == 5:
+        elif what == 3:
             yield ClockJump(rng.choice([0.1, 10.0, 1e6]))
-        elif what == 6:
+        elif what == 4:
             yield PolicyFails(rng.choice(["raises", "nan", "range", "stall"]))
         else:
             yield Flush()
+
+    def _resize(self) -> Event:
+        rng, blocks = self._rng, self._configuration.device_blocks
+        room = rng.choice([blocks // 2, blocks, blocks])
+        return Resize(rng.choice([1, 2, rng.randint(1, blocks), blocks, blocks]), room)
 
     def _next_step(self) -> Step:
         """Much as the one before; now and then the policy changes its mind."""

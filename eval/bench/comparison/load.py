@@ -95,10 +95,8 @@ class Load:
                 f"{file}: {len(whole)} requests; give --requests {len(whole)} or fewer"
             )
         begin = seed * count % (len(whole) - count + 1)
-        part = slice(begin, begin + count)
-        at_s = whole.at_s[part] - whole.at_s[begin]
-        cut = Trace(at_s, whole.prompt_tokens[part], whole.output_tokens[part])
-        per_second = (count - 1) / max(float(at_s[-1]), 1e-3)
+        cut = whole.part(begin, begin + count)
+        per_second = (count - 1) / max(float(cut.at_s[-1]), 1e-3)
         tokens = float((cut.prompt_tokens + cut.output_tokens).mean())
         return cut.scaled(rate=self.per_second / per_second, lengths=self.mean_tokens / tokens)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -14,10 +13,9 @@ import numpy as np
 from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.client.traces import Trace
 from ellm_sgl.client.workloads import LENGTHS, Lengths, LogNormal, drawn, gamma_arrivals
-from ellm_sgl.eval.simulator import Load, Machine, Settings, preset
+from ellm_sgl.eval.bench.grid.capacity import Capacity, Kind, capacity, mean_tokens
+from ellm_sgl.eval.simulator import Load, Machine, preset
 from ellm_sgl.eval.simulator.machines import Device, assemble, read_model
-from ellm_sgl.eval.simulator.settings import device_model
-from ellm_sgl.latency import StepWork
 
 SHAREGPT = LENGTHS["sharegpt"]
 SHORT = Lengths(LogNormal(96, 0.6, 512), LogNormal(300, 1.0, 1024))
@@ -37,15 +35,6 @@ class Cell(NamedTuple):
     """How many requests of mean lengths there is room for."""
     restore: str
     """What policies restore by: with "recompute" there is no host memory, for baselines neither."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """What a machine can sustain with some lengths of answers."""
-
-    requests_per_s: float
-    token_s: float
-    """Time per output token then, prompts between the steps included."""
 
 
 @cache
@@ -86,38 +75,32 @@ def grid(machines: tuple[str, ...]) -> Iterator[Cell]:
 def machine_of(cell: Cell) -> Machine:
     whole, lengths = MACHINES[cell.machine]
     host = 0 if cell.restore == "recompute" else None
-    return whole().limited(int(cell.memory * _mean_tokens(lengths)), host)
-
-
-def _mean_tokens(lengths: Lengths) -> float:
-    """Of a request, half of its answer written."""
-    return lengths.prompt.mean + lengths.output.mean / 2
+    return whole().limited(int(cell.memory * mean_tokens([_kind(lengths)])), host)
 
 
 def load_of(cell: Cell, count: int, seed: int) -> Load:
     """So many requests."""
-    lengths, scale = MACHINES[cell.machine][1], _scale(cell.machine, cell.memory)
+    lengths, most = MACHINES[cell.machine][1], _capacity(cell.machine, cell.memory)
     rng = np.random.default_rng(seed)
     if cell.lengths == "long-tailed":
         tail = dataclasses.replace(lengths.output, sigma=TAIL_SIGMA)
         lengths = dataclasses.replace(lengths, output=tail)
-    trace = drawn(lengths, gamma_arrivals(count, cell.load * scale.requests_per_s, rng), rng)
+    trace = drawn(lengths, gamma_arrivals(count, cell.load * most.requests_per_s, rng), rng)
     longest = lengths.output.longest
     if cell.lengths == "shifting":
         times = np.where(np.arange(count) < count // 2, *SHIFT)
         output = np.clip((trace.output_tokens * times).astype(np.int64), 1, longest)
         trace = Trace(trace.at_s, trace.prompt_tokens, output)
     said = None if cell.lengths == "known" else longest
-    return Load.of(trace, said, SLOS[cell.slo] * scale.token_s)
+    return Load.of(trace, said, SLOS[cell.slo] * most.token_s)
 
 
 @cache
-def _scale(machine: str, memory: int) -> Scale:
+def _capacity(machine: str, memory: int) -> Capacity:
     """Of requests of mean lengths that fill memory."""
-    whole, lengths = MACHINES[machine][0](), MACHINES[machine][1]
-    prompt, output = lengths.prompt.mean, lengths.output.mean
-    step = device_model(whole, Settings()).step_seconds
-    tokens, batch = _mean_tokens(lengths), min(memory, Settings().max_running)
-    prompt_s = float(step(StepWork(0, 0, prefill_rows=prompt, prefill_pairs=prompt**2 / 2)))
-    token_s = float(step(StepWork(batch, batch * tokens))) + batch * prompt_s / output
-    return Scale(batch / (output * token_s), token_s)
+    whole, lengths = MACHINES[machine]
+    return capacity(whole(), [_kind(lengths)], memory)
+
+
+def _kind(lengths: Lengths) -> Kind:
+    return Kind(lengths.prompt.mean, lengths.output.mean)

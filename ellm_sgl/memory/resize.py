@@ -1,0 +1,251 @@
+"""The pool shrinks and grows while it serves, a bounded step between every two of the model's.
+
+```
+ shrink:  lower the limit ─▶ drop idle prefixes, evict ─▶ move the tail down ─▶ decommit
+ grow:    commit, on a thread of its own ─▶ publish what all ranks have committed ─▶ raise the limit
+```
+
+A shrink ends at what was asked for, or at the floor: what is left cannot be evicted, or a step
+could not restore it beside what else may come to be missing. So nobody is retracted for it. A
+growth ends at what was asked for, or at the ceiling: the machine gives no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from enum import StrEnum
+
+import torch
+
+from ellm_sgl.memory.elastic import ElasticMemory
+from ellm_sgl.memory.pool import KVPool
+
+logger = logging.getLogger(__name__)
+
+STEP_BYTES = 64 << 20
+"""What one step evicts, and what it moves: a few milliseconds."""
+DECOMMIT_BYTES = 1 << 30
+"""What one step gives back: likewise."""
+COMMIT_BYTES = 8 << 20
+"""What is committed at once, before it can be published: others' maps and unmaps wait as long."""
+
+Submit = Callable[[Callable[[], None]], Future[None]]
+"""Runs a function on a thread of its own."""
+
+Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(target, target units, source, source units): copies units, one to one."""
+
+Agree = Callable[[list[int]], list[int]]
+"""The least of each of these numbers over all ranks, all of which call it in the same steps."""
+
+
+class Outcome(StrEnum):
+    """What has become of a size that was asked for."""
+
+    UNDER_WAY = "under way"
+    APPLIED = "applied"
+    FLOOR = "floor"
+    """The pool is larger, and shrinks no more,"""
+    CEILING = "ceiling"
+    """or smaller, and grows no more."""
+
+
+class Resizer:
+    """Brings a pool to the size that was last asked for. All ranks ask for the same in the same
+    step, and come to the same page table.
+
+    Args:
+        elastic: memory, of the pool's page table.
+        pool: one without an arena only ceases to be used, and its units stay where they are.
+        copy: moves units within the pool, before it returns.
+        submit: takes what commits.
+        agree: with the other ranks.
+    """
+
+    def __init__(
+        self, elastic: ElasticMemory, pool: KVPool, copy: Copy, submit: Submit, agree: Agree
+    ) -> None:
+        self._elastic, self._pool = elastic, pool
+        self._copy, self._submit, self._agree = copy, submit, agree
+        self._growth: _Growth | None = None
+        self._units_per_step = max(STEP_BYTES // pool.unit_bytes, 1)
+        self.wanted_units = elastic.table.unit_limit
+        """As last asked for,"""
+        self.outcome = Outcome.APPLIED
+        """and what has become of it."""
+
+    def ask(self, units: int, idle: bool = False) -> None:
+        """Bring the limit to so many units. Takes the place of what was asked for before.
+
+        Args:
+            units: whole blocks'.
+            idle: see `step`, the first of which is taken here.
+
+        Raises:
+            ValueError: fewer than one block's units, or more than are reserved.
+        """
+        table = self._elastic.table
+        if not table.shape.num_groups <= units <= table.num_units:
+            raise ValueError(f"{units} units, of {table.shape.num_groups} to {table.num_units}")
+        self.wanted_units, self.outcome = units, Outcome.UNDER_WAY
+        if self._growth is not None:
+            self._growth.stop()
+        self.step(idle)
+
+    def step(self, idle: bool = False) -> None:
+        """Go on, as far as one step goes, between two steps of the model.
+
+        Args:
+            idle: nobody waits for a step of the model: go on to the end, unless memory has yet to
+                be committed. (A server with nothing to do sleeps between two turns.)
+        """
+        while self.outcome is Outcome.UNDER_WAY:
+            further = self._step()
+            if not (idle and further):
+                return
+
+    def _step(self) -> bool:
+        """Returns whether it got any further by itself."""
+        if self._growth is not None and not self._publish(self._growth):
+            return False
+        table = self._elastic.table
+        self._raise_limit()
+        if self.wanted_units > table.committed_units:
+            growth = _Growth(self._pool, table.committed_units, self.wanted_units, self._submit)
+            self._growth = growth
+            return False
+        lowered = self.wanted_units < table.unit_limit and self._lower_limit()
+        if self.wanted_units == table.unit_limit:
+            return self._give_back_tail(Outcome.APPLIED) or lowered
+        return self._give_back_tail(Outcome.UNDER_WAY if lowered else Outcome.FLOOR) or lowered
+
+    # -- shrink -----------------------------------------------------------------------------
+
+    def _lower_limit(self) -> bool:
+        """Evict for one step's worth of units; returns whether that got any further."""
+        table, elastic, before = self._elastic.table, self._elastic, self._elastic.table.unit_limit
+        used = min(table.used_units, before)
+        table.limit_units(max(self.wanted_units, used - self._units_per_step))
+        elastic.reclaim_prefixes(0)
+        evicted = min(-table.free_units, self._evictable_units())
+        if evicted > 0:
+            table.limit_units(table.used_units - evicted)
+            elastic.make_room(0)
+        table.limit_units(max(table.unit_limit, table.used_units))
+        return table.unit_limit < before
+
+    def _evictable_units(self) -> int:
+        """Units that may go until half of what a step can restore is missing: the other half is
+        for what requests that grow will evict."""
+        table = self._elastic.table
+        missing = len(table.missing_blocks(table.sequence_ids))
+        most = self._elastic.max_restored_tokens // 2 // table.shape.block_tokens
+        return max(most - missing, 0) * table.shape.num_groups
+
+    def _give_back_tail(self, then: Outcome) -> bool:
+        """Move what lies beyond the limit below it, and decommit the rest; `then` is the outcome
+        once that is done. Returns whether anything was moved or decommitted."""
+        table, pool = self._elastic.table, self._pool
+        if pool.arena is None:
+            self._came_to(then)
+            return False
+        # While more is to be evicted, that may be what would be moved.
+        moved = 0 if then is Outcome.UNDER_WAY else self._move_tail()
+        committed, chunk = table.committed_units, max(DECOMMIT_BYTES // pool.unit_bytes, 1)
+        frontier = max(table.unit_limit, table.highest_unit, committed - chunk)
+        table.decommit_units(frontier)
+        pool.decommit(frontier, committed)
+        if frontier == table.unit_limit:
+            self._came_to(then)
+        return moved > 0 or frontier < committed
+
+    def _move_tail(self) -> int:
+        """Returns units moved."""
+        sources, targets = self._elastic.table.relocate(self._units_per_step)
+        if len(sources):
+            buffer = self._pool.buffer
+            to, of = torch.from_numpy(targets), torch.from_numpy(sources)
+            self._copy(buffer, to.long(), buffer, of.long())
+            self._elastic.totals.relocated_units += len(sources)
+        return len(sources)
+
+    # -- grow -------------------------------------------------------------------------------
+
+    def _publish(self, growth: _Growth) -> bool:
+        """Use what all ranks have committed; returns whether the growth is over on all of them."""
+        table = self._elastic.table
+        mine = growth.over  # first: nothing is committed after it
+        units, over, enough = self._agree([growth.committed, mine, growth.problem is None])
+        table.commit_units(units)
+        self._raise_limit()
+        if not enough:
+            growth.stop()
+        if not over:
+            return False
+        self._growth = None
+        self._pool.decommit(units, growth.committed)  # what other ranks do not have
+        if not enough and units < self.wanted_units:
+            logger.warning(
+                "eLLM pool: no memory to grow further (%s)", growth.problem or "on another rank"
+            )
+            self._came_to(Outcome.CEILING)
+        return self.outcome is Outcome.UNDER_WAY
+
+    def _raise_limit(self) -> None:
+        table = self._elastic.table
+        limit = min(self.wanted_units, table.committed_units)
+        table.limit_units(max(table.unit_limit, limit))
+
+    # -- both -------------------------------------------------------------------------------
+
+    def _came_to(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        if outcome is Outcome.UNDER_WAY:
+            return
+        table, shape = self._elastic.table, self._elastic.table.shape
+        logger.info(
+            "eLLM pool: %d tokens asked for, room for %d now (%s); %.1f MB committed",
+            shape.tokens_in(self.wanted_units), shape.tokens_in(table.unit_limit), outcome,
+            self._pool.bytes_behind(table.committed_units) / 1e6,
+        )  # fmt: skip
+
+
+class _Growth:
+    """Units that get memory while steps run.
+
+    Args:
+        pool: whose.
+        first: units that have it before, and
+        last: after.
+        submit: takes what commits.
+    """
+
+    def __init__(self, pool: KVPool, first: int, last: int, submit: Submit) -> None:
+        self.committed = first
+        """Units that have memory by now."""
+        self._pool, self._last = pool, last
+        self._chunk = max(COMMIT_BYTES // pool.unit_bytes, 1)
+        self._stopped = False
+        self._future = submit(self._commit)
+
+    def _commit(self) -> None:
+        while self.committed < self._last and not self._stopped:
+            end = min(self.committed + self._chunk, self._last)
+            self._pool.commit(self.committed, end)
+            self.committed = end
+
+    def stop(self) -> None:
+        """Commit no more than what has been begun."""
+        self._stopped = True
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is committed."""
+        return self._future.done()
+
+    @property
+    def problem(self) -> BaseException | None:
+        """Why no more could be committed."""
+        return self._future.exception() if self._future.done() else None

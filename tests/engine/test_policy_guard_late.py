@@ -1,0 +1,182 @@
+"""Nobody waits for a policy that is late or hangs; and on whose thread it is asked."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ellm_sgl.engine import policy_guard as asking_module
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies import Batch, FixedRatio, Ratios, Stock, SystemState, WorkSplit
+from tests.engine.scripted import LONG_S, STATE, Prompt, Scripted, asking, hanging, is_safe
+
+
+def test_a_late_answer_is_replaced_until_the_policy_is_back() -> None:
+    release = threading.Event()
+
+    def wait() -> Batch:
+        release.wait(LONG_S)
+        return Batch(admit=())
+
+    policy = Scripted(batch=wait, ratio=lambda: Ratios(np.zeros(2), np.empty(0)))
+    with asking(policy, budget_s=0.01) as safe:
+        assert is_safe(safe.answer(STATE))
+        assert is_safe(safe.answer(STATE))  # it is still at the first question
+        assert safe.failures == {"late": 2}
+        release.set()
+        assert safe._pending is not None
+        safe._pending.result(LONG_S)
+        safe.budget_s = LONG_S
+        assert safe.answer(STATE).batch.admit == ()
+        assert safe.failures == {"late": 2}
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first answer has so little time that tests need not wait for long."""
+    monkeypatch.setattr(asking_module, "FIRST_ANSWER_S", 0.05)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_policy_that_hangs_at_first_is_late_until_it_has_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+    policy = Scripted(batch=hanging(release), ratio=lambda: Ratios(np.zeros(2), np.empty(0)))
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING), asking(policy) as safe:
+        safe.warm_up(STATE)
+        assert time.monotonic() - began < LONG_S / 2
+        assert safe.failures == {"late": 1}
+        (said,) = caplog.messages
+        assert "Scripted has not answered its first question after 0.05 s" in said
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 2}
+        release.set()
+        assert safe._pending is not None
+        safe._pending.result(LONG_S)
+        assert safe.answer(STATE).batch.admit == ()
+        assert safe.failures == {"late": 2} and len(caplog.messages) == 1
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_promise_that_is_never_given_is_none_and_nothing_else_is_asked_meanwhile() -> None:
+    release = threading.Event()
+
+    class Silent(Scripted):
+        def idle_without_pressure(self) -> bool:
+            return release.wait(LONG_S)
+
+    policy = Silent()
+    with asking(policy) as safe:
+        assert not safe.idle_without_pressure
+        safe.warm_up(STATE)
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 2} and not policy.plans
+        release.set()
+        assert safe._pending is not None
+        safe._pending.result(LONG_S)
+        assert safe.answer(STATE).ratios.running.tolist() == [0.25, 0.25]
+        assert not safe.idle_without_pressure
+
+
+@pytest.mark.parametrize(("kind", "own_thread"), [(Scripted, True), (Prompt, False)])
+def test_a_policy_that_promises_never_to_wait_is_asked_on_the_callers_thread(
+    kind: type[Scripted], own_thread: bool
+) -> None:
+    threads: list[int] = []
+
+    def note() -> Batch:
+        threads.append(threading.get_ident())
+        return Batch(admit=(0, 1, 2))
+
+    with asking(kind(batch=note)) as safe:
+        safe.warm_up(STATE)
+        safe.answer(STATE)
+    assert [thread != threading.get_ident() for thread in threads] == [own_thread] * 2
+    assert not safe.failures
+
+
+def test_who_answers_otherwise_does_not_inherit_the_promise() -> None:
+    class Other(FixedRatio):
+        def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+            return super().split(state, plan)
+
+    assert FixedRatio().never_waits() and Stock().never_waits() and not Other().never_waits()
+
+
+def test_without_a_deadline_the_callers_own_thread_asks() -> None:
+    threads: list[int] = []
+
+    def note() -> Batch:
+        threads.append(threading.get_ident())
+        return Batch(admit=(0,))
+
+    with asking(Scripted(batch=note), math.inf) as safe:
+        safe.warm_up(STATE)
+        assert safe.answer(STATE).batch == Batch(admit=(0,))
+    assert threads == [threading.get_ident()]
+
+
+@pytest.mark.parametrize("kind", [Scripted, Prompt])
+def test_all_policies_have_one_budget(kind: type[Scripted]) -> None:
+    def slow() -> Batch:
+        time.sleep(0.05)
+        return Batch(admit=())
+
+    policy = kind(batch=slow, ratio=lambda: Ratios(np.zeros(2), np.empty(0)))
+    with asking(policy, budget_s=0.01) as safe:
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 1}
+
+
+def test_built_in_policies_have_the_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object) -> Batch:
+        time.sleep(0.05)
+        return Batch(admit=(2,))
+
+    monkeypatch.setattr(FixedRatio, "batch", slow)
+    with asking(FixedRatio(0.25), budget_s=0.01) as safe:
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"late": 1}
+
+
+SWITCHES_AWAY = """
+import threading
+from ellm_sgl.engine import policy_guard as asking
+from ellm_sgl.engine.controller import Controller, ServerLimits
+from ellm_sgl.engine.step_log import StepLog
+from ellm_sgl.latency import RooflineLatencyModel
+from ellm_sgl.policies import Stock
+from tests.engine.scripted import STATE, Scripted
+from tests.latency.machines import GPU, TINY
+
+asking.FIRST_ANSWER_S = 0.05
+hangs = Scripted(batch=threading.Event().wait)
+limits = ServerLimits(TINY, GPU, 8, 1.0, 4096)
+loop = Controller(hangs, 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+loop.guard.warm_up(STATE)
+late = loop.guard.failures["late"]
+loop.switch(Stock())
+print(late, loop.decide(STATE).admit, dict(loop.guard.failures))
+"""
+
+
+def test_nobody_waits_for_a_policy_that_hangs_when_it_is_replaced_or_at_the_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SWITCHES_AWAY],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "1 (0, 1, 2) {}\n"), done.stderr
