@@ -182,7 +182,7 @@ async def _load(url: str, until: Until, seed: int) -> tuple[int, int, int]:
             sent += 1
             await one(client, sent - 1)
 
-    limits = httpx.Limits(max_connections=AT_ONCE)
+    limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:
         await asyncio.gather(*(worker(client) for _ in range(AT_ONCE)))
     return sent, cut_off, failed

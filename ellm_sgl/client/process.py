@@ -18,14 +18,15 @@ from typing import Any, Self
 import httpx
 
 START_TIMEOUT_S = 240.0
+EXIT_S = 5.0
+"""A server whose connections have broken has exited after so long, or has not meant to."""
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 DEMO_ARGUMENTS = ("--model-path", str(DEMO_MODEL), "--dtype", "float32")
 """fp32, so that a different order of additions cannot tip the choice of a token."""
-IDLE_CONNECTION_S = 1.0
-"""After so long a client gives an idle connection up. Servers do after 5 s (uvicorn), httpx too: a
-request sent then may find it closed."""
-CONNECTIONS = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_S)
-"""No bound on connections: a request that waits for one has not arrived."""
+CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+"""No bound on connections: a request that waits for one has not arrived. A new one for each: a
+server may close one that is idle just when a request is sent on it, and httpx's asynchronous pool
+(httpcore 1.0) itself closes some on which another task has begun to send, a ReadError there."""
 SERVER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 """Unless the user says otherwise. Threads that spin while they wait take the core that another
 thread needs to finish: with one more busy process on two cores, 5 times the tokens per second.
@@ -192,6 +193,15 @@ class ServerProcess:
                 return
             time.sleep(0.25)
         raise ServerError("the prefix cache could not be flushed: requests are still running")
+
+    def lost(self, error: object) -> ServerError:
+        """What to raise where a request has ended with `error` instead of an answer."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=EXIT_S)
+        status = self._process.poll()
+        what = "the connection broke" if status is None else f"the server exited ({status})"
+        return ServerError(f"{what}: {error!r}:\n{self.last_words()}")
 
     def last_words(self) -> str:
         """The end of the log."""

@@ -130,7 +130,7 @@ def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:
             process.start()
         return _measure(server, process, time.monotonic() - begin, load, console)
     except httpx.HTTPError as error:
-        raise ServerError(f"the server went away ({error}):\n{process.last_words()}") from error
+        raise process.lost(error) from error
     finally:
         process.stop()
 

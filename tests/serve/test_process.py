@@ -2,41 +2,80 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 import threading
-import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from ellm_sgl.client.process import IDLE_CONNECTION_S, ServerProcess
+import httpx
+import pytest
+
+from ellm_sgl.client.process import CONNECTIONS, ServerProcess
 
 
-def test_an_idle_connection_is_given_up_before_the_server_does() -> None:
-    connections = []
+class Server(ThreadingHTTPServer):
+    """Keeps connections, and counts them."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # keeps connections
+    connections = 0
 
-        def setup(self) -> None:
-            connections.append(self.client_address)
-            super().setup()
 
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
 
-        def log_message(self, *_: object) -> None: ...
+    def setup(self) -> None:
+        assert isinstance(self.server, Server)
+        self.server.connections += 1
+        super().setup()
 
-    process = ServerProcess(())
-    server = ThreadingHTTPServer(("127.0.0.1", process.port), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        assert process.answers() and process.answers()
-        assert len(connections) == 1
-        time.sleep(IDLE_CONNECTION_S + 0.2)
-        assert process.answers()
-        assert len(connections) == 2
-    finally:
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
         server.shutdown()
-        server.server_close()
-        process._http.close()
-        process.log.unlink()
+
+
+def test_no_connection_is_used_twice(server: Server) -> None:
+    """One that is idle may be closed just when a request is sent on it."""
+    url = f"http://127.0.0.1:{server.server_port}"
+
+    async def load() -> None:
+        async with httpx.AsyncClient(limits=CONNECTIONS, trust_env=False) as client:
+
+            async def one() -> None:
+                for _ in range(5):
+                    await client.get(url)
+
+            await asyncio.gather(*(one() for _ in range(10)))
+
+    asyncio.run(load())
+    assert server.connections == 50
+    with httpx.Client(limits=CONNECTIONS, trust_env=False) as client:
+        client.get(url)
+        client.get(url)
+    assert server.connections == 52
+
+
+def test_a_broken_connection_tells_how_the_server_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = ServerProcess(())
+    process.log.write_text("its last words")
+    killed = subprocess.Popen(["sh", "-c", "kill -9 $$"])
+    monkeypatch.setattr(process, "_process", killed)
+    error = str(process.lost(httpx.ReadError("reset")))
+    assert error.startswith("the server exited (-9): ReadError('reset')")
+    assert error.endswith("its last words")
+    with subprocess.Popen(["sleep", "60"]) as alive:
+        monkeypatch.setattr(process, "_process", alive)
+        monkeypatch.setattr("ellm_sgl.client.process.EXIT_S", 0.1)
+        assert str(process.lost("no answer")).startswith("the connection broke: 'no answer'")
+        alive.kill()
+    process.log.unlink()

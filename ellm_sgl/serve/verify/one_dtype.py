@@ -136,8 +136,7 @@ class OneDtype:
         except ServerError as error:
             raise ServerError(f"{self.dtype}, {what}: {error}") from None
         except httpx.TransportError as error:
-            gone = f"the server went away ({type(error).__name__}):\n{server.last_words()}"
-            raise ServerError(f"{self.dtype}, {what}: {gone}") from error
+            raise ServerError(f"{self.dtype}, {what}: {server.lost(error)}") from error
 
     def _comparison(
         self, run: Run, reference: Sequence[Answer], forced: Spread | None, noise: Spread | None
