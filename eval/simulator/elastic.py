@@ -95,10 +95,11 @@ class Elastic(Mode):
     def steps_that_fit(self, ids: IntArray, most: int) -> int:
         needed = int(self.new_blocks(ids, 1).sum())
         requests = ids.tolist()
-        if not self.iteration.make_room(needed, requests):
+        if needed > self.table.free_blocks or not self.iteration.make_room(needed, requests):
             return 0
         # What comes back does so in the first step; the others do not restore it.
-        return 1 if self.elastic.comes_back(requests) else most
+        once = self.elastic.comes_back(requests)
+        return 1 if once or self.new_blocks(ids, most).sum() > self.table.free_blocks else most
 
     def grow(self, ids: IntArray, steps: int) -> tuple[Span, Span]:
         requests = ids.tolist()

@@ -37,6 +37,8 @@ MANY = 128
 DEVIATIONS = 2.0
 """Standard deviations above the mean that memory is planned at; of the hazards' level, which all
 requests have in common, a single standard error."""
+MISSES = 0.1
+"""Running requests that may be expected to miss their SLO for each one that comes."""
 SLO_SHARE = 0.95
 """Of an SLO on the time per token, that is planned with: a request may meet slower steps than the
 mean one."""
@@ -68,7 +70,10 @@ class Forecast:
     slo_s: FloatArray
     """The least SLO on the time per token, [b]."""
     ahead_s: FloatArray
-    """`slack_s` of each running request, [running + 1]: ascending, and inf at last."""
+    """`slack_s` of each running request, [running]: ascending,"""
+    ends: FloatArray
+    """and how many of the first n of these are expected to end up to each time ahead but 0 and
+    after the one before it, [times - 1, n from 0]."""
     pace: float
     """`SystemState.pace`."""
     free: float
@@ -115,6 +120,10 @@ class Forecast:
         deviation = np.sqrt(DEVIATIONS**2 * variance + (state.lengths.doubt * in_doubt) ** 2)
         free = state.memory.device_tokens - unowned_tokens(state)
         prompts = np.append(np.zeros(len(state.running) + 1), prompts_s(state, slice(waiting)))
+        slack = slack_s(state, 1.0)
+        order = np.argsort(slack)
+        ends = np.zeros((len(steps) - 1, len(order) + 1))
+        np.cumsum(-np.diff(goes_on[:, order], axis=0), axis=1, out=ends[:, 1:])
         return cls(
             steps=steps,
             memory=state.memory,
@@ -127,7 +136,8 @@ class Forecast:
             prefix=prefix,
             prompts_s=prompts[fewest:],
             slo_s=slos_s(state, waiting)[fewest:],
-            ahead_s=np.append(np.sort(slack_s(state, 1.0)), np.inf),
+            ahead_s=slack[order],
+            ends=ends,
             pace=state.pace,
             free=float(free),
             short=np.minimum(held + deviation, most) - free,
@@ -199,9 +209,9 @@ class Forecast:
         return np.asarray(self.summed(left * self.rows)[-1] / self.summed(left * seconds)[-1])
 
     def _in_time(self, seconds: FloatArray, pauses: BoolArray) -> BoolArray:
-        """Whether nobody misses the SLO because of those who come, [b]: neither they themselves,
-        even if it is they who pause, nor of the running requests, which their prompts hold up, any
-        that would keep it without them. And nobody should have to pause at once.
+        """Whether those who come keep the SLO, [b], even if it is they who pause; and of the
+        running requests, which their prompts hold up, no more than `MISSES` for each of them are
+        expected to end behind theirs because of it. And nobody should have to pause at once.
 
         Args:
             seconds: of a step, [times, b], in which
@@ -213,10 +223,21 @@ class Forecast:
         decodes[-1] = True  # nobody pauses for ever
         own = (self.summed(np.where(pauses, 0.0, 1.0)) >= spent_s / slo_s) | ~decodes
         allowed_s = slo_s * self.steps[1:, None]
-        alone_s = (spent_s - allowed_s)[:, 0]  # by so much who keeps it without them is ahead
-        spare_s = self.ahead_s[np.searchsorted(self.ahead_s, alone_s)]
-        others = spent_s + self.prompts_s <= allowed_s + spare_s[:, None]
-        return np.asarray((own & others).all(axis=0) & ~pauses[0])
+        behind_s = np.vstack((np.zeros(len(self.slo_s)), spent_s - allowed_s))
+        missed = self._missed(behind_s + self.prompts_s) - self._missed(behind_s[:, :1])
+        others = missed <= MISSES * np.arange(len(missed))
+        return np.asarray(own.all(axis=0) & others & ~pauses[0])
+
+    def _missed(self, behind_s: FloatArray) -> FloatArray:
+        """Running requests that are expected to end behind their SLO, [b].
+
+        Args:
+            behind_s: by so much all fall behind from now to each time ahead, [times, b].
+        """
+        needed_s = np.maximum(behind_s[1:], behind_s[:-1])
+        return np.asarray(
+            np.take_along_axis(self.ends, np.searchsorted(self.ahead_s, needed_s), 1).sum(axis=0)
+        )
 
     def summed(self, of: FloatArray) -> FloatArray:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""

@@ -76,3 +76,11 @@ def test_the_ratio_decays_as_steps_go_well_and_rises_with_a_retraction():
     ratio.retracted(generated=300, max_new_tokens=999, requests=10)
     assert ratio.current == pytest.approx(0.5)
     assert NewTokenRatio(9.0).current == 1.0
+
+
+def test_where_memory_suffices_addresses_bound_how_many_join():
+    """However little of each stays on the device: 32 + 64 + 16 tokens of addresses each."""
+    waiting = [Candidate(i, 32, 64, 0, ratio=0.99) for i in range(4)]
+    admitted = run(10_000, waiting=waiting, slots=300)
+    assert [c.request for c in admitted.chunks] == [0, 1] and admitted.full
+    assert len(run(10_000, waiting=waiting, slots=300, reserved=100.0).chunks) == 1

@@ -113,13 +113,25 @@ def scene(tpot_s: float, pace: float = 1.0, prompt: int = 100) -> SystemState:
     [
         (scene(0.01), 11),  # 11 ms a token, 0.95 x 12 allowed
         (scene(0.01, pace=1.1), 10),
-        (scene(0.01, prompt=2500), 10),  # nobody decodes while it is computed
+        (scene(0.01, prompt=5000), 10),  # nobody decodes while it is computed
+        (scene(0.01, prompt=2500), 11),  # they make up for it until they end
         (scene(0.01, prompt=1000), 11),  # they are that far ahead
         (scene(0.0115), 11),
-        (scene(0.0121), 10),  # 10 ms behind: they come in time alone, not with it
+        (scene(0.0121), 11),  # 10 ms behind, which they make up for
+        (scene(0.0133), 10),  # 130 ms behind: they come in time alone, not with it
         (scene(0.05), 11),  # far behind: they miss it anyway
     ],
-    ids=["in time", "slow", "long prompt", "prompt", "ahead", "behind", "lost"],
+    ids=[
+        "in time",
+        "slow",
+        "long prompt",
+        "made up for",
+        "prompt",
+        "ahead",
+        "a little behind",
+        "behind",
+        "lost",
+    ],
 )
 def test_a_newcomer_makes_nobody_late(state: SystemState, size: int) -> None:
     assert Forecast.of(state, 1).solve() == size

@@ -3,6 +3,7 @@ retracted, and where it then waits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ def admit(
     reserved: float,
     places: int,
     alone: bool,
+    slots: float = math.inf,
 ) -> Admitted:
     """The prefill batch of one iteration.
 
@@ -97,10 +99,11 @@ def admit(
         reserved: tokens that running requests are expected to need.
         places: requests that may be admitted.
         alone: nothing runs; the first request may then be larger than the room.
+        slots: tokens that there are addresses for, with memory behind them or without.
     """
     block, left = block_tokens, chunk_tokens
     chunks: list[Chunk] = []
-    taken, others, ratio = 0, reserved, 0.0
+    taken, others, promised, ratio = 0, reserved, 0, 0.0
     if under_way is not None:
         chunk = next_chunk(under_way.request, under_way.begin, under_way.tokens, left)
         chunks.append(chunk)
@@ -114,7 +117,8 @@ def admit(
         ratio = candidate.ratio
         if len(chunks) >= places or left <= 0:
             return Admitted(tuple(chunks), len(chunks) >= places, ratio)
-        now, eventually = room.offer(ratio, others)
+        fits, in_the_long_run = room.offer(ratio, others)
+        now, eventually = min(fits, slots), min(in_the_long_run, slots - others - promised)
         remaining = max(candidate.max_new_tokens - candidate.generated, 0)
         total = candidate.tokens + min(remaining, CLIP_NEW_TOKENS) + block
         unlimited = alone and not chunks
@@ -131,6 +135,7 @@ def admit(
         taken += rows + block
         charged = rows + min(candidate.max_new_tokens, CLIP_NEW_TOKENS) + block
         room.take(ratio, charged)
+        promised += charged
         if now <= taken or eventually <= charged:
             return Admitted(tuple(chunks), True, ratio)
     return Admitted(tuple(chunks), False, ratio)
@@ -181,6 +186,7 @@ class SglangAdmission(Admission):
             reserved=self._ratio.reserved_tokens(remaining),
             places=self.max_running - len(batch),
             alone=alone,
+            slots=self.mode.table.free_blocks * self.mode.table.shape.block_tokens,
         )
         if admitted.full:
             self._full = True
