@@ -149,7 +149,8 @@ def test_prompts_in_chunks_beside_requests_that_fill_memory(
     bodies = [greedy(p, 120) for p in prompts(8, 60, 120, seed=9)]
     bodies += [greedy(p, 20) for p in prompts(3, 500, 700, seed=10)]
     expected = token_ids(ask(server.url, bodies))
-    arguments = ["--ellm-device-kv-tokens", "1200", "--chunked-prefill-size", "64"]
+    arguments = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "1200"]
+    arguments += ["--chunked-prefill-size", "64"]
     arguments += ["--schedule-conservativeness", "0.1", *mixed.split()]
     with ServerProcess([*DEMO_ARGUMENTS, *arguments], {"OMP_NUM_THREADS": "1"}) as other:
         assert token_ids(ask(other.url, bodies)) == expected
