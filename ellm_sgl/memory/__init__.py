@@ -5,6 +5,7 @@ from ellm_sgl.memory.arena import Arena, CpuArena
 from ellm_sgl.memory.elastic import ElasticMemory
 from ellm_sgl.memory.page_table import IntegrityError, OutOfBlocksError, PageTable
 from ellm_sgl.memory.pool import HiddenPool, KVPool
+from ellm_sgl.memory.prompt_room import PromptRoom, UnderWay
 from ellm_sgl.memory.resize import Outcome, Resizer
 from ellm_sgl.memory.shape import NONE, PoolShape
 
@@ -21,5 +22,7 @@ __all__ = [
     "Outcome",
     "PageTable",
     "PoolShape",
+    "PromptRoom",
     "Resizer",
+    "UnderWay",
 ]

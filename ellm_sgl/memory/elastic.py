@@ -62,6 +62,9 @@ class ElasticMemory:
         self._save = save
         self.max_restored_tokens = max_restored_tokens
         self.totals = Totals()
+        self.coming_blocks = 0
+        """Room that a prompt under way has yet to take (`prompt_room.UnderWay`): neither policies
+        nor what comes back shall take it first."""
         self._reclaim = reclaim
         self._targets: dict[int, int] = {}
         self._shared: dict[int, int] = {}
@@ -112,11 +115,12 @@ class ElasticMemory:
         """
         table, shape = self.table, self.table.shape
         others = set(table.sequence_ids).difference(running)
-        prefilling = sum(map(table.length_of, others))
+        prefilling = sum(map(table.length_of, others)) + self.coming_blocks * shape.block_tokens
+        free = shape.tokens_in(table.free_units) + reclaimable
         return MemoryState(
             block_tokens=shape.block_tokens,
             device_tokens=max(shape.tokens_in(table.unit_limit) - prefilling, 0),
-            device_free_tokens=shape.tokens_in(table.free_units) + reclaimable,
+            device_free_tokens=max(free - self.coming_blocks * shape.block_tokens, 0),
             host_tokens=shape.tokens_in(table.host.num_units),
             host_free_tokens=shape.tokens_in(table.host.free_units),
             max_restored_tokens=self.max_restored_tokens,
@@ -168,17 +172,29 @@ class ElasticMemory:
             self.make_room(units + self.slots * (fetched + -(-short // gain)))
         return self.make_room(units)
 
-    def allocate(self, count: int) -> IntArray:
-        """So many new blocks, with units as far as room can be made. KV of those left without
-        exists only while a step computes it: the first ones, since decoding goes on from the last.
+    def allocate(self, count: int, evict: bool = True) -> IntArray:
+        """So many new blocks, with units as far as room can be made: see `place_new`.
 
         Raises:
             OutOfBlocksError: the logical space is exhausted; nothing was changed.
         """
         blocks = self.table.allocate(count)
-        self.make_room(count * self.table.shape.num_groups)
-        self.table.place(blocks[::-1])
+        self.place_new(blocks, evict)
         return blocks
+
+    def place_new(self, blocks: IntArray, evict: bool = True) -> None:
+        """Units for new blocks, as far as room can be made. KV of those left without exists only
+        while a step computes it: the first ones, since decoding goes on from the last.
+
+        Args:
+            evict: also from requests that run; else only cached prefixes that nobody uses go.
+        """
+        units = len(blocks) * self.table.shape.num_groups
+        if evict:
+            self.make_room(units)
+        else:
+            self.reclaim_prefixes(units)
+        self.table.place(blocks[::-1])
 
     def bring_to_ratios(
         self, seq_ids: Sequence[int], ratios: Sequence[float], paused: bool = False
@@ -232,7 +248,8 @@ class ElasticMemory:
         excess = self._excess_blocks(seq_ids)
         wanted = int(excess.sum()) * groups
         # Besides growth, room for what this step fetches; less by what is placed for good.
-        growth = -(-len(seq_ids) // GROWING) * groups + self.slots * self._fetched_blocks(missing)
+        growth = (-(-len(seq_ids) // GROWING) + self.coming_blocks) * groups
+        growth += self.slots * self._fetched_blocks(missing)
         cost = groups - self.slots if self._save is not None and groups > self.slots else groups
         self.reclaim_prefixes(growth + wanted)
         restored: list[int] = []
@@ -264,7 +281,8 @@ class ElasticMemory:
             Host units, and the device units that they are to be copied to.
         """
         table, groups = self.table, self.table.shape.num_groups
-        room = min(table.free_units - growth_blocks * groups, most_units) // groups
+        kept = growth_blocks + self.coming_blocks
+        room = min(table.free_units - kept * groups, most_units) // groups
         blocks, columns = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         owing = np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist()
         for seq_id in owing:

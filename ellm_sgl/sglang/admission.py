@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.memory import AdmissionRoom
+from ellm_sgl.memory import AdmissionRoom, PromptRoom
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.scheduler import scheduler_of
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
 _ACCOUNT = "_ellm_account"
-"""Attribute of a `PrefillAdder`: its `_Account`."""
+"""Attribute of a `PrefillAdder`: its `_Account`,"""
+_PROMPTS = "_ellm_prompts"
+"""and its `PromptRoom`."""
 
 
 class _Account:
@@ -61,6 +63,8 @@ def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> 
     reclaimable = adder.tree_cache.evictable_size()
     slots = adder.token_to_kv_pool_allocator.available_size() + reclaimable
     iteration = scheduler_of(adder).iteration
+    decoding = len(adder.running_batch.reqs)
+    setattr(adder, _PROMPTS, PromptRoom.of(iteration.elastic.table, decoding, reclaimable))
     account = _Account(adder, iteration.elastic.admission_room(reclaimable), slots)
     setattr(adder, _ACCOUNT, account)
     account.offer(iteration.in_force.first_ratio)
@@ -78,13 +82,36 @@ def admit(
     if rank is None:
         return AddReqResult.OTHER
     ratio = ours.iteration.in_force.admitted_ratios[rank]
+    prompts: PromptRoom = getattr(adder, _PROMPTS)
+    needs = _first_tokens(adder, req), ratio, _idle_prefix(req)
+    if not prompts.has(*needs):
+        return AddReqResult.OTHER
     account: _Account = getattr(adder, _ACCOUNT)
     account.offer(ratio)
     ours.iteration.refused(account.room.tokens(ratio)[1])
     before = adder.rem_total_token_offset
     result = _consider(original, adder, req, *args, **kwargs)
     account.take(ratio, adder.rem_total_token_offset - before)
+    if adder.can_run_list and adder.can_run_list[-1] is req:
+        prompts.take(*needs)
+        if adder.new_chunked_req is req:
+            ours.prompt_ratio = ratio
     return result
+
+
+def _first_tokens(adder: PrefillAdder, req: Req) -> int:
+    """Tokens of a prompt that the step would compute."""
+    rows = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+    return rows if adder.rem_chunk_tokens is None else min(rows, max(adder.rem_chunk_tokens, 0))
+
+
+def _idle_prefix(req: Req) -> int:
+    """Tokens of the prefix that a request finds cached, and that nobody has used until now."""
+    tokens, node = 0, req.last_node
+    while node is not None and node.parent is not None and node.lock_ref == 0:
+        tokens += len(node.key)
+        node = node.parent
+    return tokens
 
 
 def _consider(
@@ -114,9 +141,19 @@ def _consider(
         adder.cur_rem_token_offset -= growth
 
 
-def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, *args: Any) -> Any:
-    """Around `add_chunked_req`: later chunks evict earlier ones where they must."""
-    return _unlimited(original, adder, args, {})
+def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, req: Req) -> Any:
+    """Around `add_chunked_req`: a chunk is as large as there is room for (`PromptRoom`); without
+    any it stays where it is, as SGLang itself leaves one without room for its sliding window.
+    Where nobody decodes, later chunks evict earlier ones where they must."""
+    ours = scheduler_of(adder)
+    prompts: PromptRoom = getattr(adder, _PROMPTS)
+    tokens = _first_tokens(adder, req)
+    further = prompts.further(len(req.prefix_indices), tokens, ours.under_way().own)
+    if further < tokens:
+        adder.rem_chunk_tokens = further  # nor does another prompt begin
+    if further == 0:
+        return req
+    return _unlimited(original, adder, (req,), {})
 
 
 def _unlimited(original: Callable[..., Any], adder: PrefillAdder, args: Any, kwargs: Any) -> Any:

@@ -57,6 +57,9 @@ class Context:
         """The loop, once SGLang's scheduler exists,"""
         self.scheduler: object = None
         """and what drives it (`scheduler.scheduler_of`)."""
+        self.may_evict = True
+        """Whether blocks that a step begins may take the place of others: not those of prompts,
+        while requests decode."""
         self.hardware: HardwareProfile | None = None
         """As calibrated at start-up."""
         self.policy_name = settings.policy

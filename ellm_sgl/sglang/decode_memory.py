@@ -91,6 +91,7 @@ def prepare_decode(batch: ScheduleBatch) -> None:
     whose token may have to do without a unit and be recomputed in the next step.
     """
     ours = scheduler_of(batch)
+    context_of(batch).may_evict = True
     ours.evict_paused(batch.reqs)
     stay = ours.stepping(batch, range(len(batch.reqs)))
     if ours.prefilling:

@@ -198,14 +198,14 @@ class EllmAllocator(PagedSlots, BaseTokenToKVPoolAllocator):
 
     def take_pages(self, count: int) -> Integers | None:
         """So many blocks, with units as far as there are any: `check_decode_mem` makes room before,
-        but a step that mixes prefill with decoding does not ask it. Blocks for which no unit is
-        left exist only while a step computes them."""
+        but a step that mixes prefill with decoding does not ask it, and prompts evict nobody who
+        decodes. Blocks for which no unit is left exist only while a step computes them."""
         if count == 0:
             return np.empty(0, np.int64)
         elastic = self.ellm.elastic
         with elastic.totals.bookkeeping():
             try:
-                return elastic.allocate(count).astype(np.int64)
+                return elastic.allocate(count, self.ellm.may_evict).astype(np.int64)
             except OutOfBlocksError:
                 return None
 

@@ -14,7 +14,7 @@ import torch
 from ellm_sgl.engine import Arrival, Decision, Iteration
 from ellm_sgl.engine.request_table import Entries, entries_array
 from ellm_sgl.kernels.choose import choose_copy
-from ellm_sgl.memory import Resizer
+from ellm_sgl.memory import Resizer, UnderWay
 from ellm_sgl.memory.resize import Submit
 from ellm_sgl.sglang.context import context_of, rows_of
 from ellm_sgl.sglang.paused import PausedRequests
@@ -54,6 +54,8 @@ class EllmScheduler:
         self.prefilling: Sequence[int] = ()
         """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed
         in."""
+        self.prompt_ratio = 0.0
+        """Uncached ratio that the prompt which SGLang computes in chunks was admitted at."""
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -147,6 +149,8 @@ class EllmScheduler:
         self.prefilling = ()
         self.iteration.report()
         self.paused.end_aborted(batch)
+        context_of(self.scheduler).may_evict = not batch.reqs
+        self.iteration.elastic.coming_blocks = self.under_way().coming
         if self._decision_stands(batch):
             return
         running = [r for r in batch.reqs if not r.finished()]
@@ -170,6 +174,15 @@ class EllmScheduler:
         batch.batch_is_full = self.iteration.queue_closed(
             batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
         )
+
+    def under_way(self) -> UnderWay:
+        """The prompt that SGLang computes in chunks, as far as it has come."""
+        req = self.scheduler.chunked_req
+        if req is None:
+            return UnderWay(0, 0)
+        tokens = len(req.origin_input_ids) + len(req.output_ids)
+        table = self.iteration.elastic.table
+        return UnderWay.of(table, req.req_pool_idx, tokens, self.prompt_ratio)
 
     def _decision_stands(self, batch: ScheduleBatch) -> bool:
         return (

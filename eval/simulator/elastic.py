@@ -10,7 +10,7 @@ from ellm_sgl.client.traces import IntArray
 from ellm_sgl.engine import Arrival, Controller, Iteration
 from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
 from ellm_sgl.eval.simulator.modes import Chunk, Mode, Moves, Span
-from ellm_sgl.memory import AdmissionRoom, ElasticMemory, PageTable
+from ellm_sgl.memory import AdmissionRoom, ElasticMemory, PageTable, PromptRoom, UnderWay
 from ellm_sgl.memory.shape import IntArray as Ids
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
 
@@ -39,6 +39,9 @@ class Elastic(Mode):
         self._unit_tokens = table.shape.block_tokens / table.shape.num_groups
         unit_bytes = controller.limits.model.kv_bytes_per_token * self._unit_tokens
         self.iteration = Iteration(controller, self.elastic, unit_bytes, clock)
+        self._anybody_decodes = False
+        self._new: list[Ids] = []
+        """Blocks of the prompts of the step being prepared."""
 
     def arrived(self, request: int) -> None:
         load, iteration = self.load, self.iteration
@@ -60,6 +63,7 @@ class Elastic(Mode):
 
     def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         iteration, entry = self.iteration, self.progress.entry
+        self.elastic.coming_blocks = self._under_way().coming
         state = iteration.observe(entry[np.array(running, np.int64)], running, entry[waiting])
         decision = iteration.decide(state)
         # Named by their numbers in the load, as the simulator does.
@@ -71,6 +75,19 @@ class Elastic(Mode):
 
     def admission_room(self) -> AdmissionRoom:
         return self.elastic.admission_room(reclaimable=0)
+
+    def prompt_room(self, decoding: int) -> PromptRoom:
+        self._anybody_decodes = decoding > 0
+        return PromptRoom.of(self.table, decoding, reclaimable=0)
+
+    def own_blocks(self) -> int:
+        return self._under_way().own
+
+    def _under_way(self) -> UnderWay:
+        if self.under_way is None:
+            return UnderWay(0, 0)
+        request, ratio = self.under_way
+        return UnderWay.of(self.table, request, self.prefill_tokens(request), ratio)
 
     def admitted_ratio(self, request: int) -> float:
         in_force = self.iteration.in_force
@@ -86,6 +103,8 @@ class Elastic(Mode):
         return Span.of(np.array([missing * self.table.shape.block_tokens]))
 
     def prefills(self, chunks: Sequence[Chunk]) -> None:
+        self.elastic.place_new(np.concatenate(self._new), evict=not self._anybody_decodes)
+        self._new.clear()
         counts = [chunk.end - chunk.begin for chunk in chunks]
         self.table.note_computed([chunk.request for chunk in chunks], counts)
 
@@ -143,6 +162,11 @@ class Elastic(Mode):
 
     def allocate(self, count: int) -> Ids:
         return self.elastic.allocate(count)
+
+    def allocate_prompt(self, count: int) -> Ids:
+        """As SGLang: those of all prompts of a step find room together."""
+        self._new.append(self.table.allocate(count))
+        return self._new[-1]
 
     def _missing(self, requests: Sequence[int]) -> Span:
         """What a step with these requests restores: their blocks that lack a unit. As

@@ -22,6 +22,7 @@ When a decode step finds no room, whole requests lose their place. Who is admitt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ import numpy as np
 
 from ellm_sgl.client.traces import IntArray
 from ellm_sgl.eval.simulator.load import Load, Progress
-from ellm_sgl.memory import AdmissionRoom, PageTable
+from ellm_sgl.memory import AdmissionRoom, PageTable, PromptRoom
 from ellm_sgl.memory.shape import IntArray as Ids
 
 
@@ -98,6 +99,8 @@ class Mode:
         self.load = load
         self.progress = progress
         self.host = host
+        self.under_way: tuple[int, float] | None = None
+        """The prompt that is not prefilled to its end, and the ratio that it was admitted at."""
         self._refused_at = 0
 
     def arrived(self, request: int) -> None:
@@ -139,6 +142,14 @@ class Mode:
         """Room for those who wait."""
         return AdmissionRoom(self.free_blocks * self.table.shape.block_tokens)
 
+    def prompt_room(self, decoding: int) -> PromptRoom:
+        """Room for the prompts of a step, while so many requests decode."""
+        return PromptRoom(math.inf, 0, self.table.shape.block_tokens)
+
+    def own_blocks(self) -> int:
+        """Blocks of the prompt under way that may be without units."""
+        return 0
+
     def admitted_ratio(self, request: int) -> float:
         """The uncached ratio that a waiting request will come to."""
         return 0.0
@@ -156,7 +167,7 @@ class Mode:
     def enter(self, chunk: Chunk) -> Span:
         """Memory for a chunk of a prompt. Returns what its step restores."""
         blocks_for = self.table.shape.blocks_for
-        blocks = self.allocate(blocks_for(chunk.end) - blocks_for(chunk.begin))
+        blocks = self.allocate_prompt(blocks_for(chunk.end) - blocks_for(chunk.begin))
         if chunk.begin == 0:
             self.table.map(chunk.request, blocks, chunk.end)
         else:
@@ -232,6 +243,10 @@ class Mode:
         blocks = self.table.allocate(count)
         self.table.place(blocks)
         return blocks
+
+    def allocate_prompt(self, count: int) -> Ids:
+        """Likewise, for a prompt whose chunk `prefills` is called with next."""
+        return self.allocate(count)
 
     def new_blocks(self, ids: IntArray, steps: int) -> IntArray:
         """Blocks that each of these requests begins within so many steps."""

@@ -141,6 +141,22 @@ def test_fewer_blocks_than_requests_in_mixed_steps(server: ServerProcess) -> Non
         assert other.state()["integrity"] == "ok"
 
 
+@pytest.mark.parametrize("mixed", ["", "--enable-mixed-chunk"])
+def test_prompts_in_chunks_beside_requests_that_fill_memory(
+    server: ServerProcess, mixed: str
+) -> None:
+    """Each chunk takes what is free, and waits where nothing is."""
+    bodies = [greedy(p, 120) for p in prompts(8, 60, 120, seed=9)]
+    bodies += [greedy(p, 20) for p in prompts(3, 500, 700, seed=10)]
+    expected = token_ids(ask(server.url, bodies))
+    arguments = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "1200"]
+    arguments += ["--chunked-prefill-size", "64"]
+    arguments += ["--schedule-conservativeness", "0.1", *mixed.split()]
+    with ServerProcess([*DEMO_ARGUMENTS, *arguments], {"OMP_NUM_THREADS": "1"}) as other:
+        assert token_ids(ask(other.url, bodies)) == expected
+        assert other.state()["integrity"] == "ok"
+
+
 def test_a_pool_of_one_block(server: ServerProcess) -> None:
     """Everything but the last few tokens is recomputed at every step."""
     bodies = [greedy(p, 20) for p in prompts(2, 40, 70, seed=6)]

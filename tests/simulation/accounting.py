@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,18 @@ def _blocks_of_tree(plane: Plane) -> Any:
         values.append(node.value.numpy()[:: plane.tree.page_size])
         nodes += node.children.values()
     return np.concatenate(values) // plane.tree.page_size
+
+
+def prepare_prompts(plane: Plane, decoding: list[int], prepare: Callable[[], None]) -> None:
+    """`prepare` gives a batch of prompts its memory, and none of those `decoding` loses any.
+
+    Raises:
+        Unaccounted: they do.
+    """
+    before = int(plane.table.uncached_tokens(decoding).sum())
+    prepare()
+    if (missing := int(plane.table.uncached_tokens(decoding).sum())) > before:
+        raise Unaccounted(f"prompts took {missing - before} tokens from those who decode")
 
 
 def watch_matches(plane: Plane) -> None:

@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     SetInternalStateReq,
 )
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.runtime_context import get_parallel
 
 from ellm_sgl.engine import Controller, Iteration, ServerLimits, StepLog
@@ -98,6 +99,7 @@ class Life:
         with ExitStack() as patches:
             patches.enter_context(self.clock.running())
             patches.enter_context(self.plane.living())
+            patches.enter_context(patch.object(ScheduleBatch, "prepare_for_extend", self._extend))
             patches.enter_context(patch("sglang.srt.utils.broadcast_pyobj", self._broadcast))
             patches.enter_context(patch("torch.distributed.all_reduce", self._least))
             if self.configuration.overlap:
@@ -105,6 +107,17 @@ class Life:
             else:
                 self.scheduler.event_loop_normal()
         self._exercised.end()
+
+    @property
+    def _extend(self) -> Callable[[ScheduleBatch], None]:
+        """`ScheduleBatch.prepare_for_extend`, watched."""
+        prepare = ScheduleBatch.prepare_for_extend
+
+        def watched(batch: ScheduleBatch) -> None:
+            rows = {req.req_pool_idx for req in self.scheduler.deciding.reqs if req.kv is not None}
+            accounting.prepare_prompts(self.plane, sorted(rows), lambda: prepare(batch))
+
+        return watched
 
     def _start_loop(self) -> None:
         """As `start.start_loop`, on a machine that nobody measured."""

@@ -38,7 +38,21 @@ _TREE = "ellm_sgl.sglang.prefix_cache"
 _PAUSED = "ellm_sgl.sglang.paused:PausedRequests"
 _RESIZER = "ellm_sgl.memory.resize:Resizer"
 
+_ROOM = "ellm_sgl.memory.prompt_room:PromptRoom"
+
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "prompts take what those who decode have cached",
+        f"{_ELASTIC}.place_new",
+        "if evict:",
+        "if True:",
+    ),
+    Fault(
+        "a prompt that finds no room for a block goes on for ever without computing any",
+        f"{_ROOM}.of",
+        "if decoding:",
+        "if True:",
+    ),
     Fault(
         "a block that two paused requests share is fetched ahead for each of them",
         f"{_ELASTIC}.fetch_ahead",

@@ -77,6 +77,8 @@ class SimulatedScheduler(Scheduler):
         # init_running_status
         self.waiting_queue: list[Req] = []
         self.running_batch = ScheduleBatch(reqs=[], batch_is_full=False)
+        self.deciding = self.running_batch
+        """Who decodes, as the turn's decision finds it."""
         self.last_batch: ScheduleBatch | None = None
         self.cur_batch_for_debug = None
         self.forward_ct = 0
@@ -205,6 +207,11 @@ class SimulatedScheduler(Scheduler):
             output_streamer=self.output_streamer,
             abort_request=self.abort_request,
         )
+
+    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> Any:
+        """Notes who decodes. SGLang's, and ours around it."""
+        self.deciding = running_batch
+        return super().get_new_batch_prefill(running_batch)
 
     # -- instead of SGLang's ----------------------------------------------------------------
 

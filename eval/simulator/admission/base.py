@@ -37,14 +37,15 @@ class Admission(ABC):
             anybody_waits: whether there is a queue, which may be longer than `wanted`.
         """
         chunks = self._admit(running, wanted, anybody_waits)
-        self.under_way = chunks[-1] if chunks and not chunks[-1].last else None
+        if chunks:
+            self.under_way = None if chunks[-1].last else chunks[-1]
         return chunks
 
     @abstractmethod
     def _admit(
         self, running: Sequence[int], wanted: Sequence[int], anybody_waits: bool
     ) -> tuple[Chunk, ...]:
-        """As `admit`. A prompt that is under way goes first, whatever memory says."""
+        """As `admit`. A prompt that is under way goes first; while it finds no room, nobody."""
 
     @abstractmethod
     def victim(self, running: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from ellm_sgl.eval.simulator.admission.base import (
     whole_blocks,
 )
 from ellm_sgl.eval.simulator.modes import Chunk, Mode
-from ellm_sgl.memory import AdmissionRoom
+from ellm_sgl.memory import AdmissionRoom, PromptRoom
 
 CLIP_NEW_TOKENS = 4096
 INIT_RATIO, LEAST_RATIO_FACTOR, DECAY_STEPS = 0.7, 0.14, 600
@@ -88,23 +88,32 @@ def admit(
     places: int,
     alone: bool,
     slots: float = math.inf,
+    prompts: PromptRoom | None = None,
+    own: int = 0,
 ) -> Admitted:
     """The prefill batch of one iteration.
 
     Args:
         room: before anything is admitted.
         candidates: waiting requests in the order of their turn.
-        under_way: a prompt that is not finished; it goes first, whatever memory says.
+        under_way: a prompt that is not finished; it goes first.
         chunk_tokens: that one step may prefill.
         reserved: tokens that running requests are expected to need.
         places: requests that may be admitted.
         alone: nothing runs; the first request may then be larger than the room.
         slots: tokens that there are addresses for, with memory behind them or without.
+        prompts: room for what the step computes of prompts; None: nothing is kept from them.
+        own: blocks of `under_way` that may be without units.
     """
     block, left = block_tokens, chunk_tokens
+    prompts = prompts or PromptRoom(math.inf, 0, block)
     chunks: list[Chunk] = []
     taken, others, promised, ratio = 0, reserved, 0, 0.0
     if under_way is not None:
+        rest = under_way.tokens - under_way.begin
+        if (further := prompts.further(under_way.begin, min(rest, left), own)) == 0:
+            return Admitted((), full=False)
+        left = left if further == rest else further
         chunk = next_chunk(under_way.request, under_way.begin, under_way.tokens, left)
         chunks.append(chunk)
         if not chunk.last:
@@ -117,6 +126,9 @@ def admit(
         ratio = candidate.ratio
         if len(chunks) >= places or left <= 0:
             return Admitted(tuple(chunks), len(chunks) >= places, ratio)
+        needs = min(candidate.tokens, left), ratio
+        if not prompts.has(*needs):
+            break
         fits, in_the_long_run = room.offer(ratio, others)
         now, eventually = min(fits, slots), min(in_the_long_run, slots - others - promised)
         remaining = max(candidate.max_new_tokens - candidate.generated, 0)
@@ -128,6 +140,7 @@ def admit(
         if first is None:
             break
         chunks.append(first)
+        prompts.take(*needs)
         if not first.last:
             break
         rows = whole_blocks(first.end, block)
@@ -187,12 +200,20 @@ class SglangAdmission(Admission):
             places=self.max_running - len(batch),
             alone=alone,
             slots=self.mode.table.free_blocks * self.mode.table.shape.block_tokens,
+            prompts=self.mode.prompt_room(len(batch)),
+            own=self.mode.own_blocks(),
         )
         if admitted.full:
             self._full = True
             self.mode.refused(room.tokens(admitted.ratio)[1])
         if admitted.chunks and (alone or not admitted.chunks[-1].last):
             self._full = False
+        if admitted.chunks:
+            last = admitted.chunks[-1]
+            if last.last:
+                self.mode.under_way = None
+            elif last.begin == 0:
+                self.mode.under_way = last.request, admitted.ratio
         return admitted.chunks
 
     def _candidate(self, request: int, begin: int = 0, ratio: float = 0.0) -> Candidate:

@@ -1,0 +1,98 @@
+"""What the prompts of a step may take of the device while other requests decode.
+
+A prompt never takes KV from those who decode: each evicted block would be computed again in every
+step to come. It takes free units, then cached prefixes that nobody uses; a chunk of a prompt that
+is under way gets smaller, down to a block; and where there is no room for a block, prompts wait
+while the others decode. These end, each after at most the tokens that it may have; and where nobody
+decodes nothing is kept from a prompt. So each prompt goes on.
+
+Of a prompt the policy admits at an uncached ratio, so large a share needs no room: its KV exists
+while the step computes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ellm_sgl.memory.page_table import PageTable
+
+GROWING = 4
+"""Of so many requests that decode, one is left a block to grow by."""
+
+
+class PromptRoom:
+    """Of one step.
+
+    Args:
+        blocks: free, or of cached prefixes that nobody uses; inf where nobody decodes.
+        growth: of them, those that a prompt under way leaves to those who decode.
+        block_tokens: of a block.
+    """
+
+    def __init__(self, blocks: float, growth: int, block_tokens: int) -> None:
+        self._blocks, self._growth, self._block_tokens = blocks, growth, block_tokens
+
+    @classmethod
+    def of(cls, table: PageTable, decoding: int, reclaimable: int) -> PromptRoom:
+        """As it is now, where so many requests decode.
+
+        Args:
+            reclaimable: tokens of cached prefixes that nobody uses.
+        """
+        shape = table.shape
+        blocks = math.inf
+        if decoding:
+            free = max(table.free_units, 0) // shape.num_groups
+            blocks = free + reclaimable // shape.block_tokens
+        return cls(blocks, -(-decoding // GROWING), shape.block_tokens)
+
+    def has(self, tokens: int, ratio: float, prefix: int = 0) -> bool:
+        """Whether a prompt may begin with so many tokens.
+
+        Args:
+            ratio: uncached, that the policy admits it at.
+            prefix: tokens that it finds cached, and nobody has used: they cease to be room.
+        """
+        return self._needed(tokens, ratio, prefix) <= self._blocks
+
+    def take(self, tokens: int, ratio: float, prefix: int = 0) -> None:
+        """It begins."""
+        self._blocks -= self._needed(tokens, ratio, prefix)
+
+    def further(self, begin: int, tokens: int, own: int) -> int:
+        """By how many of the next `tokens` a prompt goes on that has come to `begin`; 0: it waits.
+
+        Args:
+            own: blocks of it that may still be without units, at its ratio.
+        """
+        blocks = max(self._blocks - self._growth, 0) + own
+        if blocks < 1:
+            return 0
+        tokens = int(min(tokens, blocks * self._block_tokens + -begin % self._block_tokens))
+        self._blocks -= max(-(-tokens // self._block_tokens) - own, 0)
+        return tokens
+
+    def _needed(self, tokens: int, ratio: float, prefix: int) -> int:
+        blocks = -(-tokens // self._block_tokens)
+        return blocks - int(ratio * blocks) + math.ceil(prefix / self._block_tokens)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A prompt that has been computed in part."""
+
+    own: int
+    """Blocks of it that may still be without units, at the ratio that it was admitted at."""
+    coming: int
+    """Blocks for which it will take units."""
+
+    @staticmethod
+    def of(table: PageTable, seq_id: int, tokens: int, ratio: float) -> UnderWay:
+        """A prompt of so many tokens in all, that was admitted at this ratio."""
+        there = table.blocks_of(seq_id)
+        blocks = table.shape.blocks_for(tokens)
+        own = max(int(ratio * blocks) - int(np.count_nonzero(table.misses_units(there))), 0)
+        return UnderWay(own, max(blocks - len(there) - own, 0))
