@@ -24,7 +24,7 @@ AHEAD = 8
 """Steps of growth that there has to be room for, so that not every step pauses somebody."""
 GUARD_STEPS = 4
 """Whoever resumes is to be there so many steps before its deadline."""
-BEYOND = np.arange(0.0, 0.26, 0.05)
+BEYOND = np.array([0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1.0])
 """Shares of memory by which active requests may exceed it."""
 MAX_EVICTED = 0.8
 """Of what can be evicted of them, so much at most is planned with: whole blocks are evicted."""
