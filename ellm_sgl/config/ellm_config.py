@@ -36,6 +36,7 @@ _NUMBERS = {
     "layer_group": (TOKENS, "the layers per group"),
     "block_tokens": (TOKENS, "the tokens per block"),
     "device_kv_tokens": (TOKENS, "the tokens of KV that the device pool holds"),
+    "max_device_kv_tokens": (TOKENS, "the most tokens of KV that the device pool may come to hold"),
     "host_kv_tokens": (
         Range(0, MOST_TOKENS, whole=True),
         "the tokens of KV that host memory may hold, 0 for none",
@@ -43,7 +44,7 @@ _NUMBERS = {
 }
 """What each of these fields may be, and what it is, in words."""
 _CHOICES = {"mode": MODES, "latency_model": LATENCY_MODELS, "hidden_on": HIDDEN_ON}
-_OPTIONAL = ("ratio", "tpot_slo_ms", "device_kv_tokens")
+_OPTIONAL = ("ratio", "tpot_slo_ms", "device_kv_tokens", "max_device_kv_tokens")
 
 
 def _flag(field: str) -> str:
@@ -69,6 +70,7 @@ class EllmConfig:
     layer_group: int = 4
     block_tokens: int = 16
     device_kv_tokens: int | None = None
+    max_device_kv_tokens: int | None = None
     host_kv_tokens: int = 0
     host_path: str | None = None
     host_keeps: str = "kv"
@@ -103,6 +105,7 @@ class EllmConfig:
                 f"--ellm-device-kv-tokens {self.device_kv_tokens}: the pool must hold at least one "
                 f"block of {self.block_tokens} tokens (--ellm-block-tokens)"
             )
+        self._check_most()
         if self.host_keeps not in HOST_KEEPS and not _is_layer_count(self.host_keeps):
             raise ConfigError(
                 f"--ellm-host-keeps {self.host_keeps[:80]}: give {', '.join(HOST_KEEPS)} or a "
@@ -136,6 +139,25 @@ class EllmConfig:
             value = getattr(self, name)
             if value not in allowed and (value is not None or name not in _OPTIONAL):
                 raise ConfigError(f"{_flag(name)} {shown(value)}: give {what}, {allowed}")
+
+    def _check_most(self) -> None:
+        """Of a pool that may grow."""
+        most, start = self.max_device_kv_tokens, self.device_kv_tokens
+        if most is None:
+            return
+        flag = f"--ellm-max-device-kv-tokens {most}"
+        if self.mode == RECOMPUTE:
+            raise ConfigError(f"{flag}: mode {RECOMPUTE} leaves memory to SGLang; leave it out")
+        if start is not None and most < start:
+            raise ConfigError(
+                f"{flag}: the pool starts with --ellm-device-kv-tokens {start}; give as many or "
+                "more"
+            )
+        if most < self.block_tokens:
+            raise ConfigError(
+                f"{flag}: the pool must hold at least one block of {self.block_tokens} tokens "
+                "(--ellm-block-tokens)"
+            )
 
     def _check_baseline(self) -> None:
         if self.policy != self.mode:
