@@ -109,6 +109,14 @@ class Memory:
         return bool(least_evicted(self.state, needed.sum() - self.room) <= evictable)
 
 
+def full_step_s(state: SystemState) -> float:
+    """Time of a step of as many requests of the running ones' mean length as memory holds."""
+    candidates = Candidates.of(state)
+    rows = state.memory.device_tokens / candidates.charged.mean()
+    work = StepWork(decode_rows=rows, decode_tokens=rows * candidates.tokens.mean())
+    return float(state.pace * state.latency.step_seconds(work))
+
+
 def excess_share(state: SystemState) -> float:
     """By what share active requests should exceed their room, each step restoring what they lack,
     so that most tokens per second are decoded: Eq. (1) for so many requests of mean length."""

@@ -22,7 +22,14 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, BoolArray, FloatArray, IntArray, SystemState
-from ellm_sgl.policies.pausing.limits import AHEAD, SLO_SHARE, Deadlines, Memory, excess_share
+from ellm_sgl.policies.pausing.limits import (
+    AHEAD,
+    SLO_SHARE,
+    Deadlines,
+    Memory,
+    excess_share,
+    full_step_s,
+)
 from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
 
@@ -37,6 +44,9 @@ ADMITTED_RATIO = 0.99
 for tokens to come. Room for these is made by pausing somebody."""
 SOLVE_EVERY = 16
 """Iterations after which it is asked again by how much active requests should exceed memory."""
+LOOSE = 2.0
+"""Steps of a full device that the SLO is long at least: where it is tighter, requests get ahead of
+it so slowly that whoever has paused once for more than was foreseen misses it."""
 NOBODY = -1
 
 
@@ -238,10 +248,12 @@ class RotationDecision:
 
 
 def can_rotate(state: SystemState) -> bool:
-    """Whether requests can rotate at all: the host keeps the KV of those that pause, and every
-    running request has a TPOT SLO."""
+    """Whether requests can rotate at all: the host keeps the KV of those that pause, every running
+    request has a TPOT SLO, and all of these are loose."""
     slo = np.minimum(state.running.tpot_slo_s, state.tpot_slo_s)
-    return state.memory.host_tokens > 0 and bool(np.isfinite(slo).all())
+    if state.memory.host_tokens == 0 or not np.isfinite(slo).all():
+        return False
+    return bool(slo.min() >= LOOSE * full_step_s(state))
 
 
 def _all_fit(state: SystemState) -> bool:

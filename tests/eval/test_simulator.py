@@ -285,11 +285,9 @@ def test_slos_are_judged_per_request():
         assert simulate(L4, Settings(), load).summary.slo_attainment == met
 
 
-@pytest.mark.parametrize(("slo_s", "ttft_share"), [(0.025, 1.1), (0.1, 0.1)])
-def test_rotation_brings_first_tokens_earlier_the_looser_the_slo(
-    slo_s: float, ttft_share: float
-) -> None:
-    """And more tokens. Where the SLO is tight, it is kept."""
+@pytest.mark.parametrize("slo_s", [0.025, 0.1])
+def test_rotation_brings_first_tokens_earlier_where_the_slo_is_loose(slo_s: float) -> None:
+    """And more of them. Where it is tight, nothing changes."""
     trace = paper_workload("sharegpt", 40, 0, per_second=4.0).scaled(lengths=0.15)
     load = Load.of(trace, 300, tpot_slo_s=slo_s)
     machine = preset("llama2-13b").limited(1500, None)
@@ -300,8 +298,11 @@ def test_rotation_brings_first_tokens_earlier_the_looser_the_slo(
     simulation = Simulation(machine, rotating, load)
     simulation.run()
     summary = sum_up(simulation).summary
+    if slo_s == 0.025:
+        assert summary == plain
+        return
     assert isinstance(simulation.mode, Elastic)
     assert simulation.mode.elastic.totals.fetched_ahead_units > 0
-    assert summary.ttft.mean < ttft_share * plain.ttft.mean
+    assert summary.ttft.mean < 0.1 * plain.ttft.mean
     assert summary.tokens_per_s > plain.tokens_per_s
     assert summary.slo_attainment == 1.0
