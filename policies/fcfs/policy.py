@@ -70,8 +70,9 @@ class Fcfs(Policy):
         solver: "scan" looks at every batch size, which is exact. "slsqp", for the paper's problem
             alone, is the paper's way: a local optimum of the continuous relaxation, from the last
             one on, then the best of the whole batch sizes near it.
-        rotate: where there is a host tier and every request has a TPOT SLO, more requests run than
-            memory holds, and rotate on the device (`pausing.rotation`).
+        rotate: where there is a host tier and every request has a TPOT SLO, twice as long as a
+            step or longer, more requests run than memory holds, and rotate on the device
+            (`pausing.rotation`); needs both of the above.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Fcfs(Policy):
         forecast: bool = True,
         pause: bool = True,
         solver: str = "scan",
-        rotate: bool = False,
+        rotate: bool = True,
     ) -> None:
         for name, value in (("forecast", forecast), ("pause", pause), ("rotate", rotate)):
             if not isinstance(value, bool):
@@ -96,12 +97,12 @@ class Fcfs(Policy):
         """How many may be admitted, and the limit on a step's time. They may wait many steps for
         the server's own admission; and if nobody may, running requests only grow: it gets no
         easier."""
-        self._rotation = Rotation() if rotate else None
+        self._rotation = Rotation() if rotate and forecast and pause else None
         self._rotated: RotationDecision | None = None
         """This iteration's rotation; None where it does not apply."""
 
     def idle_without_pressure(self) -> bool:
-        return self._rotation is None
+        return True
 
     def never_waits(self) -> bool:
         return True

@@ -16,15 +16,16 @@ from ellm_sgl.policies.problem.candidates import (
     unowned_tokens,
 )
 
-SLO_SHARE = 0.9
+SLO_SHARE = 0.95
 """Share of the SLO that deadlines are planned with; the rest is for what was not foreseen."""
 LINK_SHARE = 0.5
 """Share of the link's time that fetching ahead may take."""
 AHEAD = 8
-"""Steps of growth that there has to be room for, so that not every step pauses somebody."""
+"""Steps of growth that there has to be room for, so that not every step pauses somebody; but less
+than a block."""
 GUARD_STEPS = 4
 """Whoever resumes is to be there so many steps before its deadline."""
-BEYOND = np.arange(0.0, 0.26, 0.05)
+BEYOND = np.array([0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1.0])
 """Shares of memory by which active requests may exceed it."""
 MAX_EVICTED = 0.8
 """Of what can be evicted of them, so much at most is planned with: whole blocks are evicted."""
@@ -42,8 +43,6 @@ class Deadlines:
     """Time in which its KV comes from the host."""
     step_s: float
     """Time of a step of the active ones."""
-    slo_s: float
-    """The tightest SLO on the time per output token, less what SLO_SHARE leaves."""
 
     @classmethod
     def of(cls, state: SystemState, active: BoolArray) -> Deadlines:
@@ -55,7 +54,6 @@ class Deadlines:
             slack_s=slack_s(state, SLO_SHARE) + slo,  # until the next token is due
             fetch_s=np.asarray(running.tokens * fetch_token_s + state.hardware.link_latency_s),
             step_s=decode_seconds(state, active),
-            slo_s=float(slo.min(initial=SLO_SHARE * state.tpot_slo_s)),
         )
 
     def spare_s(self, paused: BoolArray) -> float:
@@ -66,10 +64,6 @@ class Deadlines:
         # Nothing is fetched faster than a step takes: units are handed over between steps.
         back = np.cumsum(np.maximum(fetch, self.step_s)[order]) + GUARD_STEPS * self.step_s
         return float((slack[order] - back).min(initial=np.inf))
-
-    def most_running(self, active: int) -> float:
-        """Most requests that `active` places can serve: each takes one for T / SLO of the time."""
-        return active * self.slo_s / self.step_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +84,7 @@ class Memory:
     @classmethod
     def of(cls, state: SystemState, excess_share: float) -> Memory:
         """`excess_share`: see the function of that name."""
-        candidates = Candidates.of(state, ahead=AHEAD)
+        candidates = Candidates.of(state, ahead=min(AHEAD, state.memory.block_tokens - 1))
         room = state.memory.device_tokens - unowned_tokens(state)
         return cls(
             room=room,
@@ -115,6 +109,14 @@ class Memory:
         return bool(least_evicted(self.state, needed.sum() - self.room) <= evictable)
 
 
+def full_step_s(state: SystemState) -> float:
+    """Time of a step of as many requests of the running ones' mean length as memory holds."""
+    candidates = Candidates.of(state)
+    rows = state.memory.device_tokens / candidates.charged.mean()
+    work = StepWork(decode_rows=rows, decode_tokens=rows * candidates.tokens.mean())
+    return float(state.pace * state.latency.step_seconds(work))
+
+
 def excess_share(state: SystemState) -> float:
     """By what share active requests should exceed their room, each step restoring what they lack,
     so that most tokens per second are decoded: Eq. (1) for so many requests of mean length."""
@@ -132,6 +134,10 @@ def excess_share(state: SystemState) -> float:
         restored_tokens=evicted,
         restored_squares=evicted * evicted / rows,
     )
-    value = np.where(possible, rows / state.latency.step_seconds(work), 0.0)
+    seconds = state.latency.step_seconds(work)
+    slo_s = SLO_SHARE * min(state.tpot_slo_s, float(state.running.tpot_slo_s.min()))
+    possible &= state.pace * seconds <= slo_s
+    possible[0] = True
+    value = np.where(possible, rows / seconds, 0.0)
     best = int(value.argmax())
     return float(BEYOND[best]) if value[best] > (1.0 + GAIN) * value[0] else 0.0

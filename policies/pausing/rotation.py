@@ -18,16 +18,20 @@ pauses, whoever has least resumes: earliest deadline first, one at a time over t
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-
 import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, BoolArray, FloatArray, IntArray, SystemState
-from ellm_sgl.policies.pausing.limits import AHEAD, Deadlines, Memory, excess_share
-
-logger = logging.getLogger(__name__)
+from ellm_sgl.policies.pausing.limits import (
+    AHEAD,
+    SLO_SHARE,
+    Deadlines,
+    Memory,
+    excess_share,
+    full_step_s,
+)
+from ellm_sgl.policies.problem.forecast import Forecast
+from ellm_sgl.policies.problem.standing import Standing
 
 KEPT_SHARE = 0.05
 """Share of memory that paused requests may keep (the block being filled, of each) before none
@@ -40,6 +44,9 @@ ADMITTED_RATIO = 0.99
 for tokens to come. Room for these is made by pausing somebody."""
 SOLVE_EVERY = 16
 """Iterations after which it is asked again by how much active requests should exceed memory."""
+LOOSE = 2.0
+"""Steps of a full device that the SLO is long at least: where it is tighter, requests get ahead of
+it so slowly that whoever has paused once for more than was foreseen misses it."""
 NOBODY = -1
 
 
@@ -56,6 +63,8 @@ class Rotation:
         """Iterations in which nothing was fetched."""
         self._iterations = 0
         self._excess_share = 0.0
+        self._turns: Standing[int] | None = None
+        """How many may run: it hardly changes with a step's tokens."""
 
     def decide(self, state: SystemState) -> RotationDecision:
         """Who is active in the next step, and how many are admitted."""
@@ -65,15 +74,31 @@ class Rotation:
         resuming = int(found[0]) if len(found) else None
         if resuming is not None and self._is_back(state, resuming):
             paused[resuming], resuming = False, None
+        if not state.running.uncached_tokens[paused].any() and _all_fit(state):
+            paused[:], resuming = False, None
         if paused.all():  # whoever was active has ended
             back = int(state.running.waited_s.argmax()) if resuming is None else resuming
             paused[back], resuming = False, None
         if self._iterations % SOLVE_EVERY == 0:
             self._excess_share = excess_share(state)
         self._iterations += 1
-        decision = RotationDecision(state, paused, resuming, self._excess_share)
+        decision = RotationDecision(
+            state, paused, resuming, self._excess_share, self._most_running(state)
+        )
         self._remember(state, decision)
         return decision
+
+    def _most_running(self, state: SystemState) -> int:
+        """How many requests may run: those that run, and from the first on those that wait."""
+        running, waiting = state.running.request_id, state.waiting.request_id
+        places = min(state.max_running - len(running), len(waiting))
+        if places <= 0:
+            return len(running)
+        given = running, waiting[:places], (state.tpot_slo_s, state.memory.device_tokens)
+        if self._turns is None or not self._turns.holds(*given):
+            most = Forecast.of(state, places).taking_turns(SLO_SHARE)
+            self._turns = Standing(most, *given, iterations=SOLVE_EVERY)
+        return self._turns.answer
 
     def _is_back(self, state: SystemState, resuming: int) -> bool:
         """All its KV is there; or nothing more of it comes, because the host does not have it."""
@@ -96,9 +121,14 @@ class RotationDecision:
     """Which requests pause, resume and are admitted in one iteration."""
 
     def __init__(
-        self, state: SystemState, paused: BoolArray, resuming: int | None, excess: float
+        self,
+        state: SystemState,
+        paused: BoolArray,
+        resuming: int | None,
+        excess: float,
+        most_running: int,
     ) -> None:
-        """Decides, from who was paused and resuming before."""
+        """Decides, from who was paused and resuming before, and how many may run."""
         self.paused = paused
         """Running requests that pause,"""
         self.resuming = resuming
@@ -110,7 +140,7 @@ class RotationDecision:
         """Somebody pauses for a request to be admitted in the next iteration."""
         self._make_room_to_grow()
         self._resume_in_time()
-        self.admit = self._admitted()
+        self.admit = self._admitted(most_running)
         """So many of the first waiting requests are admitted: there is room for them, and time."""
         if self.admit == 0:
             self._resume_if_free()
@@ -148,13 +178,11 @@ class RotationDecision:
         self.paused[pausing] = True
         self.resuming = back
 
-    def _admitted(self) -> int:
+    def _admitted(self, most_running: int) -> int:
         """How many of the waiting requests are admitted. If there is time for one, but no room,
         those with most slack pause now, so that it is admitted in the next iteration."""
         running, waiting = self._state.running, self._state.waiting
-        active = int(np.count_nonzero(~self.paused))
-        places = min(self._deadlines.most_running(active), self._state.max_running) - len(running)
-        first = waiting.tokens[: max(int(places), 0)]
+        first = waiting.tokens[: max(most_running - len(running), 0)]
         if not len(first):
             return 0
         block = self._state.memory.block_tokens
@@ -220,18 +248,13 @@ class RotationDecision:
 
 
 def can_rotate(state: SystemState) -> bool:
-    """Whether requests can rotate at all: the host keeps the KV of those that pause, and
-    every running request has an SLO. Says in the log, once per process, why not."""
-    if state.memory.host_tokens == 0:
-        _say_once("there is no host tier: give --ellm-host-kv-tokens")
-        return False
+    """Whether requests can rotate at all: the host keeps the KV of those that pause, every running
+    request has a TPOT SLO, and all of these are loose."""
     slo = np.minimum(state.running.tpot_slo_s, state.tpot_slo_s)
-    if not np.isfinite(slo).all():
-        _say_once("a request has no TPOT SLO: give --ellm-tpot-slo-ms, or tpot_slo_ms with each")
+    if state.memory.host_tokens == 0 or not np.isfinite(slo).all():
         return False
-    return True
+    return bool(slo.min() >= LOOSE * full_step_s(state))
 
 
-@cache
-def _say_once(reason: str) -> None:
-    logger.warning("rotation is off: %s", reason)
+def _all_fit(state: SystemState) -> bool:
+    return Memory.of(state, 0.0).free(np.ones(len(state.running), np.bool_)) >= 0

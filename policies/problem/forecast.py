@@ -171,6 +171,21 @@ class Forecast:
             return self.fewest
         return self.fewest + first + int((value[first:] >= (1.0 - TOLERANCE) * best).argmax())
 
+    def taking_turns(self, share: float) -> int:
+        """The most requests that keep this share of their SLO if, where memory will be short, all
+        take turns on the device, or part of each is restored in every step, whichever is faster.
+
+        Returns:
+            b; less than `fewest` if not even these do.
+        """
+        restoring_s, possible = self._restoring()
+        decodes, pausing_s = self._pausing()
+        pauses = ~possible | (pausing_s < decodes * restoring_s)
+        spent_s = self.pace * self.summed(np.where(pauses, pausing_s, restoring_s))
+        allowed_s = share * self.slo_s * self.summed(np.where(pauses, decodes, 1.0))
+        in_time = (spent_s <= allowed_s).all(axis=0) & self._others_in_time(spent_s - allowed_s)
+        return self.fewest - 1 + int(np.logical_and.accumulate(in_time).sum())
+
     def _restoring(self) -> tuple[FloatArray, BoolArray]:
         """T with the least Σ n_i that fits into memory, the same share of each request's e_i, and
         whether it fits and a step may restore it; where not, T of nothing evicted."""
@@ -223,10 +238,18 @@ class Forecast:
         decodes[-1] = True  # nobody pauses for ever
         own = (self.summed(np.where(pauses, 0.0, 1.0)) >= spent_s / slo_s) | ~decodes
         allowed_s = slo_s * self.steps[1:, None]
-        behind_s = np.vstack((np.zeros(len(self.slo_s)), spent_s - allowed_s))
+        return np.asarray(own.all(axis=0) & self._others_in_time(spent_s - allowed_s) & ~pauses[0])
+
+    def _others_in_time(self, behind_s: FloatArray) -> BoolArray:
+        """Whether, because of the prompts of those who come, no more than `MISSES` of the running
+        requests for each of them are expected to end behind their SLO, [b].
+
+        Args:
+            behind_s: by so much all fall behind from now to each time ahead but 0, [times - 1, b].
+        """
+        behind_s = np.vstack((np.zeros(behind_s.shape[1]), behind_s))
         missed = self._missed(behind_s + self.prompts_s) - self._missed(behind_s[:, :1])
-        others = missed <= MISSES * np.arange(len(missed))
-        return np.asarray(own.all(axis=0) & others & ~pauses[0])
+        return np.asarray(missed <= MISSES * np.arange(len(missed)))
 
     def _missed(self, behind_s: FloatArray) -> FloatArray:
         """Running requests that are expected to end behind their SLO, [b].

@@ -35,7 +35,6 @@ class Raises(Stock):
         (Fcfs, True),
         (lambda: FixedRatio(0.0), True),
         (lambda: FixedRatio(0.25), False),
-        (lambda: Fcfs(rotate=True), False),
         (Pauses, False),
         (Raises, False),
     ],

@@ -78,7 +78,7 @@ def test_a_subclass_with_answers_of_its_own_promises_nothing() -> None:
         pass
 
     assert Stock().idle_without_pressure() and Quiet().idle_without_pressure()
-    assert Fcfs().idle_without_pressure() and not Fcfs(rotate=True).idle_without_pressure()
+    assert Fcfs().idle_without_pressure() and Fcfs(rotate=False).idle_without_pressure()
     assert FixedRatio(0.0).idle_without_pressure() and not FixedRatio(0.5).idle_without_pressure()
     assert not Uniform().idle_without_pressure()
 

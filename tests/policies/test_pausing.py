@@ -127,7 +127,7 @@ def test_nobody_is_admitted_while_somebody_is_paused() -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_answers_are_valid_and_fit_whenever_somebody_is_paused(seed: int) -> None:
     state = random_state(np.random.default_rng(seed), Size(24, 24, 4096))
-    policy = Fcfs()
+    policy = Fcfs(rotate=False)
     batch = policy.batch(state)
     check_batch(state, batch)
     ratios = policy.ratio(state, batch)

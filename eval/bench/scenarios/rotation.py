@@ -62,7 +62,10 @@ class Rotation(Scenario):
         )}  # fmt: skip
 
     def settings(self) -> list[Setting]:
-        return [Setting(PLAIN, "server", {}), Setting(ROTATING, "server", {"rotate": True})]
+        return [
+            Setting(PLAIN, "server", {"rotate": False}),
+            Setting(ROTATING, "server", {"rotate": True}),
+        ]
 
     def load(self, cell: str, seed: int) -> list[Request]:
         """Poisson arrivals of requests of unequal lengths, which the server knows."""
