@@ -1,0 +1,56 @@
+"""What budgets there are on this machine, for `ellm-sgl memory`; changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ellm_sgl.budget.file import FOLDER, PREFIX, LedgerError, LedgerFile, path_of
+from ellm_sgl.budget.layout import Row
+from ellm_sgl.budget.processes import started
+
+
+@dataclass(frozen=True)
+class Sharer:
+    """A server that shares a budget."""
+
+    row: Row
+    alive: bool
+    """If not, its bytes are free as soon as another server looks."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget, or what is wrong with its file."""
+
+    name: str
+    nbytes: int = 0
+    sharers: tuple[Sharer, ...] = ()
+    problem: str | None = None
+
+
+def list_budgets(name: str | None = None, folder: Path | None = None) -> list[Budget]:
+    """Every budget of this user's, by name, or the one of this name, if there is one."""
+    folder = folder or FOLDER
+    paths = [path_of(name, folder)] if name is not None else sorted(folder.glob(f"{PREFIX}*"))
+    found = [_read(path) for path in paths]
+    return [budget for budget in found if budget is not None]
+
+
+def _read(path: Path) -> Budget | None:
+    name = path.name.removeprefix(PREFIX)
+    try:
+        file = LedgerFile(path, create=False)
+    except FileNotFoundError:
+        return None
+    except LedgerError as error:
+        return Budget(name, problem=str(error))
+    try:
+        with file.locked():
+            nbytes, rows = file.read()
+    except LedgerError as error:
+        return Budget(name, problem=str(error))
+    finally:
+        file.close()
+    sharers = (Sharer(row, started(row.pid) == row.started) for row in rows if row is not None)
+    return Budget(name, nbytes or 0, tuple(sharers))
