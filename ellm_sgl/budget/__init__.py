@@ -2,7 +2,7 @@
 
 from ellm_sgl.budget.file import FOLDER, LedgerBusyError, LedgerError, path_of
 from ellm_sgl.budget.layout import Row
-from ellm_sgl.budget.ledger import Member, Standing
+from ellm_sgl.budget.ledger import Member, Standing, hold
 from ellm_sgl.budget.listing import Budget, Sharer, list_budgets
 from ellm_sgl.budget.share import Claim, fair_shares
 
@@ -17,6 +17,7 @@ __all__ = [
     "Sharer",
     "Standing",
     "fair_shares",
+    "hold",
     "list_budgets",
     "path_of",
 ]

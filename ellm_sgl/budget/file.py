@@ -1,4 +1,11 @@
-"""The ledger's file: found or made, locked, and looked at before anything in it is believed."""
+"""The ledger's file: found or made, locked, and looked at before anything in it is believed.
+
+Two kinds of locks, which do not know of each other. `flock` on all of it, for a turn: nobody else
+reads or writes. And on each row, for as long as a server has its memory, one that every process of
+it holds (`F_OFD_SETLK`): the kernel lets go of it when the last of them is no more, whatever ended
+it, after its memory has gone. Who looks needs no process ids, which mean nothing between
+containers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +38,8 @@ PREFIX = "ellm-sgl-"
 LOCK_S = 1.0
 """Who holds the lock longer is stopped, and not at work: a turn takes well below a millisecond."""
 _RETRY_S = 0.002
+_FLOCK = struct.Struct("hhqqi4x")
+"""C's `struct flock`: type, whence, begin, length, pid."""
 
 
 class LedgerError(ConfigError):
@@ -154,7 +164,21 @@ class LedgerFile:
         self._change(os.pwrite, pack_header(budget), 0)
 
     def write(self, index: int, row: Row | None) -> None:
-        self._change(os.pwrite, pack_row(row), SLOT * (1 + index))
+        self._change(os.pwrite, pack_row(row), _place(index)[0])
+
+    def hold(self, index: int) -> None:
+        """This process lives, and what it has is the row's; until the file is closed."""
+        request = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, *_place(index), 0)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
+        except OSError as error:
+            raise self.error(f"cannot be locked ({error.strerror})") from None
+
+    def is_held(self, index: int) -> bool:
+        """Whether anybody else holds the row: those whose row it was are still there."""
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, *_place(index), 0)
+        found = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, request)
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def _change(self, call: object, *arguments: object) -> None:
         assert callable(call)
@@ -162,3 +186,8 @@ class LedgerFile:
             call(self._fd, *arguments)
         except OSError as error:
             raise self.error(f"cannot be written ({error.strerror}); free some memory") from None
+
+
+def _place(index: int) -> tuple[int, int]:
+    """Of a row in the file: where it begins, and its length."""
+    return SLOT * (1 + index), SLOT

@@ -3,7 +3,7 @@
 ```
  0      16     20     24     32      36          128
  magic  version  rows  budget  crc32   zeros       │ row 0 │ row 1 │ …        little-endian
- row:  pid  started  floor  want  share  committed  (u64 each)  label (64)  crc32  zeros
+ row:  pid  port  floor  want  share  committed  (u64 each)  label (64)  crc32  zeros
 ```
 
 A row lies within a page and is written in one go: a process that is killed in the middle of
@@ -40,11 +40,11 @@ class VersionError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One server: of the process that has its memory, in bytes."""
+    """One server: the process that decides for it, and its memory in bytes."""
 
     pid: int
-    started: int
-    """In clock ticks since the machine began (`processes.started`)."""
+    """As the server itself sees it: in a container another than outside."""
+    port: int
     label: str
     floor: int
     want: int = 0
@@ -79,7 +79,7 @@ def unpack_header(data: bytes) -> int | None:
 def pack_row(row: Row | None) -> bytes:
     if row is None:
         return bytes(SLOT)
-    numbers = row.pid, row.started, row.floor, row.want, row.share, row.committed
+    numbers = row.pid, row.port, row.floor, row.want, row.share, row.committed
     label = row.label.encode()[:64].decode(errors="ignore").encode()
     return _sealed(_ROW.pack(*numbers, label))
 
@@ -94,9 +94,9 @@ def unpack_row(data: bytes) -> Row | None:
         return None
     if not _is_sealed(data, _ROW.size):
         raise CorruptError("row")
-    pid, started, floor, want, share, committed, label = _ROW.unpack_from(data)
+    pid, port, floor, want, share, committed, label = _ROW.unpack_from(data)
     text = label.rstrip(b"\0").decode(errors="replace")
-    return Row(pid, started, text, floor, want, share, committed)
+    return Row(pid, port, text, floor, want, share, committed)
 
 
 def _sealed(data: bytes) -> bytes:

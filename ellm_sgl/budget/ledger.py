@@ -7,7 +7,7 @@
 ```
 
 So what all have debited, and with it what all have committed, is never more than the budget. A row
-whose process is no more is free for whoever looks next.
+that no process holds any more is free for whoever looks next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 
 from ellm_sgl.budget.file import LedgerFile, path_of
 from ellm_sgl.budget.layout import Row
-from ellm_sgl.budget.processes import started
 from ellm_sgl.budget.share import Claim, fair_shares
 
 logger = logging.getLogger(__name__)
@@ -40,23 +39,35 @@ class Standing:
 
 
 class Member:
-    """A server that has joined a budget; for one thread. Its row goes when its process does.
+    """A server that has joined a budget; for one thread at a time. Its row goes when its processes
+    do.
+
+    Args:
+        name: of the budget, and
+        budget: its size.
+        label, port: of the server, for those who list them.
+        floor: what it is promised.
 
     Raises (and so do all its methods):
         LedgerError: the file is not what it should be, or (here) this server has no place in it.
     """
 
     def __init__(
-        self, name: str, budget: int, label: str, floor: int, folder: Path | None = None
+        self,
+        name: str,
+        budget: int,
+        label: str,
+        floor: int,
+        port: int = 0,
+        folder: Path | None = None,
     ) -> None:
-        pid = os.getpid()
-        begun = started(pid)
-        assert begun is not None
         self.budget = budget
+        self.index = -1
+        """Its row's number, for `hold`."""
         self._file = LedgerFile(path_of(name, folder), create=True)
         try:
             with self._file.locked():
-                self._index = self._enter(Row(pid, begun, label, floor), budget)
+                self.index = self._enter(Row(os.getpid(), port, label, floor), budget)
         except BaseException:
             self._file.close()
             raise
@@ -82,6 +93,7 @@ class Member:
         if None not in rows:
             raise self._file.error(f"{len(rows)} servers share it, and no more can")
         index = rows.index(None)
+        self._file.hold(index)
         self._file.write(index, row)
         return index
 
@@ -89,7 +101,7 @@ class Member:
         """Say how much this server could use; everybody's share is reckoned anew."""
         with self._file.locked():
             rows = self._rows()
-            rows[self._index] = dataclasses.replace(self._own(rows), want=want)
+            rows[self.index] = dataclasses.replace(self._own(rows), want=want)
             self._reckon(rows)
             return self._standing(rows)
 
@@ -112,18 +124,18 @@ class Member:
         """The other servers, and what each has, for a message."""
         with self._file.locked():
             rows = self._rows()
-        return _named([r for i, r in enumerate(rows) if r is not None and i != self._index])
+        return _named([r for i, r in enumerate(rows) if r is not None and i != self.index])
 
     # -- internals, with the lock -----------------------------------------------------------
 
     def _rows(self) -> list[Row | None]:
         budget, rows = self._file.read()
-        if budget != self.budget or rows[self._index] is None:
+        if budget != self.budget or rows[self.index] is None:
             raise self._file.error("was begun anew meanwhile; restart the servers that shared it")
         return self._without_dead(rows)
 
     def _own(self, rows: Sequence[Row | None]) -> Row:
-        row = rows[self._index]
+        row = rows[self.index]
         assert row is not None
         return row
 
@@ -131,7 +143,7 @@ class Member:
         """The rows of those who live; the others' are freed."""
         living = list(rows)
         for index, row in enumerate(rows):
-            if row is not None and started(row.pid) != row.started:
+            if row is not None and index != self.index and not self._file.is_held(index):
                 self._file.write(index, None)
                 living[index] = None
                 logger.info(
@@ -144,20 +156,28 @@ class Member:
         own = self._own(rows)
         own = dataclasses.replace(own, committed=own.committed + nbytes)
         assert own.committed >= 0, f"a credit of {-nbytes} bytes, of {own.committed + nbytes}"
-        self._file.write(self._index, own)
+        self._file.write(self.index, own)
 
     def _reckon(self, rows: list[Row | None]) -> None:
         """Write everybody's share, and this server's row."""
         places = [(i, row) for i, row in enumerate(rows) if row is not None]
         claims = [Claim(row.floor, row.want, row.committed) for _, row in places]
         for (i, row), share in zip(places, fair_shares(self.budget, claims), strict=True):
-            if share != row.share or i == self._index:
+            if share != row.share or i == self.index:
                 rows[i] = dataclasses.replace(row, share=share)
                 self._file.write(i, rows[i])
 
     def _standing(self, rows: Sequence[Row | None]) -> Standing:
         own, taken = self._own(rows), sum(row.committed for row in rows if row is not None)
         return Standing(own.share, own.committed, self.budget - taken)
+
+
+def hold(name: str, index: int, folder: Path | None = None) -> LedgerFile:
+    """Another process of the same server: its memory is the row's, too, for as long as what is
+    returned is open."""
+    file = LedgerFile(path_of(name, folder), create=False)
+    file.hold(index)
+    return file
 
 
 def _named(rows: Sequence[Row]) -> str:

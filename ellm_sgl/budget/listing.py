@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ellm_sgl.budget.file import FOLDER, PREFIX, LedgerError, LedgerFile, path_of
 from ellm_sgl.budget.layout import Row
-from ellm_sgl.budget.processes import started
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ def _read(path: Path) -> Budget | None:
     try:
         with file.locked():
             nbytes, rows = file.read()
+            found = [(row, file.is_held(i)) for i, row in enumerate(rows) if row is not None]
     except LedgerError as error:
         return Budget(name, problem=str(error))
     finally:
         file.close()
-    sharers = (Sharer(row, started(row.pid) == row.started) for row in rows if row is not None)
-    return Budget(name, nbytes or 0, tuple(sharers))
+    return Budget(name, nbytes or 0, tuple(Sharer(row, alive) for row, alive in found))

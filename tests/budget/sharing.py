@@ -21,7 +21,7 @@ FLOOR = 50_000
 
 def share_in(folder: Path, holding: mmap.mmap, seed: int) -> None:
     rng = random.Random(seed)
-    member = Member("test", BUDGET, f"server {seed}", FLOOR, folder)
+    member = Member("test", BUDGET, f"server {seed}", FLOOR, folder=folder)
     held = 0
     print("joined", flush=True)
     while True:

@@ -24,12 +24,12 @@ from ellm_sgl.budget import (
     Member,
     Row,
     file,
+    hold,
     layout,
     list_budgets,
     path_of,
 )
 from ellm_sgl.budget.file import LedgerFile
-from ellm_sgl.budget.processes import started
 from tests.budget import sharing
 from tests.budget.sharing import BUDGET, FLOOR
 
@@ -37,7 +37,7 @@ NUMBERS = st.integers(0, 2**64 - 1)
 
 
 def join(folder: Path, label: str = "a", floor: int = FLOOR, budget: int = BUDGET) -> Member:
-    return Member("test", budget, label, floor, folder)
+    return Member("test", budget, label, floor, folder=folder)
 
 
 def rows(folder: Path) -> list[Row]:
@@ -173,33 +173,28 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 # -- processes ------------------------------------------------------------------------------
 
 
-def test_a_process_that_has_ended_is_no_more_even_before_its_parent_has_looked() -> None:
-    child = subprocess.Popen(["sleep", "60"])
-    assert started(child.pid) is not None
-    child.kill()
-    deadline = time.monotonic() + 10
-    while started(child.pid) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    child.wait()
-    assert started(child.pid) is None
-    own = started(os.getpid())
-    assert own is not None and own > 0
-
-
-def test_a_number_that_is_used_again_is_another_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_row_that_nobody_holds_is_free(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever process has its number by now."""
     member = join(tmp_path, "a")
     own = rows(tmp_path)[0]
     with caplog.at_level(logging.INFO):
-        ghost = Row(own.pid, own.started - 1, "ghost", FLOOR, committed=BUDGET)
+        ghost = Row(own.pid, 30_000, "ghost", FLOOR, committed=BUDGET)
         LedgerFile(path_of("test", tmp_path), create=False).write(5, ghost)
         (listed,) = list_budgets(folder=tmp_path)
         assert [sharer.alive for sharer in listed.sharers] == [True, False]
         assert member.publish(BUDGET).free == BUDGET
     assert f"ghost (pid {own.pid}) is gone; its {BUDGET} bytes are free" in caplog.text
     assert [row.label for row in rows(tmp_path)] == ["a"]
+
+
+def test_a_row_is_free_only_once_all_processes_of_its_server_are_gone(tmp_path: Path) -> None:
+    member, other = join(tmp_path, "a"), join(tmp_path, "b")
+    rank_1 = hold("test", member.index, tmp_path)
+    assert member.debit(BUDGET)
+    member._file.close()
+    assert other.publish(0).free == 0
+    rank_1.close()
+    assert other.publish(0).free == BUDGET
 
 
 class Sharing:
