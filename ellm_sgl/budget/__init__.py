@@ -3,7 +3,7 @@
 from ellm_sgl.budget.file import FOLDER, LedgerBusyError, LedgerError, path_of
 from ellm_sgl.budget.layout import Row
 from ellm_sgl.budget.ledger import Member, Standing, hold
-from ellm_sgl.budget.listing import Budget, Sharer, list_budgets
+from ellm_sgl.budget.listing import Budget, Sharer, check_budget, list_budgets
 from ellm_sgl.budget.share import Claim, fair_shares
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Row",
     "Sharer",
     "Standing",
+    "check_budget",
     "fair_shares",
     "hold",
     "list_budgets",

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from ellm_sgl.budget.file import FOLDER, PREFIX, LedgerError, LedgerFile, path_of
 from ellm_sgl.budget.layout import Row
+from ellm_sgl.budget.machine import largest
+from ellm_sgl.config import ConfigError
+from ellm_sgl.config.sizes import MemoryBudget
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,29 @@ class Budget:
     nbytes: int = 0
     sharers: tuple[Sharer, ...] = ()
     problem: str | None = None
+
+
+def check_budget(budget: MemoryBudget, folder: Path | None = None) -> None:
+    """Before a server starts: whether it could join.
+
+    Raises:
+        ConfigError: there is not so much memory, or the ledger cannot be used.
+    """
+    flag = f"--ellm-memory-budget {budget.name}:{budget.nbytes}"
+    most = largest()
+    if budget.nbytes > most.limit:
+        raise ConfigError(
+            f"{flag}: {most.of} has {most.limit:,} bytes in all; give a smaller budget"
+        )
+    for found in list_budgets(budget.name, folder):
+        if found.problem is not None:
+            raise ConfigError(f"{flag}: {found.problem}")
+        living = [sharer.row.label for sharer in found.sharers if sharer.alive]
+        if living and found.nbytes != budget.nbytes:
+            raise ConfigError(
+                f"{flag}: its servers ({', '.join(living)}) share {found.nbytes:,} bytes; give all "
+                "the same size, or end them first"
+            )
 
 
 def list_budgets(name: str | None = None, folder: Path | None = None) -> list[Budget]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ellm_sgl.config.ranges import MILLISECONDS, MOST_TOKENS, SHARE, TOKENS, Range, read_json, shown
+from ellm_sgl.config.sizes import MemoryBudget, read_budget
 
 ENV = "ELLM_SGL_CONFIG"
 """Environment variable that carries the settings to SGLang's worker processes.
@@ -36,6 +37,7 @@ _NUMBERS = {
     "layer_group": (TOKENS, "the layers per group"),
     "block_tokens": (TOKENS, "the tokens per block"),
     "device_kv_tokens": (TOKENS, "the tokens of KV that the device pool holds"),
+    "min_device_kv_tokens": (TOKENS, "the tokens of KV that the device pool always keeps"),
     "host_kv_tokens": (
         Range(0, MOST_TOKENS, whole=True),
         "the tokens of KV that host memory may hold, 0 for none",
@@ -43,7 +45,7 @@ _NUMBERS = {
 }
 """What each of these fields may be, and what it is, in words."""
 _CHOICES = {"mode": MODES, "latency_model": LATENCY_MODELS, "hidden_on": HIDDEN_ON}
-_OPTIONAL = ("ratio", "tpot_slo_ms", "device_kv_tokens")
+_OPTIONAL = ("ratio", "tpot_slo_ms", "device_kv_tokens", "min_device_kv_tokens")
 
 
 def _flag(field: str) -> str:
@@ -69,6 +71,9 @@ class EllmConfig:
     layer_group: int = 4
     block_tokens: int = 16
     device_kv_tokens: int | None = None
+    min_device_kv_tokens: int | None = None
+    memory_budget: str | None = None
+    """NAME:SIZE, see `budget`."""
     host_kv_tokens: int = 0
     host_path: str | None = None
     host_keeps: str = "kv"
@@ -103,6 +108,7 @@ class EllmConfig:
                 f"--ellm-device-kv-tokens {self.device_kv_tokens}: the pool must hold at least one "
                 f"block of {self.block_tokens} tokens (--ellm-block-tokens)"
             )
+        self._check_budget()
         if self.host_keeps not in HOST_KEEPS and not _is_layer_count(self.host_keeps):
             raise ConfigError(
                 f"--ellm-host-keeps {self.host_keeps[:80]}: give {', '.join(HOST_KEEPS)} or a "
@@ -137,6 +143,32 @@ class EllmConfig:
             if value not in allowed and (value is not None or name not in _OPTIONAL):
                 raise ConfigError(f"{_flag(name)} {shown(value)}: give {what}, {allowed}")
 
+    def _check_budget(self) -> None:
+        """And of the floor, which is for servers whose size others change."""
+        least, start = self.min_device_kv_tokens, self.device_kv_tokens
+        try:
+            budget = self.budget
+        except ValueError as error:
+            raise ConfigError(
+                f"--ellm-memory-budget {shown(self.memory_budget)}: give NAME:SIZE; {error}"
+            ) from None
+        if budget is not None and self.mode == RECOMPUTE:
+            raise ConfigError(
+                f"--ellm-memory-budget {self.memory_budget}: mode {RECOMPUTE} leaves memory to "
+                "SGLang; leave it out"
+            )
+        if least is None:
+            return
+        flag = f"--ellm-min-device-kv-tokens {least}"
+        if budget is None:
+            raise ConfigError(
+                f"{flag} needs --ellm-memory-budget: nothing else makes the pool less"
+            )
+        if start is not None and least > start:
+            raise ConfigError(
+                f"{flag}: the pool starts with --ellm-device-kv-tokens {start}; give fewer"
+            )
+
     def _check_baseline(self) -> None:
         if self.policy != self.mode:
             raise ConfigError(
@@ -160,6 +192,11 @@ class EllmConfig:
         if self.host_path is not None:
             return f"--ellm-host-path {self.host_path}"
         return f"--ellm-host-keeps {self.host_keeps}" if self.keeps_hidden else None
+
+    @property
+    def budget(self) -> MemoryBudget | None:
+        """What this server shares with others; ValueError where it makes no sense."""
+        return None if self.memory_budget is None else read_budget(self.memory_budget)
 
     @property
     def is_baseline(self) -> bool:

@@ -191,12 +191,13 @@ class SyntheticSteps:
         self._runner = runner
         self._executor = ours.executor
         self._pool = ours.pool
+        self._units: int = ours.table.committed_units
         self._context: int = runner.model_config.context_len
         self._cleared = 0
 
     def fits(self, mix: Mix) -> bool:
         """Whether pool and context are large enough for `mix`."""
-        return self._units_of(mix) <= self._pool.num_units and mix.tokens <= self._context
+        return self._units_of(mix) <= self._units and mix.tokens <= self._context
 
     def run(self, mix: Mix) -> float:
         """Seconds of one step."""

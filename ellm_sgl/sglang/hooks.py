@@ -4,7 +4,8 @@ Each entry names the SGLang function, how it is hooked, and why. `tests/sglang/t
 fails when one of them moves, and a server refuses to start when one cannot be applied. Beside
 these, eLLM subclasses SGLang's base classes (`KVCache`, `BaseTokenToKVPoolAllocator`,
 `RadixCache`, `ChunkCache`, `AttentionBackend`, `TorchNativeAttnBackend`, `SRTPlatform`) and
-registers by name a radix cache backend and attention backends.
+registers by name a radix cache backend and attention backends. Where servers share a budget, eLLM
+sends the scheduler requests over the socket of SGLang's own (`sizing.py`).
 """
 
 from __future__ import annotations

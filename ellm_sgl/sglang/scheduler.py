@@ -49,7 +49,7 @@ class EllmScheduler:
             context_of(scheduler).pool,
             choose_copy(),
             submit or Worker("ellm-commit").submit,
-            self._least_of_ranks,
+            self.least_of_ranks,
         )
         self.prefilling: Sequence[int] = ()
         """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed
@@ -151,6 +151,8 @@ class EllmScheduler:
         self.paused.end_aborted(batch)
         context_of(self.scheduler).may_evict = not batch.reqs
         self.iteration.elastic.coming_blocks = self.under_way().coming
+        if (sizing := context_of(self.scheduler).sizing) is not None and self.asks:
+            sizing.observe(self.scheduler, self.resizer)
         if self._decision_stands(batch):
             return
         running = [r for r in batch.reqs if not r.finished()]
@@ -223,7 +225,7 @@ class EllmScheduler:
         else:
             self.resizer.ask(units, idle)
 
-    def _least_of_ranks(self, numbers: list[int]) -> list[int]:
+    def least_of_ranks(self, numbers: list[int]) -> list[int]:
         """The least of each of these numbers over all ranks, which all must ask in the same turn of
         SGLang's loop."""
         if self.scheduler.ps.tp_size == 1:

@@ -82,6 +82,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
             "wanted_tokens": ours.table.shape.tokens_in(resizer.wanted_units),
             "outcome": resizer.outcome,
         },
+        "budget": None if ours.sizing is None else ours.sizing.describe(),
         "pool": dataclasses.asdict(statistics),
     }
 
@@ -206,6 +207,10 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
     """
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
+    sizing = context_of(scheduler).sizing
+    if sizing is not None and sizing.key in request.server_args:
+        sizing.apply(scheduler_of(scheduler), int(request.server_args[sizing.key]))
+        return None  # nobody asked who waits for an answer
     theirs = {k: v for k, v in request.server_args.items() if k not in (RATIO, DEVICE_TOKENS)}
     try:
         policy, units = _wanted(scheduler, request.server_args)
@@ -220,8 +225,18 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
     if policy is not None:
         switch_policy(scheduler, "fixed-ratio", policy)
     if units is not None:
-        scheduler_of(scheduler).resize(units)
+        _resize(scheduler, units)
     return SetInternalStateReqOutput(updated=True)
+
+
+def _resize(scheduler: Scheduler, units: int) -> None:
+    """At once, or, where servers share a budget, to no more than so many: the rest is a question
+    of shares."""
+    sizing, ours = context_of(scheduler).sizing, scheduler_of(scheduler)
+    if sizing is not None:
+        sizing.most_units = units
+        units = min(units, ours.resizer.wanted_units)
+    ours.resize(units)
 
 
 def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None, int | None]:
@@ -241,6 +256,11 @@ def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None
         allowed = Range(shape.block_tokens, (blocks + 1) * shape.block_tokens, high_open=True)
         _check(DEVICE_TOKENS, tokens, allowed, "the tokens of KV that the device may hold")
         units = int(tokens // shape.block_tokens) * shape.num_groups
+        if ours.sizing is not None and units < ours.sizing.least_units:
+            raise ConfigError(
+                f"{DEVICE_TOKENS} {shown(tokens)}: this server always keeps room for "
+                f"{shape.tokens_in(ours.sizing.least_units)} tokens (--ellm-min-device-kv-tokens)"
+            )
     return policy, units
 
 

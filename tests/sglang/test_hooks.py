@@ -87,6 +87,22 @@ def test_adder_has_the_budgets_we_charge() -> None:
         assert f"self.{name}" in source
 
 
+def test_requests_of_our_own_come_where_sglangs_do_and_need_no_answer() -> None:
+    """See `sizing.py`."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
+    from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import (
+        NewTokenRatioTracker,
+    )
+    from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+
+    assert "zmq.PULL" in inspect.getsource(SchedulerIpcChannels.create)
+    assert "sock_recv(self.recv_from_tokenizer" in inspect.getsource(SchedulerRequestReceiver)
+    assert "if output is not None:" in inspect.getsource(Scheduler.process_input_requests)
+    assert "self.ipc_channels.recv_from_tokenizer" in inspect.getsource(Scheduler.init_idle_sleeper)
+    assert "current" in NewTokenRatioTracker.__annotations__
+
+
 def test_radix_cache_has_the_internals_we_use() -> None:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
