@@ -37,6 +37,7 @@ _NUMBERS = {
     "layer_group": (TOKENS, "the layers per group"),
     "block_tokens": (TOKENS, "the tokens per block"),
     "device_kv_tokens": (TOKENS, "the tokens of KV that the device pool holds"),
+    "max_device_kv_tokens": (TOKENS, "the most tokens of KV that the device pool may come to hold"),
     "min_device_kv_tokens": (TOKENS, "the tokens of KV that the device pool always keeps"),
     "host_kv_tokens": (
         Range(0, MOST_TOKENS, whole=True),
@@ -45,7 +46,13 @@ _NUMBERS = {
 }
 """What each of these fields may be, and what it is, in words."""
 _CHOICES = {"mode": MODES, "latency_model": LATENCY_MODELS, "hidden_on": HIDDEN_ON}
-_OPTIONAL = ("ratio", "tpot_slo_ms", "device_kv_tokens", "min_device_kv_tokens")
+_OPTIONAL = (
+    "ratio",
+    "tpot_slo_ms",
+    "device_kv_tokens",
+    "max_device_kv_tokens",
+    "min_device_kv_tokens",
+)
 
 
 def _flag(field: str) -> str:
@@ -71,6 +78,7 @@ class EllmConfig:
     layer_group: int = 4
     block_tokens: int = 16
     device_kv_tokens: int | None = None
+    max_device_kv_tokens: int | None = None
     min_device_kv_tokens: int | None = None
     memory_budget: str | None = None
     """NAME:SIZE, see `budget`."""
@@ -108,6 +116,7 @@ class EllmConfig:
                 f"--ellm-device-kv-tokens {self.device_kv_tokens}: the pool must hold at least one "
                 f"block of {self.block_tokens} tokens (--ellm-block-tokens)"
             )
+        self._check_most()
         self._check_budget()
         if self.host_keeps not in HOST_KEEPS and not _is_layer_count(self.host_keeps):
             raise ConfigError(
@@ -142,6 +151,25 @@ class EllmConfig:
             value = getattr(self, name)
             if value not in allowed and (value is not None or name not in _OPTIONAL):
                 raise ConfigError(f"{_flag(name)} {shown(value)}: give {what}, {allowed}")
+
+    def _check_most(self) -> None:
+        """Of a pool that may grow."""
+        most, start = self.max_device_kv_tokens, self.device_kv_tokens
+        if most is None:
+            return
+        flag = f"--ellm-max-device-kv-tokens {most}"
+        if self.mode == RECOMPUTE:
+            raise ConfigError(f"{flag}: mode {RECOMPUTE} leaves memory to SGLang; leave it out")
+        if start is not None and most < start:
+            raise ConfigError(
+                f"{flag}: the pool starts with --ellm-device-kv-tokens {start}; give as many or "
+                "more"
+            )
+        if most < self.block_tokens:
+            raise ConfigError(
+                f"{flag}: the pool must hold at least one block of {self.block_tokens} tokens "
+                "(--ellm-block-tokens)"
+            )
 
     def _check_budget(self) -> None:
         """And of the floor, which is for servers whose size others change."""

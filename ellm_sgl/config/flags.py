@@ -66,6 +66,9 @@ FLAGS: tuple[Flag, ...] = (
          "Tokens per block; also SGLang's page size. Default 16."),
     Flag("device_kv_tokens", int, "a whole number", "N",
          "Tokens of KV that the device pool holds. Default: what SGLang has room for."),
+    Flag("max_device_kv_tokens", int, "a whole number", "N",
+         "Tokens of KV that the device pool may be told to hold while the server runs; until then "
+         "they take addresses only. Default: what it starts with."),
     Flag("min_device_kv_tokens", int, "a whole number", "N",
          "Tokens of KV that this server always has room for, whatever others of its memory budget "
          "ask for. Default: one block."),

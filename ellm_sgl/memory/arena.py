@@ -15,9 +15,9 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
+import weakref
 from typing import Protocol
-
-from ellm_sgl.config import ConfigError
 
 HUGE_PAGE = 2 << 20
 """Bytes; memory comes and goes in whole ones, since to give back part of one would split it."""
@@ -25,10 +25,12 @@ HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14), which Python's mmap does not name."""
 _PROT_NONE = 0
+_FAILED: int = ctypes.c_size_t(-1).value
+"""What mmap returns then."""
 
 
 class Arena(Protocol):
-    """Memory of which the first part is committed: at first all of it. Offsets are in bytes."""
+    """Memory of which the first part is committed: at first nothing. Offsets are in bytes."""
 
     nbytes: int
     """Bytes that are reserved."""
@@ -38,9 +40,12 @@ class Arena(Protocol):
     memory: memoryview
     """All that is reserved; what of it is committed may be read and written."""
 
-    def commit(self, low: int, high: int) -> None:
-        """Bytes [low, high) have memory when this returns; what they hold is undefined. For a
+    def commit(self, low: int, high: int, lazily: bool = False) -> None:
+        """Bytes [low, high) may be used when this returns; what they hold is undefined. For a
         thread beside those that use the rest; it waits for none of them.
+
+        Args:
+            lazily: each page takes memory as it is first written to; else all have it already.
 
         Raises:
             MemoryError: the machine gives no more; nothing has changed.
@@ -54,31 +59,42 @@ class Arena(Protocol):
 class CpuArena:
     """An arena in host memory, of huge pages where the machine has them.
 
-    What has never been decommitted takes memory as it is first written to, like any other; what is
-    committed again has all of it at once.
-
     Raises:
-        ConfigError: there are not so many addresses.
+        MemoryError: there are not so many addresses.
     """
 
     def __init__(self, nbytes: int, granule: int = HUGE_PAGE) -> None:
         self.nbytes, self.granule = nbytes, granule
-        try:
-            pages = mmap.mmap(-1, nbytes + granule, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"--ellm-device-kv-tokens: a pool of {nbytes:,} bytes cannot be had ({error}); "
-                "give fewer"
-            ) from None
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-        self._begin = -(-begin // granule) * granule
-        self.memory = memoryview(pages)[self._begin - begin :][:nbytes]
+        # Python's mmap takes what may not be written to yet for what never may be.
         self._libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the interpreter
+        length = nbytes + granule
+        address = self._reserve(length)
+        pages = (ctypes.c_char * length).from_address(address)
+        weakref.finalize(
+            pages, self._libc.munmap, ctypes.c_void_p(address), ctypes.c_size_t(length)
+        )
+        self._begin = -(-address // granule) * granule
+        self.memory = memoryview(pages).cast("B")[self._begin - address :][:nbytes]
         self._call("madvise", 0, nbytes, mmap.MADV_HUGEPAGE)  # an error: the machine has none
 
-    def commit(self, low: int, high: int) -> None:
+    def _reserve(self, length: int) -> int:
+        """The first of so many addresses behind which there is no memory."""
+        call = self._libc.mmap
+        call.restype = ctypes.c_void_p
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        nowhere, no_file = ctypes.c_void_p(None), -1
+        address = _FAILED
+        if length <= sys.maxsize:
+            size = ctypes.c_size_t(length)
+            address = call(nowhere, size, _PROT_NONE, kind, no_file, ctypes.c_long(0))
+        if address == _FAILED:
+            reason = os.strerror(ctypes.get_errno() or errno.ENOMEM)
+            raise MemoryError(f"{length:,} bytes of addresses cannot be had ({reason})")
+        return address
+
+    def commit(self, low: int, high: int, lazily: bool = False) -> None:
         problem = self._call("mprotect", low, high, mmap.PROT_READ | mmap.PROT_WRITE)
-        if not problem:
+        if not problem and not lazily:
             problem = self._call("madvise", low, high, _POPULATE_WRITE)
             if problem == errno.EINVAL:  # an older kernel: then by writing
                 ctypes.memset(self._begin + low, 0, high - low)

@@ -64,9 +64,10 @@ class PageTable:
     Args:
         shape: how tokens and layers are cut.
         num_blocks: logical capacity in blocks; may exceed what the units can back.
-        num_units: physical capacity in units, all of them committed.
+        num_units: physical capacity in units: the most that can ever be committed.
         host_units: capacity of the host tier in units; 0 is none.
         hidden_groups: layer groups, from the lowest, whose hidden states the host keeps.
+        committed: units that have memory at first, and may be used; all if None.
     """
 
     def __init__(
@@ -76,12 +77,16 @@ class PageTable:
         num_units: int,
         host_units: int = 0,
         hidden_groups: int = 0,
+        committed: int | None = None,
     ) -> None:
+        committed = num_units if committed is None else committed
         if num_blocks < 1 or num_units < shape.num_groups:
             raise ValueError(
                 f"a pool needs at least one block ({shape.num_groups} units), "
                 f"got {num_blocks} blocks and {num_units} units"
             )
+        if not shape.num_groups <= committed <= num_units:
+            raise ValueError(f"{committed} units committed, of {shape.num_groups} to {num_units}")
         self.shape = shape
         self._units: IntArray = np.full((num_blocks + 1, shape.num_groups), NONE, np.int32)
         self._units[RESERVED] = RESERVED
@@ -98,9 +103,9 @@ class PageTable:
         self._free_units = FreeList(num_units)
         self._lent: npt.NDArray[np.bool_] = np.zeros(num_units + 1, np.bool_)
         """Units borrowed for the step in flight."""
-        self.committed_units = num_units
+        self.committed_units = committed
         """Units 1..so many have memory; `commit_units` and `decommit_units` change it."""
-        self.unit_limit = num_units
+        self.unit_limit = committed
         """Units that may be used, of those committed; `limit_units` changes it."""
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)

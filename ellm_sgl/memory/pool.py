@@ -22,8 +22,9 @@ class KVPool:
 
     With `path` the buffer is a new file, mapped into memory, whose name is gone at once
     (`host_file.map_file`, whose errors are this class's). `pinned` is for a pool in host memory
-    with which a CUDA device exchanges units. `reserve` makes an arena of so many bytes, and the
-    buffer lies over it: then units 1..n alone may have memory (`commit`, `decommit`).
+    with which a CUDA device exchanges units. `reserve` makes an arena of so many bytes, whose
+    errors are this class's, and the buffer lies over it: then units 1..n alone may have memory
+    (`commit`, `decommit`); `committed` of them have it at first, or all.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class KVPool:
         path: Path | None = None,
         pinned: bool = False,
         reserve: Callable[[int], Arena] | None = None,
+        committed: int | None = None,
     ) -> None:
         self.shape = shape
         self.num_units = num_units
@@ -49,6 +51,8 @@ class KVPool:
         else:
             self.arena = reserve(math.prod(size) * dtype.itemsize)
             self.buffer = torch.frombuffer(self.arena.memory, dtype=dtype).view(size)
+            first = self.bytes_behind(num_units if committed is None else committed)
+            self.arena.commit(0, first, lazily=True)
 
     @staticmethod
     def bytes_per_unit(shape: PoolShape, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

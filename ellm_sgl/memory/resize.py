@@ -71,7 +71,9 @@ class Resizer:
         self._copy, self._submit, self._agree = copy, submit, agree
         self._growth: _Growth | None = None
         self._units_per_step = max(STEP_BYTES // pool.unit_bytes, 1)
-        self.wanted_units = elastic.table.unit_limit
+        self.start_units = elastic.table.unit_limit
+        """The pool's size at first."""
+        self.wanted_units = self.start_units
         """As last asked for,"""
         self.outcome = Outcome.APPLIED
         """and what has become of it."""

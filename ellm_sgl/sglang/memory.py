@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
-from ellm_sgl.config import RECOMPUTE, EllmConfig
+from ellm_sgl.config import RECOMPUTE, ConfigError, EllmConfig
 from ellm_sgl.memory import Arena, CpuArena, KVPool, OutOfBlocksError, PageTable
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.host_tier import (
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 _DEVICE_TOKENS = "_ellm_device_tokens"
 """Attribute of SGLang's model config (its configurator takes none): tokens that the device pool
-holds, decided before SGLang learns of the larger logical capacity."""
+holds at the start, and at most, decided before SGLang learns of the larger logical capacity."""
 
 
 def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -> Any:
     """Hook after `_resolve_memory_pool_config`: SGLang gets logical capacity, we the physical.
 
-    There are addresses for whatever else lets requests run: all that the device holds, all that
-    a step may recompute, and a block being filled for every request; and always for four times
+    There are addresses for whatever else lets requests run: all that the device ever holds, all
+    that a step may recompute, and a block being filled for every request; and always for four times
     the device and two requests of the model's full context.
 
     In mode recompute there are as many as the device holds: SGLang then admits, retracts and
@@ -46,13 +46,14 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     settings = _settings()
     block = settings.block_tokens
     device = (settings.device_kv_tokens or config.max_total_num_tokens) // block * block
-    setattr(configurator.model_config, _DEVICE_TOKENS, device)
+    most = _most_tokens(settings, device)
+    setattr(configurator.model_config, _DEVICE_TOKENS, (device, most))
     if settings.mode == RECOMPUTE:
         config.max_total_num_tokens = device
         return config
     logical = max(
-        device + _max_restored_tokens(configurator) + config.max_running_requests * block,
-        4 * device + 2 * configurator.model_config.context_len,
+        most + _max_restored_tokens(configurator) + config.max_running_requests * block,
+        4 * most + 2 * configurator.model_config.context_len,
     )
     config.max_total_num_tokens = -(-logical // block) * block
     return config
@@ -71,18 +72,26 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
     dtype = configurator.kv_cache_dtype
     host_units = settings.host_kv_tokens // shape.block_tokens * shape.num_groups
     groups = hidden_groups(settings, shape, configurator) if host_units else 0
-    units = device_units(
-        settings,
-        shape,
-        getattr(model, _DEVICE_TOKENS),
-        groups,
-        model.hidden_size * model.dtype.itemsize,
-        KVPool.bytes_per_unit(shape, heads, head_dim, dtype),
+    hidden_bytes = model.hidden_size * model.dtype.itemsize
+    unit_bytes = KVPool.bytes_per_unit(shape, heads, head_dim, dtype)
+    units, most = (
+        device_units(settings, shape, tokens, groups, hidden_bytes, unit_bytes)
+        for tokens in getattr(model, _DEVICE_TOKENS)
     )
-    table = PageTable(shape, logical_tokens // shape.block_tokens, units, host_units, groups)
-    pool = KVPool(
-        shape, units, heads, head_dim, dtype, configurator.device, reserve=_arena(configurator)
-    )
+    blocks = logical_tokens // shape.block_tokens
+    reserve = _arena(configurator)
+    if reserve is None and most > units:
+        raise ConfigError(
+            f"--ellm-max-device-kv-tokens {settings.max_device_kv_tokens}: the pool grows on CPU "
+            "hosts only so far; leave it out"
+        )
+    table = PageTable(shape, blocks, most, host_units, groups, units)
+    try:
+        pool = KVPool(
+            shape, most, heads, head_dim, dtype, configurator.device, None, False, reserve, units
+        )
+    except MemoryError as error:
+        raise ConfigError(f"{_flag_of_size(settings)}: {error}; give fewer") from None
     hidden: HiddenStates | None = None
     if groups:
         hidden = HiddenStates(make_hidden_pool(settings, shape, groups, configurator), pool)
@@ -96,9 +105,9 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
         units = table.unit_limit
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
-        "%d tokens logical",
-        units * shape.block_tokens // shape.num_groups, units, shape.layer_group,
-        shape.block_tokens, pool.buffer.nbytes / 1e6, logical_tokens,
+        "%d at most, %d tokens logical",
+        shape.tokens_in(units), units, shape.layer_group, shape.block_tokens,
+        pool.bytes_behind(units) / 1e6, shape.tokens_in(most), logical_tokens,
     )  # fmt: skip
     return EllmKVCache(ours, logical_tokens, configurator)
 
@@ -121,6 +130,31 @@ def _max_restored_tokens(configurator: Any) -> int:
     """Most tokens that a step can recompute: those of the longest request, or of a prefill."""
     context: int = configurator.model_config.context_len
     return max(context, configurator.server_args.max_prefill_tokens)
+
+
+def _most_tokens(settings: EllmConfig, start: int) -> int:
+    """Tokens, whole blocks, that the device pool may ever hold.
+
+    Raises:
+        ConfigError: fewer than it starts with.
+    """
+    if settings.max_device_kv_tokens is None:
+        return start
+    most = settings.max_device_kv_tokens // settings.block_tokens * settings.block_tokens
+    if most < start:  # one that was given has been checked before: this is SGLang's choice
+        raise ConfigError(
+            f"--ellm-max-device-kv-tokens {settings.max_device_kv_tokens}: the pool starts with "
+            f"room for {start} tokens; give as many, or fewer --ellm-device-kv-tokens"
+        )
+    return most
+
+
+def _flag_of_size(settings: EllmConfig) -> str:
+    """What decides how many addresses and how much memory there has to be, with its value."""
+    if settings.max_device_kv_tokens is not None:
+        return f"--ellm-max-device-kv-tokens {settings.max_device_kv_tokens}"
+    given = settings.device_kv_tokens
+    return "--ellm-device-kv-tokens" + ("" if given is None else f" {given}")
 
 
 def _arena(configurator: Any) -> Callable[[int], Arena] | None:
@@ -151,10 +185,10 @@ class EllmKVCache(KVCache):
         )
         self.ellm = ellm
         self.pool = pool
-        self._finalize_allocation_log(pool.num_units // pool.shape.num_groups * self.page_size)
+        self._finalize_allocation_log(pool.shape.tokens_in(ellm.table.committed_units))
 
     def get_kv_size_bytes(self) -> int:
-        return self.pool.buffer.nbytes
+        return self.pool.bytes_behind(self.ellm.table.committed_units)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self.pool.keys(layer_id)

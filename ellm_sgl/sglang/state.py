@@ -78,7 +78,10 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "relocated_units_total": totals.relocated_units,
         "device_bytes_reserved": ours.pool.buffer.nbytes,
         "device_bytes_committed": ours.pool.bytes_behind(statistics.units_committed),
+        "device_bytes_at_start": ours.pool.bytes_behind(resizer.start_units),
         "resize": {
+            "start_tokens": ours.table.shape.tokens_in(resizer.start_units),
+            "most_tokens": ours.table.shape.tokens_in(ours.table.num_units),
             "wanted_tokens": ours.table.shape.tokens_in(resizer.wanted_units),
             "outcome": resizer.outcome,
         },
@@ -254,7 +257,8 @@ def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None
         tokens, shape = values[DEVICE_TOKENS], ours.table.shape
         blocks = ours.table.num_units // shape.num_groups
         allowed = Range(shape.block_tokens, (blocks + 1) * shape.block_tokens, high_open=True)
-        _check(DEVICE_TOKENS, tokens, allowed, "the tokens of KV that the device may hold")
+        most = f"the tokens of KV that the device may hold, at most {blocks * shape.block_tokens:,}"
+        _check(DEVICE_TOKENS, tokens, allowed, f"{most} (--ellm-max-device-kv-tokens)")
         units = int(tokens // shape.block_tokens) * shape.num_groups
         if ours.sizing is not None and units < ours.sizing.least_units:
             raise ConfigError(

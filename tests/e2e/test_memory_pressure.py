@@ -73,12 +73,38 @@ def test_memory_goes_back_to_the_machine_and_comes_again(server: ServerProcess) 
         for tokens in (2000, 800, AMPLE_TOKENS):
             server.adjust(ellm_device_kv_tokens=tokens)
             state = server.state()
-            assert state["resize"] == {"wanted_tokens": tokens, "outcome": "applied"}
+            resize = state["resize"]
+            assert (resize["wanted_tokens"], resize["outcome"]) == (tokens, "applied")
             share = state["device_bytes_committed"] / full["device_bytes_committed"]
             assert share == pytest.approx(tokens / AMPLE_TOKENS, abs=0.05)
             assert state["integrity"] == "ok"
         assert token_ids(answers.result()) == expected
     assert server.state()["retractions_total"] == full["retractions_total"]
+
+
+def test_a_pool_grows_beyond_what_it_started_with(server: ServerProcess) -> None:
+    """While requests that it has no room for run: they get back what they lack."""
+    bodies = [greedy(p, 400) for p in prompts(4, 200, 300, seed=11)]
+    expected = token_ids(ask(server.url, bodies))
+    arguments = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "640"]
+    arguments += ["--ellm-max-device-kv-tokens", "4000"]
+    with (
+        ServerProcess([*DEMO_ARGUMENTS, *arguments], {"OMP_NUM_THREADS": "1"}) as other,
+        ThreadPoolExecutor(1) as background,
+    ):
+        start = other.state()
+        assert start["device_bytes_committed"] < 0.3 * start["device_bytes_reserved"]
+        assert (start["resize"]["start_tokens"], start["resize"]["most_tokens"]) == (640, 4000)
+        answers = background.submit(ask, other.url, bodies)
+        wait_for(other, lambda state: state["uncached_tokens"] > 0)
+        other.adjust(ellm_device_kv_tokens=4000)
+        wait_for(other, lambda state: state["uncached_tokens"] == 0)
+        assert token_ids(answers.result()) == expected
+        state = other.state()
+        assert state["device_bytes_committed"] == state["device_bytes_reserved"]
+        assert state["retractions_total"] == 0 and state["integrity"] == "ok"
+        with pytest.raises(ValueError, match="refused"):
+            other.adjust(ellm_device_kv_tokens=4016)
 
 
 def wait_for(server: ServerProcess, condition: Callable[[dict[str, Any]], bool]) -> None:

@@ -16,15 +16,21 @@ SHAPE = PoolShape(num_layers=4, layer_group=2, block_tokens=BLOCK)
 
 
 class Scene:
-    """`room` blocks fit on the device; the logical space is far larger.
+    """`room` blocks fit on the device, of which `start` have memory at first (None: all); the
+    logical space is far larger.
 
     `ratios`: the target of every request, or of those named (0 of the others).
     """
 
     def __init__(
-        self, room: int, ratios: float | dict[int, float] = 0.0, max_restored: int = 1000
+        self,
+        room: int,
+        ratios: float | dict[int, float] = 0.0,
+        max_restored: int = 1000,
+        start: int | None = None,
     ) -> None:
-        self.table = PageTable(SHAPE, num_blocks=100, num_units=room * GROUPS)
+        committed = None if start is None else start * GROUPS
+        self.table = PageTable(SHAPE, 100, room * GROUPS, committed=committed)
         self.elastic = ElasticMemory(self.table, max_restored, self.reclaim)
         self.ratios = ratios
         self.tree: list[int] = []

@@ -21,19 +21,20 @@ def small_steps(nbytes: int) -> Any:
 class FakeArena:
     """Host memory, in small granules, that is spoiled where an arena has none.
 
-    `room`: bytes that the machine has; to commit beyond is a MemoryError.
+    `room`: bytes that the machine has; to commit beyond, but lazily, is a MemoryError.
     """
 
     def __init__(self, nbytes: int, granule: int = 64) -> None:
         self.nbytes, self.granule = nbytes, granule
         self.memory = memoryview(bytearray(nbytes))
         self.bytes = np.frombuffer(self.memory, np.uint8)
-        self.committed = nbytes
+        self.bytes[:] = SPOILED
+        self.committed = 0
         self.room = nbytes
 
-    def commit(self, low: int, high: int) -> None:
+    def commit(self, low: int, high: int, lazily: bool = False) -> None:
         self._expect(low == self.committed < high, f"commit of [{low}, {high})")
-        if high > self.room:
+        if high > self.room and not lazily:
             raise MemoryError(f"{high - low} bytes: no room in this test")
         self.check()
         self.committed = high

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from ellm_sgl.config import ConfigError
 from ellm_sgl.memory import Arena, CpuArena, KVPool, PoolShape
 from tests.memory.fake_arena import SPOILED, FakeArena
 
@@ -43,6 +42,13 @@ def in_a_child(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def make_arena(nbytes: int) -> tuple[CpuArena, torch.Tensor]:
+    """All of it committed, none of it taken yet."""
+    arena = CpuArena(nbytes)
+    arena.commit(0, nbytes, lazily=True)
+    return arena, torch.frombuffer(arena.memory, dtype=torch.uint8)
+
+
 def make_pool(units: int = 16) -> KVPool:
     """8 KiB a unit; memory in single pages."""
     return KVPool(
@@ -51,10 +57,9 @@ def make_pool(units: int = 16) -> KVPool:
 
 
 def test_memory_that_is_given_back_and_had_again() -> None:
-    arena = CpuArena(64 * MIB)
-    tensor = torch.frombuffer(arena.memory, dtype=torch.uint8)
+    arena, tensor = make_arena(64 * MIB)
     place = tensor.data_ptr()
-    assert place % arena.granule == 0
+    assert place % arena.granule == 0 and resident(tensor) == 0
     tensor.fill_(1)
     assert resident(tensor) == 64 * MIB
     arena.decommit(16 * MIB, 64 * MIB)
@@ -67,7 +72,7 @@ def test_memory_that_is_given_back_and_had_again() -> None:
 
 
 def test_memory_lasts_as_long_as_a_tensor_over_it() -> None:
-    tensor = torch.frombuffer(CpuArena(32 * MIB).memory, dtype=torch.uint8).fill_(1)
+    tensor = make_arena(32 * MIB)[1].fill_(1)
     begin = tensor.data_ptr()
     assert resident(tensor) == 32 * MIB and int(tensor[-1]) == 1
     del tensor
@@ -79,18 +84,21 @@ def test_where_the_kernel_does_not_know_how_to_commit_it_is_done_by_writing(
 ) -> None:
     monkeypatch.setattr("ellm_sgl.memory.arena._POPULATE_WRITE", 9999)  # EINVAL
     arena = CpuArena(16 * MIB)
-    arena.decommit(0, 16 * MIB)
     arena.commit(0, 16 * MIB)
     assert resident(torch.frombuffer(arena.memory, dtype=torch.uint8)) == 16 * MIB
 
 
 @pytest.mark.parametrize("access", ["int(tensor[8 << 20])", "tensor[-1] = 1", "tensor.sum()"])
-def test_to_touch_what_is_decommitted_ends_the_process(access: str) -> None:
+@pytest.mark.parametrize("committed", [8, 16])
+def test_to_touch_what_is_not_committed_ends_the_process(access: str, committed: int) -> None:
+    """Nor what never was."""
     done = in_a_child(f"""
         arena = CpuArena(16 << 20)
+        arena.commit(0, {committed} << 20, lazily=True)
         tensor = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        tensor.zero_()
-        arena.decommit(8 << 20, 16 << 20)
+        tensor[:{committed} << 20].zero_()
+        if {committed} > 8:
+            arena.decommit(8 << 20, 16 << 20)
         print(int(tensor[(8 << 20) - 1]), flush=True)
         {access}
         print("no harm done")
@@ -102,7 +110,7 @@ def test_where_the_machine_gives_no_more_nothing_changes() -> None:
     done = in_a_child("""
         arena = CpuArena(512 << 20)
         tensor = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        arena.decommit(8 << 20, 512 << 20)
+        arena.commit(0, 8 << 20)
         data = next(l for l in open("/proc/self/status") if l.startswith("VmData"))
         limit = (int(data.split()[1]) << 10) + (64 << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
@@ -125,9 +133,26 @@ def test_more_addresses_than_there_are() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
         CpuArena(16 << 30)
     """)
-    assert "ConfigError: --ellm-device-kv-tokens: a pool of 17,179,869,184 bytes" in done.stderr
-    with pytest.raises(ConfigError, match="give fewer"):
-        CpuArena(1 << 70)
+    said = "MemoryError: 17,181,966,336 bytes of addresses cannot be had (Cannot allocate memory)"
+    assert said in done.stderr
+    for nbytes in (1 << 50, 1 << 70):
+        with pytest.raises(MemoryError, match="cannot be had"):
+            CpuArena(nbytes)
+
+
+def test_addresses_are_no_memory() -> None:
+    """Not even where the process may not have as much of it."""
+    done = in_a_child("""
+        resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+        arena = CpuArena(1 << 40)
+        arena.commit(0, 64 << 20, lazily=True)
+        tensor = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        tensor[:64 << 20] = 1
+        print(tensor.nbytes, flush=True)
+        arena.commit(64 << 20, 4 << 30, lazily=True)
+    """)
+    assert done.stdout == f"{1 << 40}\n"
+    assert "MemoryError: 4,227,858,432 bytes: Cannot allocate memory" in done.stderr
 
 
 @pytest.mark.parametrize("reserve", [CpuArena, FakeArena])
@@ -135,7 +160,19 @@ def test_a_pool_over_an_arena_is_like_any_other(reserve: type[Arena]) -> None:
     plain, over = (
         KVPool(SHAPE, 8, 2, 32, torch.bfloat16, "cpu", reserve=r).buffer for r in (None, reserve)
     )
+    over.zero_()
     assert (over.shape, over.stride(), over.dtype) == (plain.shape, plain.stride(), plain.dtype)
+
+
+def test_a_pool_begins_with_as_much_memory_as_it_is_told() -> None:
+    pool = KVPool(
+        SHAPE, 16, 2, 32, torch.float32, "cpu", reserve=lambda n: CpuArena(n, PAGE), committed=5
+    )
+    assert resident(pool.buffer) == 0
+    pool.buffer[:6] = 1
+    assert resident(pool.buffer) == pool.bytes_behind(5) == 6 * pool.unit_bytes
+    pool.commit(5, 16)
+    assert resident(pool.buffer) == pool.buffer.nbytes and bool((pool.buffer[:6] == 1).all())
 
 
 def test_a_tail_of_units_is_a_tail_of_bytes() -> None:

@@ -47,6 +47,12 @@ def test_a_pool_without_room_for_one_block_is_refused(num_blocks: int, num_units
         PageTable(SHAPE, num_blocks, num_units)
 
 
+@pytest.mark.parametrize("committed", [SHAPE.num_groups - 1, 21, -1])
+def test_units_that_a_table_cannot_begin_with(committed: int) -> None:
+    with pytest.raises(ValueError, match=f"{committed} units committed, of 3 to 20"):
+        PageTable(SHAPE, 10, 20, committed=committed)
+
+
 def test_new_blocks_are_distinct_referenced_once_and_empty() -> None:
     table = make_table()
     blocks = table.allocate(6)

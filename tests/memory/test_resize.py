@@ -49,11 +49,14 @@ class Server:
         max_restored: int = 1000,
         submit: Callable[[Callable[[], None]], Future[None]] = at_once,
         agree: Callable[[list[int]], list[int]] = list,
+        start: int = ROOM,
     ) -> None:
-        self.scene = Scene(ROOM, max_restored=max_restored)
+        self.scene = Scene(ROOM, max_restored=max_restored, start=start)
         self.table = self.scene.table
-        units = self.table.num_units
-        self.pool = KVPool(SHAPE, units, 1, 1, torch.float32, "cpu", reserve=FakeArena)
+        units, committed = self.table.num_units, self.table.committed_units
+        self.pool = KVPool(
+            SHAPE, units, 1, 1, torch.float32, "cpu", reserve=FakeArena, committed=committed
+        )
         assert self.pool.unit_bytes == UNIT and isinstance(self.pool.arena, FakeArena)
         self.arena = self.pool.arena
         self.resizer = Resizer(self.scene.elastic, self.pool, copy_units, submit, agree)
@@ -220,6 +223,31 @@ def test_where_the_machine_gives_no_more_growth_ends_and_the_server_goes_on() ->
     server.arena.room = server.arena.nbytes
     server.ask(12)
     assert server.end() is Outcome.APPLIED and server.table.unit_limit == 12 * GROUPS
+
+
+def test_a_pool_grows_beyond_what_it_started_with() -> None:
+    """Requests that it had no room for come back, and it shrinks below its start as well."""
+    server = Server(start=4)
+    assert server.arena.committed == (4 * GROUPS + 1) * UNIT
+    server.scene.request(0, tokens=8 * BLOCK)
+    assert server.scene.uncached() == [4 * BLOCK] and server.table.unit_limit == 4 * GROUPS
+    for blocks, missing in ((6, 3), (12, 0), (2, 6), (9, 0)):  # one stays free to grow into
+        server.ask(blocks)
+        assert server.end() is Outcome.APPLIED
+        server.scene.restore([0])
+        assert server.table.unit_limit == blocks * GROUPS
+        assert server.scene.uncached() == [missing * BLOCK]
+    assert server.resizer.start_units == 4 * GROUPS
+
+
+def test_where_the_machine_has_no_more_than_at_the_start_the_pool_stays_as_it_is() -> None:
+    server = Server(start=4)
+    server.scene.request(0, tokens=4 * BLOCK)
+    expected = server.fill(0)
+    server.arena.room = server.arena.committed
+    server.ask(12)
+    assert server.end() is Outcome.CEILING and server.table.unit_limit == 4 * GROUPS
+    assert torch.equal(server.read(0), expected)
 
 
 def test_the_last_that_was_asked_for_counts() -> None:

@@ -31,15 +31,17 @@ class ResizeMachine(RuleBasedStateMachine):
         max_restored=st.sampled_from([2 * BLOCK, 8 * BLOCK, 1000]),
         granule=st.sampled_from([UNIT, 3 * UNIT, UNIT // 2]),
         step=st.integers(1, 6),
+        start=st.integers(1, 12),
     )
-    def start(self, room: int, max_restored: int, granule: int, step: int) -> None:
+    def start(self, room: int, max_restored: int, granule: int, step: int, start: int) -> None:
         self.patched = small_steps(step * UNIT)
         self.patched.start()
-        self.scene = Scene(room, max_restored=max_restored)
+        self.scene = Scene(room, max_restored=max_restored, start=min(start, room))
         self.table = self.scene.table
         self.pool = KVPool(
             SHAPE, self.table.num_units, 1, 1, torch.float32, "cpu",
             reserve=lambda nbytes: FakeArena(nbytes, granule),
+            committed=self.table.committed_units,
         )  # fmt: skip
         assert isinstance(self.pool.arena, FakeArena)
         self.arena = self.pool.arena

@@ -95,6 +95,7 @@ def test_a_pool_size_that_makes_no_sense_changes_nothing_and_the_log_says_why(
     assert server.facts() == before
     (said,) = caplog.messages
     assert f"ellm_device_kv_tokens {shown(value)}: give " in said and "\n" not in said
+    assert "at most 512 (--ellm-max-device-kv-tokens)" in said
 
 
 @pytest.mark.parametrize("value", [v for v in WRONG if v is not False] + [1, 1.0, 8], ids=shown)
@@ -133,14 +134,16 @@ def test_the_state_says_what_has_become_of_a_size(server: Server) -> None:
     blocks = server.table.allocate(4)
     server.table.place(blocks)
     server.table.map(0, blocks, 64)  # of which nothing has been computed
+    sizes = {"start_tokens": 16 * BLOCKS, "most_tokens": 16 * BLOCKS}
     assert state.describe(server.scheduler)["resize"] == {
+        **sizes,
         "wanted_tokens": 16 * BLOCKS,
         "outcome": "applied",
     }
     for tokens, outcome in ((160, "applied"), (16, "floor")):
         assert server.adjust(ellm_device_kv_tokens=tokens)
         told = state.describe(server.scheduler)
-        assert told["resize"] == {"wanted_tokens": tokens, "outcome": outcome}
+        assert told["resize"] == {**sizes, "wanted_tokens": tokens, "outcome": outcome}
     assert told["device_units_total"] == 4 * SHAPE.num_groups
     assert told["device_bytes_committed"] == told["device_bytes_reserved"]
 

@@ -20,6 +20,8 @@ class Configuration:
     layer_group: int = 1
     block_tokens: int = 4
     device_blocks: int = 8
+    growth_blocks: int = 0
+    """That the device may come to have beside those it starts with."""
     host_blocks: int = 0
     hidden_layers: int = 0
     """Layers, from the lowest, of which the host has hidden states instead of KV."""
@@ -45,6 +47,11 @@ class Configuration:
     conservativeness: float = 1.0
     """SGLang's: below 1, requests are admitted for whose outputs there will be no room."""
 
+    @property
+    def most_blocks(self) -> int:
+        """Of the device."""
+        return self.device_blocks + self.growth_blocks
+
 
 def draw(rng: random.Random) -> Configuration:
     """A random server, more often one that has to restore much."""
@@ -57,6 +64,7 @@ def draw(rng: random.Random) -> Configuration:
     chunk = rng.choice([None, 8, 16, 24])
     device_blocks = max(rng.choice([16, 32, 48, 64]) // block_tokens, 5)
     room_for_hidden = 2 * device_blocks > host_blocks + 8  # a hidden state is half of a token's KV
+    streams = not keeps_hidden and rng.random() < 0.25
     return Configuration(
         layers=layers,
         layer_group=layer_group,
@@ -70,11 +78,12 @@ def draw(rng: random.Random) -> Configuration:
         chunk=None if chunk is None else max(chunk // block_tokens, 1) * block_tokens,
         mixed=chunk is not None and rng.random() < 0.6,
         ranks=ranks,
-        streams=not keeps_hidden and rng.random() < 0.25,
+        streams=streams,
         prefetch=rng.random() < 0.8,
         policy=rng.choice(["scripted"] * 9 + ["fcfs", "swap", "fixed-ratio"]),
         max_running=rng.choice([4, 6, 8]),
         context=rng.choice([32, CONTEXT]),
         max_prefill=rng.choice([16, 40]),
         conservativeness=rng.choice([0.0, 0.0, 0.2, 1.0]),
+        growth_blocks=0 if streams else rng.choice([0, 0, device_blocks // 2, 2 * device_blocks]),
     )

@@ -55,6 +55,7 @@ EVERYTHING = (
     "resizes: floor",
     "resizes: ceiling",
     "steps: while the pool grows",
+    "steps: with more units than at the start",
     "policy failures",
     "samples of one prompt",
     "answers stopped",
@@ -99,6 +100,8 @@ class Exercised:
         counts["steps: on a device behind the host"] += self._plane.device is not None
         counts["steps: while the pool grows"] += self._resizer._growth is not None
         table = self._plane.table
+        beyond = table.highest_unit > self._resizer.start_units
+        counts["steps: with more units than at the start"] += beyond
         full = table.host.num_units > 0 and table.host.free_units == 0
         counts["steps: with the host full"] += full
         if not mode.is_decode():

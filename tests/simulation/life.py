@@ -264,7 +264,7 @@ class Life:
             case events.Resume():
                 return [ContinueGenerationReqInput()]
             case events.Resize(blocks, room):
-                blocks = min(max(blocks, 1), self.configuration.device_blocks)
+                blocks = min(max(blocks, 1), self.configuration.most_blocks)
                 if isinstance(arena := self.plane.arena, FakeArena):
                     room *= self.plane.table.shape.num_groups
                     arena.room = self.plane.pool.bytes_behind(room)

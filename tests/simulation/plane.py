@@ -83,7 +83,7 @@ class Plane:
             (self.pool.keys(layer).numpy()[..., 0, 0], self.pool.values(layer).numpy()[..., 0, 0])
             for layer in range(configuration.layers)
         ]
-        self.pool.buffer.fill_(POISON)
+        self.pool.buffer[: self.table.committed_units + 1] = POISON
 
     def kv_of(self, layer: int) -> tuple[Stamps, Stamps]:
         """K and V of one layer, each a view [units + 1, block_tokens]."""
@@ -167,6 +167,7 @@ def _settings(configuration: Configuration, host_path: Path | None) -> EllmConfi
         layer_group=configuration.layer_group,
         block_tokens=block,
         device_kv_tokens=configuration.device_blocks * block,
+        max_device_kv_tokens=configuration.most_blocks * block,
         host_kv_tokens=configuration.host_blocks * block,
         host_path=str(host_path) if host_path and configuration.host_blocks else None,
         host_keeps=str(configuration.hidden_layers) if configuration.hidden_layers else "kv",

@@ -286,6 +286,12 @@ FAULTS: tuple[Fault, ...] = (
         "pass",
     ),
     Fault(
+        "units count as committed from the start though only addresses are reserved",
+        f"{_TABLE}.__init__",
+        "num_units if committed is None else committed",
+        "num_units",
+    ),
+    Fault(
         "paused requests do not resume",
         f"{_PAUSED}.bring_back",
         "running.merge_batch(paused)",

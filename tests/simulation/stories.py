@@ -111,7 +111,7 @@ class _Author:
             yield Flush()
 
     def _resize(self) -> Event:
-        rng, blocks = self._rng, self._configuration.device_blocks
+        rng, blocks = self._rng, self._configuration.most_blocks
         room = rng.choice([blocks // 2, blocks, blocks])
         return Resize(rng.choice([1, 2, rng.randint(1, blocks), blocks, blocks]), room)
 
