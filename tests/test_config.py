@@ -69,6 +69,13 @@ def _no_settings_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
             "--ellm-max-device-kv-tokens 64",
         ),
         ({"mode": "vllm"}, "--ellm-mode vllm"),
+        ({"idle_release_s": 0}, "--ellm-idle-release-s 0"),
+        ({"idle_release_s": math.nan}, "--ellm-idle-release-s nan"),
+        ({"idle_keep_prefixes": False}, "--ellm-idle-keep-prefixes off"),
+        (
+            {"idle_release_s": 5, "mode": "recompute", "policy": "recompute"},
+            "--ellm-idle-release-s 5",
+        ),
         ({"memory_budget": "8GiB"}, "--ellm-memory-budget '8GiB'"),
         ({"min_device_kv_tokens": 64}, "--ellm-min-device-kv-tokens 64"),
         ({"memory_budget": "a:8G", "min_device_kv_tokens": -1}, "--ellm-min-device-kv-tokens -1"),

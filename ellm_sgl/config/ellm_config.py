@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ellm_sgl.config.ranges import MILLISECONDS, MOST_TOKENS, SHARE, TOKENS, Range, read_json, shown
+from ellm_sgl.config.ranges import (
+    MILLISECONDS,
+    MOST_TOKENS,
+    SECONDS,
+    SHARE,
+    TOKENS,
+    Range,
+    read_json,
+    shown,
+)
 from ellm_sgl.config.sizes import MemoryBudget, read_budget
 
 ENV = "ELLM_SGL_CONFIG"
@@ -39,6 +48,7 @@ _NUMBERS = {
     "device_kv_tokens": (TOKENS, "the tokens of KV that the device pool holds"),
     "max_device_kv_tokens": (TOKENS, "the most tokens of KV that the device pool may come to hold"),
     "min_device_kv_tokens": (TOKENS, "the tokens of KV that the device pool always keeps"),
+    "idle_release_s": (SECONDS, "the seconds without requests after which memory goes back"),
     "host_kv_tokens": (
         Range(0, MOST_TOKENS, whole=True),
         "the tokens of KV that host memory may hold, 0 for none",
@@ -52,6 +62,7 @@ _OPTIONAL = (
     "device_kv_tokens",
     "max_device_kv_tokens",
     "min_device_kv_tokens",
+    "idle_release_s",
 )
 
 
@@ -82,6 +93,8 @@ class EllmConfig:
     min_device_kv_tokens: int | None = None
     memory_budget: str | None = None
     """NAME:SIZE, see `budget`."""
+    idle_release_s: float | None = None
+    idle_keep_prefixes: bool = True
     host_kv_tokens: int = 0
     host_path: str | None = None
     host_keeps: str = "kv"
@@ -180,17 +193,21 @@ class EllmConfig:
             raise ConfigError(
                 f"--ellm-memory-budget {shown(self.memory_budget)}: give NAME:SIZE; {error}"
             ) from None
-        if budget is not None and self.mode == RECOMPUTE:
+        if self.resizes_itself and self.mode == RECOMPUTE:
+            given = "memory_budget" if budget is not None else "idle_release_s"
             raise ConfigError(
-                f"--ellm-memory-budget {self.memory_budget}: mode {RECOMPUTE} leaves memory to "
-                "SGLang; leave it out"
+                f"{_flag(given)} {getattr(self, given)}: mode {RECOMPUTE} leaves memory to SGLang; "
+                "leave it out"
             )
+        if not self.idle_keep_prefixes and self.idle_release_s is None:
+            raise ConfigError("--ellm-idle-keep-prefixes off needs --ellm-idle-release-s")
         if least is None:
             return
         flag = f"--ellm-min-device-kv-tokens {least}"
-        if budget is None:
+        if not self.resizes_itself:
             raise ConfigError(
-                f"{flag} needs --ellm-memory-budget: nothing else makes the pool less"
+                f"{flag} needs --ellm-memory-budget or --ellm-idle-release-s: nothing else takes "
+                "memory away"
             )
         if start is not None and least > start:
             raise ConfigError(
@@ -225,6 +242,11 @@ class EllmConfig:
     def budget(self) -> MemoryBudget | None:
         """What this server shares with others; ValueError where it makes no sense."""
         return None if self.memory_budget is None else read_budget(self.memory_budget)
+
+    @property
+    def resizes_itself(self) -> bool:
+        """Whether the pool's size also follows what requests need."""
+        return self.memory_budget is not None or self.idle_release_s is not None
 
     @property
     def is_baseline(self) -> bool:

@@ -71,10 +71,15 @@ FLAGS: tuple[Flag, ...] = (
          "they take addresses only. Default: what it starts with."),
     Flag("min_device_kv_tokens", int, "a whole number", "N",
          "Tokens of KV that this server always has room for, whatever others of its memory budget "
-         "ask for. Default: one block."),
+         "ask for, and however long it is idle. Default: one block."),
     Flag("memory_budget", _budget, "NAME:SIZE, for instance demo:8GiB", "NAME:SIZE",
          "Share SIZE bytes of KV with the other servers of this machine that give the same NAME: "
          "memory goes where requests need it. Default: none."),
+    Flag("idle_release_s", float, "a number", "S",
+         "After so many seconds without a request give memory back: all but what cached prefixes "
+         "take. It comes again as requests need it. Default: never."),
+    Flag("idle_keep_prefixes", _switch, "on or off", "on|off",
+         "Whether an idle server keeps them, too. Default on."),
     Flag("host_kv_tokens", int, "a whole number", "N",
          "Tokens of KV that host memory holds for what left the device. Default 0: none."),
     Flag("host_path", str, "a file", "FILE",

@@ -84,6 +84,11 @@ class Resizer:
         return self._elastic.table.unit_limit
 
     @property
+    def used_units(self) -> int:
+        """Units that are."""
+        return self._elastic.table.used_units
+
+    @property
     def backed_units(self) -> int:
         """Units that have memory here, or may come to have it at any moment."""
         growing = 0 if self._growth is None else self._growth.last

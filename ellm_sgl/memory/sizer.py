@@ -1,7 +1,9 @@
-"""How large the pool is to be, where several servers share a budget.
+"""How large the pool is to be, where several servers share a budget, or one gives memory back while
+it is idle.
 
 ```
  what requests need ─▶ publish ─▶ the share ─┬─ less than there is ─▶ ask for it, credit as it goes
+                                  idle ──────┤
                                              └─ more is needed ─▶ debit, then ask for it
 ```
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ellm_sgl.budget import Standing
+from ellm_sgl.config.sizes import MOST_BYTES
 
 QUANTA = 64
 """The pool grows by at least this part of its largest size, unless less is needed: every change is
@@ -48,6 +51,12 @@ class Load:
     """What the pool may have, by the operator,"""
     asked_units: int
     """and was last asked to have, by whoever."""
+    idle_since_s: float | None = None
+    """When the last request ended, if all have,"""
+    resting_units: int = 0
+    """and what it is to have if that has been long enough."""
+    released: bool = False
+    """All is to go, and to stay away."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,23 @@ class Ask:
 
     units: int | None
     """None: only report."""
+
+
+class Alone:
+    """The ledger of a server that shares with nobody."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._committed = nbytes
+
+    def publish(self, want: int) -> Standing:
+        return Standing(MOST_BYTES, self._committed, MOST_BYTES)
+
+    def debit(self, nbytes: int) -> bool:
+        self._committed += nbytes
+        return True
+
+    def credit(self, nbytes: int) -> None:
+        self._committed -= nbytes
 
 
 class Sizes:
@@ -104,9 +130,13 @@ class Sizer:
         ledger: what this server has debited is what `report` says that it has.
         sizes: of its pool.
         least_units: its floor.
+        idle_s: seconds after which an idle server gives memory back; None: never.
     """
 
-    def __init__(self, ledger: Ledger, sizes: Sizes, least_units: int) -> None:
+    def __init__(
+        self, ledger: Ledger, sizes: Sizes, least_units: int, idle_s: float | None = None
+    ) -> None:
+        self._idle_s = idle_s
         self._ledger, self._sizes, self._least = ledger, sizes, least_units
         self._step = max(sizes.most_units // sizes.groups // QUANTA, 1) * sizes.groups
         self._shrink_again_s = self._grow_again_s = 0.0
@@ -132,6 +162,10 @@ class Sizer:
         self.standing = standing
         if standing.share < self._sizes.bytes_of(_kept(report)):
             return self._shrink(self._sizes.units_in(standing.share), report, now_s)
+        if load.released:
+            return Ask(None) if report.under_way else None
+        if (to := self._rest(load, report, most, now_s)) is not None:
+            return Ask(to)
         if (to := self._grow(want, standing, report)) is not None:
             return Ask(to)
         if report.under_way or load.asked_units != report.asked_units:
@@ -164,6 +198,16 @@ class Sizer:
             return None
         self._shrink_again_s = now_s + RETRY_S
         return Ask(share)
+
+    def _rest(self, load: Load, report: Report, most: int, now_s: float) -> int | None:
+        """Units to come to, where nobody has needed more for long enough; None: not now."""
+        if self._idle_s is None or load.idle_since_s is None or report.under_way:
+            return None
+        if now_s < load.idle_since_s + self._idle_s:
+            return None
+        resting = -(-load.resting_units // self._sizes.groups) * self._sizes.groups
+        resting = min(max(resting, self._least), most)
+        return resting if report.asked_units > resting and report.limit_units > resting else None
 
     def _grow(self, want: int, standing: Standing, report: Report) -> int | None:
         """Units to grow to, whose bytes have been debited; None: not now."""

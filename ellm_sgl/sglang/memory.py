@@ -22,7 +22,7 @@ from ellm_sgl.sglang.host_tier import (
     make_streamer,
     pool_shape,
 )
-from ellm_sgl.sglang.sizing import join_budget
+from ellm_sgl.sglang.sizing import make_sizing
 from ellm_sgl.sglang.token_slots import Integers, PagedSlots
 from ellm_sgl.step import AnyStreamer, HiddenStates
 
@@ -100,9 +100,8 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
         streamer = make_streamer(settings, table.host.kv_units, pool, hidden)
     max_restored = _max_restored_tokens(configurator)
     ours = Context(settings, table, pool, max_restored, SLOTS, streamer, hidden)
-    if settings.budget is not None:
-        ours.sizing = join_budget(settings, table, pool, configurator.server_args)
-        units = table.unit_limit
+    ours.sizing = make_sizing(settings, table, pool, configurator.server_args)
+    units = table.unit_limit
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
         "%d at most, %d tokens logical",

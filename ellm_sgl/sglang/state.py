@@ -238,7 +238,8 @@ def _resize(scheduler: Scheduler, units: int) -> None:
     sizing, ours = context_of(scheduler).sizing, scheduler_of(scheduler)
     if sizing is not None:
         sizing.most_units = units
-        units = min(units, ours.resizer.wanted_units)
+        if sizing.shares:
+            units = min(units, ours.resizer.wanted_units)
     ours.resize(units)
 
 

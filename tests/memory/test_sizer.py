@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ellm_sgl.budget import LedgerError, Member, path_of
-from ellm_sgl.memory import Ask, Load, Report, Sizer, Sizes
+from ellm_sgl.memory import Alone, Ask, Load, Report, Sizer, Sizes
 from ellm_sgl.memory.sizer import CEILING_S, RETRY_S, start_units
 
 GROUPS, UNIT, RANKS = 2, 10, 2
@@ -180,6 +180,36 @@ def test_a_shrink_that_has_come_to_its_floor_is_asked_for_again(
     for server in (busy, other):
         server.settle(rng)
     assert (busy.limit, other.limit) == (75 // GROUPS * GROUPS, 75 // GROUPS * GROUPS)
+
+
+def resting(since_s: float | None, units: int = 0) -> Load:
+    return Load(0, MOST, 80, since_s, units)
+
+
+def test_an_idle_server_comes_to_what_its_prefixes_take(tmp_path: Path) -> None:
+    sizer = Sizer(Alone(SIZES.bytes_of(80)), SIZES, 4, idle_s=5.0)
+    report = Report(80, 80, 80, under_way=False)
+    assert sizer.tick(resting(None), report, 50.0) is None
+    assert sizer.tick(resting(10.0), report, 14.9) is None
+    assert sizer.tick(resting(10.0), report, 15.1) == Ask(4)
+    assert sizer.tick(resting(10.0, 21), report, 15.1) == Ask(22)
+    assert sizer.tick(resting(10.0, 90), report, 15.1) is None
+    floor = Report(22, 30, 30, under_way=False)
+    assert sizer.tick(Load(0, MOST, 22, 10.0, 21), floor, 16.0) is None, "asked once"
+
+
+def test_memory_of_one_who_shares_with_nobody_comes_back_as_it_is_needed() -> None:
+    sizer = Sizer(Alone(SIZES.bytes_of(4)), SIZES, 4, idle_s=5.0)
+    report = Report(4, 4, 4, under_way=False)
+    assert sizer.tick(Load(30, MOST, 4), report, 0.0) == Ask(30)
+    assert sizer.tick(Load(2 * MOST, 60, 4), report, 0.0) == Ask(60), "what the operator allows"
+
+
+def test_what_is_released_stays_away() -> None:
+    sizer = Sizer(Alone(SIZES.bytes_of(80)), SIZES, 4, idle_s=5.0)
+    report = Report(2, 2, 2, under_way=False)
+    assert sizer.tick(Load(80, MOST, 2, released=True), report, 0.0) is None
+    assert sizer.tick(Load(80, MOST, 2), report, 0.0) == Ask(80)
 
 
 def test_small_changes_of_what_is_needed_change_nothing(tmp_path: Path, rng: random.Random) -> None:
