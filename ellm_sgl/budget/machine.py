@@ -27,21 +27,22 @@ class Room:
         return max(self.limit - self.taken, 0)
 
 
-def room(root: Path = ROOT) -> Room:
-    """The tightest of the machine and every cgroup (v1 or v2) that this process is in."""
-    return min((_machine(root), *_containers(root)), key=lambda found: found.free)
+def container(root: Path = ROOT) -> Room | None:
+    """Of all cgroups (v1 or v2) that this process is in, the one with the least left of its limit;
+    None without limits."""
+    return min(_containers(root), key=lambda found: found.free, default=None)
 
 
 def largest(root: Path = ROOT) -> Room:
-    """The one with the least memory in all, whatever is in use."""
+    """The machine, or the cgroup that has less memory in all, whatever is in use."""
     return min((_machine(root), *_containers(root)), key=lambda found: found.limit)
 
 
 def _machine(root: Path) -> Room:
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    kilobytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
-    total = kilobytes["MemTotal"] << 10
-    return Room(total, total - (kilobytes["MemAvailable"] << 10), "the machine")
+    words = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    kilobytes = {name: int(number) for name, number, *_ in words}
+    total = kilobytes["MemTotal:"] << 10
+    return Room(total, total - (kilobytes["MemAvailable:"] << 10), "the machine")
 
 
 def _containers(root: Path) -> Iterator[Room]:
