@@ -162,12 +162,12 @@ class Sizer:
         self.standing = standing
         if standing.share < self._sizes.bytes_of(_kept(report)):
             return self._shrink(self._sizes.units_in(standing.share), report, now_s)
-        if load.released:
-            return Ask(None) if report.under_way else None
-        if (to := self._rest(load, report, most, now_s)) is not None:
-            return Ask(to)
-        if (to := self._grow(want, standing, report)) is not None:
-            return Ask(to)
+        if not load.released:
+            to = self._rest(load, report, most, now_s)
+            if to is None:
+                to = self._grow(want, standing, report)
+            if to is not None:
+                return Ask(to)
         if report.under_way or load.asked_units != report.asked_units:
             return Ask(None)
         return None

@@ -29,6 +29,16 @@ _ENTRY = "_ellm_entry"
 """Attribute of a `Req`: its entry in the request table."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """The pool's memory has been released on request (`occupation.py`)."""
+
+    units: int
+    """That it is to have again,"""
+    paused: bool
+    """and whether generation was paused before that."""
+
+
 class EllmScheduler:
     """eLLM's side of one SGLang scheduler.
 
@@ -54,6 +64,7 @@ class EllmScheduler:
         self.prefilling: Sequence[int] = ()
         """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed
         in."""
+        self.released: Released | None = None
         self.prompt_ratio = 0.0
         """Uncached ratio that the prompt which SGLang computes in chunks was admitted at."""
 

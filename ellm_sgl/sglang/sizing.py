@@ -8,6 +8,7 @@ of them come: so it wakes the scheduler, and every rank gets it in the same turn
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import threading
@@ -126,14 +127,21 @@ class Sizing:
         if needed > before.needed_units:
             self._woken.set()
 
+    def released(self, away: bool, resizer: Resizer) -> None:
+        """On every rank: all memory has been told to go, and to stay away, or may come back."""
+        load = self._load
+        self._load = dataclasses.replace(load, released=away, asked_units=resizer.wanted_units)
+        self._woken.set()
+
     def apply(self, ours: Any, units: int) -> None:
-        """On every rank: come to so many units, unless they are negative, and report.
+        """On every rank: come to so many units, unless they are negative, and report. What has been
+        released stays as it is.
 
         Args:
             ours: the `EllmScheduler`.
         """
         resizer: Resizer = ours.resizer
-        if units >= 0:
+        if units >= 0 and ours.released is None:
             less = units < resizer.limit_units
             ours.resize(min(units, self.most_units))
             if less and not (ours.scheduler.running_batch.reqs or ours.scheduler.waiting_queue):

@@ -234,12 +234,15 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
 
 def _resize(scheduler: Scheduler, units: int) -> None:
     """At once, or, where servers share a budget, to no more than so many: the rest is a question
-    of shares."""
+    of shares. What has been released comes back at that size."""
     sizing, ours = context_of(scheduler).sizing, scheduler_of(scheduler)
     if sizing is not None:
         sizing.most_units = units
-        if sizing.shares:
-            units = min(units, ours.resizer.wanted_units)
+    if ours.released is not None:
+        ours.released = dataclasses.replace(ours.released, units=units)
+        return
+    if sizing is not None and sizing.shares:
+        units = min(units, ours.resizer.wanted_units)
     ours.resize(units)
 
 

@@ -72,7 +72,9 @@ class SharingServer(Server):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SharingServer]:
-    yield SharingServer(tmp_path)
+    server = SharingServer(tmp_path)
+    yield server
+    server.socket.close()
     path_of("test", tmp_path).unlink(missing_ok=True)  # which ends its thread
 
 
