@@ -123,6 +123,7 @@ class Sizing:
             resizer.wanted_units,
             idle_since,
             resizer.used_units if self._settings.idle_keep_prefixes else 0,
+            before.released,
         )
         if needed > before.needed_units:
             self._woken.set()
@@ -170,7 +171,7 @@ class Sizing:
                 time.sleep(PERIOD_S / 4)  # however often it is woken
                 self._woken.wait(PERIOD_S)
                 self._woken.clear()
-        except LedgerError as error:
+        except (LedgerError, OSError) as error:
             self.problem = str(error)
             logger.error("eLLM budget: %s; this server keeps what it has", error)
         except zmq.ContextTerminated:

@@ -18,7 +18,7 @@ from ellm_sgl.memory import KVPool, Sizes
 from ellm_sgl.sglang import sizing as module
 from ellm_sgl.sglang import state
 from ellm_sgl.sglang.context import context_of
-from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
+from ellm_sgl.sglang.scheduler import EllmScheduler, Released, scheduler_of
 from ellm_sgl.sglang.sizing import Sizing
 from tests.memory.fake_arena import FakeArena
 from tests.sglang.test_state import BLOCKS, SHAPE, Server
@@ -140,6 +140,22 @@ def test_the_operator_says_how_much_it_may_be(server: SharingServer) -> None:
         assert time.monotonic() < deadline
         if server.socket.poll(20):
             server.turn()
+
+
+def test_what_has_been_released_stays_away_until_it_is_resumed(server: SharingServer) -> None:
+    ours = scheduler_of(server.scheduler)
+    ours.released = Released(ALL, paused=False)
+    ours.resizer.ask(GROUPS, idle=True)
+    server.sizing.released(True, ours.resizer)
+    server.scheduler.waiting_queue = [waiting(10**4, 1)]
+    server.observe()
+    assert server.turn() == -1
+    assert not server.socket.poll(200), "nothing to ask for"
+    assert server.adjust(ellm_device_kv_tokens=160) and server.table.unit_limit == GROUPS
+    ours.released = None
+    server.sizing.released(False, ours.resizer)
+    server.observe()
+    assert server.turn() == 10 * GROUPS
 
 
 def test_a_client_cannot_ask_as_the_server_itself_does(server: SharingServer) -> None:
