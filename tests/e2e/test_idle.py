@@ -64,3 +64,27 @@ def test_memory_goes_back_after_a_while_and_comes_again(keep: str) -> None:
         again = server.state()
         assert again["integrity"] == "ok" and again["retractions_total"] == 0
         assert TOKENS / 4 < again["resize"]["wanted_tokens"] <= TOKENS
+
+
+def test_two_ranks_rest_alike() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    more = ["--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "20000", "--tp", "2"]
+    more += ["--ellm-idle-release-s", "1", "--ellm-min-device-kv-tokens", "512"]
+    bodies = BODIES[:8]
+    with ServerProcess([*DEMO_ARGUMENTS, *more], {**STRICT, **binding}) as server:
+        expected = token_ids(ask(server.url, bodies))
+        for _ in range(2):
+            deadline = time.monotonic() + 20
+            while (state := server.state())["device_units_free"] >= 32:
+                assert time.monotonic() < deadline, state
+                time.sleep(0.1)
+            assert state["integrity"] == "ok"
+            assert 7_000 < state["resize"]["wanted_tokens"] < 12_000, "what prefixes take"
+            assert token_ids(ask(server.url, bodies)) == expected
+            assert server.state()["integrity"] == "ok"
+        server.flush_cache()
+        while (state := server.state())["resize"]["wanted_tokens"] > 512:
+            assert time.monotonic() < deadline + 30, state
+            time.sleep(0.1)
+        assert state["integrity"] == "ok"
