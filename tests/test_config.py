@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ellm_sgl.config import ENV, ConfigError, EllmConfig
+from ellm_sgl.config.sizes import MemoryBudget
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +69,24 @@ def _no_settings_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
             "--ellm-max-device-kv-tokens 64",
         ),
         ({"mode": "vllm"}, "--ellm-mode vllm"),
+        ({"idle_release_s": 0}, "--ellm-idle-release-s 0"),
+        ({"idle_release_s": math.nan}, "--ellm-idle-release-s nan"),
+        ({"idle_keep_prefixes": False}, "--ellm-idle-keep-prefixes off"),
+        (
+            {"idle_release_s": 5, "mode": "recompute", "policy": "recompute"},
+            "--ellm-idle-release-s 5",
+        ),
+        ({"memory_budget": "8GiB"}, "--ellm-memory-budget '8GiB'"),
+        ({"min_device_kv_tokens": 64}, "--ellm-min-device-kv-tokens 64"),
+        ({"memory_budget": "a:8G", "min_device_kv_tokens": -1}, "--ellm-min-device-kv-tokens -1"),
+        (
+            {"memory_budget": "a:8G", "min_device_kv_tokens": 65, "device_kv_tokens": 64},
+            "--ellm-min-device-kv-tokens 65",
+        ),
+        (
+            {"memory_budget": "a:8G", "mode": "recompute", "policy": "recompute"},
+            "--ellm-memory-budget a:8G",
+        ),
         ({"mode": "recompute", "policy": "fcfs"}, "--ellm-policy fcfs"),
         ({"mode": "swap", "policy": "swap", "host_kv_tokens": 0}, "--ellm-mode swap"),
         ({"mode": "hcache", "policy": "hcache", "host_kv_tokens": 64}, "--ellm-host-keeps kv"),
@@ -108,6 +127,36 @@ def test_ellm_is_off_where_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> No
     assert EllmConfig.from_env() is None
     monkeypatch.delenv(ENV)
     assert EllmConfig.from_env() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("512", 512), ("512B", 512), ("1.5KiB", 1536), ("8G", 8 << 30), ("8 GiB", 8 << 30),
+     ("8GB", 8 * 10**9), ("2TiB", 2 << 40)],
+)  # fmt: skip
+def test_sizes_are_read_as_they_are_written(text: str, nbytes: int) -> None:
+    budget = EllmConfig(memory_budget=f"a.b-c_1:{text}").budget
+    assert budget == MemoryBudget("a.b-c_1", nbytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("8GiB", "'8GiB' is not NAME:SIZE, the name of letters"),
+        ("../a:8GiB", "'../a:8GiB' is not NAME:SIZE"),
+        (":8GiB", "is not NAME:SIZE"),
+        ("a:-5", "'-5' is no size such as 512MiB"),
+        ("a:nan", "'nan' is no size such as"),
+        ("a:inf", "'inf' is no size such as"),
+        ("a:1e99", "'1e99' is no size such as"),
+        ("a:0.1", "'0.1' is no size from 1 byte up"),
+        (f"a:{'9' * 400}", "is no size from 1 byte up"),
+    ],
+)
+def test_budgets_that_make_no_sense_are_refused_with_the_reason(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=r"--ellm-memory-budget .*: give NAME:SIZE; ") as refusal:
+        EllmConfig(memory_budget=text)
+    assert reason in str(refusal.value) and len(str(refusal.value)) < 600
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ellm_sgl.config.ranges import MILLISECONDS, MOST_TOKENS, SHARE, TOKENS, Range, read_json, shown
+from ellm_sgl.config.ranges import (
+    MILLISECONDS,
+    MOST_TOKENS,
+    SECONDS,
+    SHARE,
+    TOKENS,
+    Range,
+    read_json,
+    shown,
+)
+from ellm_sgl.config.sizes import MemoryBudget, read_budget
 
 ENV = "ELLM_SGL_CONFIG"
 """Environment variable that carries the settings to SGLang's worker processes.
@@ -37,6 +47,8 @@ _NUMBERS = {
     "block_tokens": (TOKENS, "the tokens per block"),
     "device_kv_tokens": (TOKENS, "the tokens of KV that the device pool holds"),
     "max_device_kv_tokens": (TOKENS, "the most tokens of KV that the device pool may come to hold"),
+    "min_device_kv_tokens": (TOKENS, "the tokens of KV that the device pool always keeps"),
+    "idle_release_s": (SECONDS, "the seconds without requests after which memory goes back"),
     "host_kv_tokens": (
         Range(0, MOST_TOKENS, whole=True),
         "the tokens of KV that host memory may hold, 0 for none",
@@ -44,7 +56,14 @@ _NUMBERS = {
 }
 """What each of these fields may be, and what it is, in words."""
 _CHOICES = {"mode": MODES, "latency_model": LATENCY_MODELS, "hidden_on": HIDDEN_ON}
-_OPTIONAL = ("ratio", "tpot_slo_ms", "device_kv_tokens", "max_device_kv_tokens")
+_OPTIONAL = (
+    "ratio",
+    "tpot_slo_ms",
+    "device_kv_tokens",
+    "max_device_kv_tokens",
+    "min_device_kv_tokens",
+    "idle_release_s",
+)
 
 
 def _flag(field: str) -> str:
@@ -71,6 +90,11 @@ class EllmConfig:
     block_tokens: int = 16
     device_kv_tokens: int | None = None
     max_device_kv_tokens: int | None = None
+    min_device_kv_tokens: int | None = None
+    memory_budget: str | None = None
+    """NAME:SIZE, see `budget`."""
+    idle_release_s: float | None = None
+    idle_keep_prefixes: bool = True
     host_kv_tokens: int = 0
     host_path: str | None = None
     host_keeps: str = "kv"
@@ -106,6 +130,7 @@ class EllmConfig:
                 f"block of {self.block_tokens} tokens (--ellm-block-tokens)"
             )
         self._check_most()
+        self._check_budget()
         if self.host_keeps not in HOST_KEEPS and not _is_layer_count(self.host_keeps):
             raise ConfigError(
                 f"--ellm-host-keeps {self.host_keeps[:80]}: give {', '.join(HOST_KEEPS)} or a "
@@ -159,6 +184,36 @@ class EllmConfig:
                 "(--ellm-block-tokens)"
             )
 
+    def _check_budget(self) -> None:
+        """And of the floor, which is for servers whose size others change."""
+        least, start = self.min_device_kv_tokens, self.device_kv_tokens
+        try:
+            budget = self.budget
+        except ValueError as error:
+            raise ConfigError(
+                f"--ellm-memory-budget {shown(self.memory_budget)}: give NAME:SIZE; {error}"
+            ) from None
+        if self.resizes_itself and self.mode == RECOMPUTE:
+            given = "memory_budget" if budget is not None else "idle_release_s"
+            raise ConfigError(
+                f"{_flag(given)} {getattr(self, given)}: mode {RECOMPUTE} leaves memory to SGLang; "
+                "leave it out"
+            )
+        if not self.idle_keep_prefixes and self.idle_release_s is None:
+            raise ConfigError("--ellm-idle-keep-prefixes off needs --ellm-idle-release-s")
+        if least is None:
+            return
+        flag = f"--ellm-min-device-kv-tokens {least}"
+        if not self.resizes_itself:
+            raise ConfigError(
+                f"{flag} needs --ellm-memory-budget or --ellm-idle-release-s: nothing else takes "
+                "memory away"
+            )
+        if start is not None and least > start:
+            raise ConfigError(
+                f"{flag}: the pool starts with --ellm-device-kv-tokens {start}; give fewer"
+            )
+
     def _check_baseline(self) -> None:
         if self.policy != self.mode:
             raise ConfigError(
@@ -182,6 +237,16 @@ class EllmConfig:
         if self.host_path is not None:
             return f"--ellm-host-path {self.host_path}"
         return f"--ellm-host-keeps {self.host_keeps}" if self.keeps_hidden else None
+
+    @property
+    def budget(self) -> MemoryBudget | None:
+        """What this server shares with others; ValueError where it makes no sense."""
+        return None if self.memory_budget is None else read_budget(self.memory_budget)
+
+    @property
+    def resizes_itself(self) -> bool:
+        """Whether the pool's size also follows what requests need."""
+        return self.memory_budget is not None or self.idle_release_s is not None
 
     @property
     def is_baseline(self) -> bool:

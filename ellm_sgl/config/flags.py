@@ -8,6 +8,7 @@ from typing import Any
 
 from ellm_sgl.config.ellm_config import HIDDEN_ON, HOST_KEEPS, LATENCY_MODELS, MODES
 from ellm_sgl.config.ranges import read_json
+from ellm_sgl.config.sizes import read_budget
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ def _switch(text: str) -> bool:
     return text == "on"
 
 
+def _budget(text: str) -> str:
+    read_budget(text)
+    return text
+
+
 FLAGS: tuple[Flag, ...] = (
     Flag("mode", str, "a name", "NAME",
          f"One of {', '.join(MODES)}: eLLM, or whole requests moved as other systems do, to "
@@ -63,6 +69,17 @@ FLAGS: tuple[Flag, ...] = (
     Flag("max_device_kv_tokens", int, "a whole number", "N",
          "Tokens of KV that the device pool may be told to hold while the server runs; until then "
          "they take addresses only. Default: what it starts with."),
+    Flag("min_device_kv_tokens", int, "a whole number", "N",
+         "Tokens of KV that this server always has room for, whatever others of its memory budget "
+         "ask for, and however long it is idle. Default: one block."),
+    Flag("memory_budget", _budget, "NAME:SIZE, for instance demo:8GiB", "NAME:SIZE",
+         "Share SIZE bytes of KV with the other servers of this machine that give the same NAME: "
+         "memory goes where requests need it. Default: none."),
+    Flag("idle_release_s", float, "a number", "S",
+         "After so many seconds without a request give memory back: all but what cached prefixes "
+         "take. It comes again as requests need it. Default: never."),
+    Flag("idle_keep_prefixes", _switch, "on or off", "on|off",
+         "Whether an idle server keeps them, too. Default on."),
     Flag("host_kv_tokens", int, "a whole number", "N",
          "Tokens of KV that host memory holds for what left the device. Default 0: none."),
     Flag("host_path", str, "a file", "FILE",

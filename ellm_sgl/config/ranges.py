@@ -62,6 +62,7 @@ MOST_TOKENS = 2**31 - 1
 TOKENS = Range(1, MOST_TOKENS, whole=True)
 MILLISECONDS = Range(0, 10**9, low_open=True)
 """A limit or an objective; at most eleven days."""
+SECONDS = Range(0, 10**9, low_open=True)
 SHARE = Range(0, 1, high_open=True)
 """Of a request's tokens, for instance: all of them is too much."""
 

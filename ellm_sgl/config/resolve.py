@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ellm_sgl import host_file
+from ellm_sgl.budget import check_budget
 from ellm_sgl.config import HCACHE, RECOMPUTE, EllmConfig
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
@@ -21,7 +22,7 @@ def resolve(values: Mapping[str, Any]) -> EllmConfig:
 
     Raises:
         ConfigError: a value out of range, a policy or an option that does not exist, a file for
-            the host tier that is another's, or cannot be made.
+            the host tier that is another's, or cannot be made, a memory budget likewise.
     """
     if values.get("mode") == HCACHE:
         values = {"host_keeps": "mixed", **values}
@@ -29,6 +30,8 @@ def resolve(values: Mapping[str, Any]) -> EllmConfig:
     policy_of(config)
     if config.host_path is not None:
         host_file.check(host_file.file_of(config.host_path))
+    if config.budget is not None:
+        check_budget(config.budget)
     return config
 
 

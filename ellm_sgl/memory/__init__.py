@@ -8,21 +8,28 @@ from ellm_sgl.memory.pool import HiddenPool, KVPool
 from ellm_sgl.memory.prompt_room import PromptRoom, UnderWay
 from ellm_sgl.memory.resize import Outcome, Resizer
 from ellm_sgl.memory.shape import NONE, PoolShape
+from ellm_sgl.memory.sizer import Alone, Ask, Load, Report, Sizer, Sizes
 
 __all__ = [
     "NONE",
     "AdmissionRoom",
+    "Alone",
     "Arena",
+    "Ask",
     "CpuArena",
     "ElasticMemory",
     "HiddenPool",
     "IntegrityError",
     "KVPool",
+    "Load",
     "OutOfBlocksError",
     "Outcome",
     "PageTable",
     "PoolShape",
     "PromptRoom",
+    "Report",
     "Resizer",
+    "Sizer",
+    "Sizes",
     "UnderWay",
 ]

@@ -78,6 +78,22 @@ class Resizer:
         self.outcome = Outcome.APPLIED
         """and what has become of it."""
 
+    @property
+    def limit_units(self) -> int:
+        """Units that may be in use."""
+        return self._elastic.table.unit_limit
+
+    @property
+    def used_units(self) -> int:
+        """Units that are."""
+        return self._elastic.table.used_units
+
+    @property
+    def backed_units(self) -> int:
+        """Units that have memory here, or may come to have it at any moment."""
+        growing = 0 if self._growth is None else self._growth.last
+        return max(self._elastic.table.committed_units, growing)
+
     def ask(self, units: int, idle: bool = False) -> None:
         """Bring the limit to so many units. Takes the place of what was asked for before.
 
@@ -227,14 +243,14 @@ class _Growth:
     def __init__(self, pool: KVPool, first: int, last: int, submit: Submit) -> None:
         self.committed = first
         """Units that have memory by now."""
-        self._pool, self._last = pool, last
+        self._pool, self.last = pool, last
         self._chunk = max(COMMIT_BYTES // pool.unit_bytes, 1)
         self._stopped = False
         self._future = submit(self._commit)
 
     def _commit(self) -> None:
-        while self.committed < self._last and not self._stopped:
-            end = min(self.committed + self._chunk, self._last)
+        while self.committed < self.last and not self._stopped:
+            end = min(self.committed + self._chunk, self.last)
             self._pool.commit(self.committed, end)
             self.committed = end
 

@@ -20,6 +20,7 @@ from ellm_sgl.config.resolve import resolve
 from ellm_sgl.serve.calibrate import calibrate
 from ellm_sgl.serve.cli_bench import bench, compare
 from ellm_sgl.serve.cli_kernels import kernels
+from ellm_sgl.serve.cli_memory import memory
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
 from ellm_sgl.serve.cli_simulate import simulate
@@ -133,7 +134,7 @@ def doctor(as_json: bool) -> None:
     sys.exit(0 if healthy else 1)
 
 
-for command in (verify, policies, calibrate, compare, bench, simulate, paper, kernels):
+for command in (verify, policies, calibrate, compare, bench, simulate, paper, kernels, memory):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
 from ellm_sgl.memory.elastic import Save
 from ellm_sgl.sglang.projections import Projections
+from ellm_sgl.sglang.sizing import Sizing
 from ellm_sgl.step import AnyStreamer, Executor, HiddenStates, Planner
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Context:
         """The loop, once SGLang's scheduler exists,"""
         self.scheduler: object = None
         """and what drives it (`scheduler.scheduler_of`)."""
+        self.sizing: Sizing | None = None
+        """Where others have a say in the pool's size."""
         self.may_evict = True
         """Whether blocks that a step begins may take the place of others: not those of prompts,
         while requests decode."""

@@ -4,7 +4,8 @@ Each entry names the SGLang function, how it is hooked, and why. `tests/sglang/t
 fails when one of them moves, and a server refuses to start when one cannot be applied. Beside
 these, eLLM subclasses SGLang's base classes (`KVCache`, `BaseTokenToKVPoolAllocator`,
 `RadixCache`, `ChunkCache`, `AttentionBackend`, `TorchNativeAttnBackend`, `SRTPlatform`) and
-registers by name a radix cache backend and attention backends.
+registers by name a radix cache backend and attention backends. Where servers share a budget, eLLM
+sends the scheduler requests over the socket of SGLang's own (`sizing.py`).
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_TOKENIZER}._validate_one_request", "BEFORE", "requests:check_request",
          _ALWAYS, "refuse what eLLM cannot serve, and token ids that would end the server"),
     *(
-        Hook(f"{_CONTROL}.{name}_memory_occupation", "BEFORE", "requests:refuse_release",
-             _ALWAYS, "asked while requests run, it would end the scheduler")
+        Hook(f"{_CONTROL}.{name}_memory_occupation", "BEFORE", "occupation:check",
+             _ALWAYS, "asked for memory other than KV's, the scheduler would end")
         for name in ("release", "resume")
     ),
     # the CPU platform
@@ -149,6 +150,11 @@ HOOKS: tuple[Hook, ...] = (
          _ENABLED, "one of its actions overwrites the weights"),
     Hook(f"{_UPDATER}.flush_cache_after_weight_update", "AROUND", "weights:flush",
          _ENABLED, "its assertion ends the scheduler while retracted requests wait"),
+    # memory given back on request
+    Hook(f"{_UPDATER}.release_memory_occupation", "AROUND", "occupation:release",
+         _ENABLED, "KV's memory goes, also while requests are under way"),
+    Hook(f"{_UPDATER}.resume_memory_occupation", "AROUND", "occupation:resume",
+         _ENABLED, "and comes back"),
     # a step of the model
     Hook(f"{_FORWARD}.init_new", "AFTER", "model:note_requests",
          _ENABLED, "whose rows a step has, from the host's copy of the indices"),

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from ellm_sgl.config import RECOMPUTE, ConfigError, EllmConfig
 from ellm_sgl.memory import Arena, CpuArena, KVPool, OutOfBlocksError, PageTable
 from ellm_sgl.sglang.context import Context
+from ellm_sgl.sglang.host_memory import tokens_within
 from ellm_sgl.sglang.host_tier import (
     SLOTS,
     device_units,
@@ -22,6 +23,7 @@ from ellm_sgl.sglang.host_tier import (
     make_streamer,
     pool_shape,
 )
+from ellm_sgl.sglang.sizing import make_sizing
 from ellm_sgl.sglang.token_slots import Integers, PagedSlots
 from ellm_sgl.step import AnyStreamer, HiddenStates
 
@@ -44,7 +46,10 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     """
     settings = _settings()
     block = settings.block_tokens
-    device = (settings.device_kv_tokens or config.max_total_num_tokens) // block * block
+    chosen = settings.device_kv_tokens or config.max_total_num_tokens
+    if configurator.device == "cpu":
+        chosen = tokens_within(settings, chosen, _token_bytes(configurator), configurator)
+    device = chosen // block * block
     most = _most_tokens(settings, device)
     setattr(configurator.model_config, _DEVICE_TOKENS, (device, most))
     if settings.mode == RECOMPUTE:
@@ -99,6 +104,8 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
         streamer = make_streamer(settings, table.host.kv_units, pool, hidden)
     max_restored = _max_restored_tokens(configurator)
     ours = Context(settings, table, pool, max_restored, SLOTS, streamer, hidden)
+    ours.sizing = make_sizing(settings, table, pool, configurator.server_args)
+    units = table.unit_limit
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
         "%d at most, %d tokens logical",
@@ -120,6 +127,17 @@ def build_allocator(
         token_to_kv_pool,
         need_sort=False,
     )
+
+
+def _token_bytes(configurator: Any) -> int:
+    """Of one token's KV, in one rank's pool."""
+    from sglang.srt.runtime_context import get_parallel
+
+    settings, model = _settings(), configurator.model_config
+    shape = pool_shape(settings, configurator.layer_info.num_effective_layers)
+    heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
+    unit = KVPool.bytes_per_unit(shape, heads, model.head_dim, configurator.kv_cache_dtype)
+    return unit * shape.num_groups // shape.block_tokens
 
 
 def _max_restored_tokens(configurator: Any) -> int:

@@ -77,14 +77,3 @@ def _refuse(scheduler: Scheduler, request: TokenizedGenerateReqInput, message: s
     refused.set_finish_with_abort(message)
     scheduler.init_req_max_new_tokens(refused)
     scheduler._add_request_to_queue(refused)
-
-
-def refuse_release(*_: Any, **__: Any) -> None:
-    """Hook before `release_memory_occupation` and `resume_memory_occupation`, where clients ask
-    for them: without SGLang's memory saver nothing would be released, and at the wrong time the
-    scheduler ends. SGLang answers the ValueError with a 400."""
-    if EllmConfig.from_env() is not None:
-        raise ValueError(
-            "memory cannot be released: that needs --enable-memory-saver, which eLLM does not "
-            "support"
-        )

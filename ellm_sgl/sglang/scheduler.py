@@ -29,6 +29,16 @@ _ENTRY = "_ellm_entry"
 """Attribute of a `Req`: its entry in the request table."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """The pool's memory has been released on request (`occupation.py`)."""
+
+    units: int
+    """That it is to have again,"""
+    paused: bool
+    """and whether generation was paused before that."""
+
+
 class EllmScheduler:
     """eLLM's side of one SGLang scheduler.
 
@@ -49,11 +59,12 @@ class EllmScheduler:
             context_of(scheduler).pool,
             choose_copy(),
             submit or Worker("ellm-commit").submit,
-            self._least_of_ranks,
+            self.least_of_ranks,
         )
         self.prefilling: Sequence[int] = ()
         """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed
         in."""
+        self.released: Released | None = None
         self.prompt_ratio = 0.0
         """Uncached ratio that the prompt which SGLang computes in chunks was admitted at."""
 
@@ -151,6 +162,8 @@ class EllmScheduler:
         self.paused.end_aborted(batch)
         context_of(self.scheduler).may_evict = not batch.reqs
         self.iteration.elastic.coming_blocks = self.under_way().coming
+        if (sizing := context_of(self.scheduler).sizing) is not None and self.asks:
+            sizing.observe(self.scheduler, self.resizer)
         if self._decision_stands(batch):
             return
         running = [r for r in batch.reqs if not r.finished()]
@@ -223,7 +236,7 @@ class EllmScheduler:
         else:
             self.resizer.ask(units, idle)
 
-    def _least_of_ranks(self, numbers: list[int]) -> list[int]:
+    def least_of_ranks(self, numbers: list[int]) -> list[int]:
         """The least of each of these numbers over all ranks, which all must ask in the same turn of
         SGLang's loop."""
         if self.scheduler.ps.tp_size == 1:

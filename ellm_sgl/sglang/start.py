@@ -77,6 +77,8 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     iteration = Iteration(controller, ours.elastic, ours.pool.unit_bytes)
     warm_up(iteration)
     ours.iteration, ours.scheduler = iteration, EllmScheduler(iteration, scheduler)
+    if ours.sizing is not None and scheduler.ps.tp_rank == 0:
+        ours.sizing.start(scheduler, ours.scheduler.resizer)
     logger.info("eLLM policy %s; %s", settings.policy, ours.hardware)
 
 

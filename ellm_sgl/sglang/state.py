@@ -85,6 +85,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
             "wanted_tokens": ours.table.shape.tokens_in(resizer.wanted_units),
             "outcome": resizer.outcome,
         },
+        "budget": None if ours.sizing is None else ours.sizing.describe(),
         "pool": dataclasses.asdict(statistics),
     }
 
@@ -209,6 +210,10 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
     """
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
+    sizing = context_of(scheduler).sizing
+    if sizing is not None and sizing.key in request.server_args:
+        sizing.apply(scheduler_of(scheduler), int(request.server_args[sizing.key]))
+        return None  # nobody asked who waits for an answer
     theirs = {k: v for k, v in request.server_args.items() if k not in (RATIO, DEVICE_TOKENS)}
     try:
         policy, units = _wanted(scheduler, request.server_args)
@@ -223,8 +228,22 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
     if policy is not None:
         switch_policy(scheduler, "fixed-ratio", policy)
     if units is not None:
-        scheduler_of(scheduler).resize(units)
+        _resize(scheduler, units)
     return SetInternalStateReqOutput(updated=True)
+
+
+def _resize(scheduler: Scheduler, units: int) -> None:
+    """At once, or, where servers share a budget, to no more than so many: the rest is a question
+    of shares. What has been released comes back at that size."""
+    sizing, ours = context_of(scheduler).sizing, scheduler_of(scheduler)
+    if sizing is not None:
+        sizing.most_units = units
+    if ours.released is not None:
+        ours.released = dataclasses.replace(ours.released, units=units)
+        return
+    if sizing is not None and sizing.shares:
+        units = min(units, ours.resizer.wanted_units)
+    ours.resize(units)
 
 
 def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None, int | None]:
@@ -245,6 +264,11 @@ def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None
         most = f"the tokens of KV that the device may hold, at most {blocks * shape.block_tokens:,}"
         _check(DEVICE_TOKENS, tokens, allowed, f"{most} (--ellm-max-device-kv-tokens)")
         units = int(tokens // shape.block_tokens) * shape.num_groups
+        if ours.sizing is not None and units < ours.sizing.least_units:
+            raise ConfigError(
+                f"{DEVICE_TOKENS} {shown(tokens)}: this server always keeps room for "
+                f"{shape.tokens_in(ours.sizing.least_units)} tokens (--ellm-min-device-kv-tokens)"
+            )
     return policy, units
 
 

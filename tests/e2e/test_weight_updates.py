@@ -199,10 +199,49 @@ def test_a_checkpoint_that_does_not_exist_changes_nothing(small: ServerProcess) 
     assert token_ids(ask(small.url, BODIES)) == expected
 
 
-def test_memory_is_not_released_under_running_requests(small: ServerProcess) -> None:
+@pytest.mark.parametrize("paused", ["", "in_place"])
+def test_memory_is_released_and_comes_back_while_requests_are_under_way(
+    small: ServerProcess, paused: str
+) -> None:
+    expected = token_ids(ask(small.url, BODIES))
+    streams = under_way(small)
+    if paused:
+        post(small, "pause_generation", mode=paused).raise_for_status()
+    for _ in range(2):  # once more changes nothing
+        assert post(small, "release_memory_occupation", tags=["kv_cache"]).status_code == 200
+    said = streams.settled()
+    state = small.state()
+    assert state["device_bytes_committed"] <= 2 << 20 and state["integrity"] == "ok"
+    assert state["resize"]["outcome"] == "applied" and state["waiting"] == len(BODIES)
+    time.sleep(0.5)
+    assert streams.settled() == said, "no step runs meanwhile"
+    for _ in range(2):
+        assert post(small, "resume_memory_occupation", tags=["kv_cache"]).status_code == 200
+    if paused:
+        assert small.state()["running"] == 0, "it was paused before"
+        post(small, "continue_generation").raise_for_status()
+    assert streams.end() == expected
+    state = small.state()
+    assert state["resize"]["wanted_tokens"] == POOL and state["resize"]["outcome"] == "applied"
+
+
+def test_new_weights_while_memory_is_released(
+    small: ServerProcess, fresh: ServerProcess, retrained: Path
+) -> None:
+    """As training frameworks do it."""
+    ask(small.url, BODIES)
+    post(small, "release_memory_occupation", tags=["kv_cache"]).raise_for_status()
+    assert update(small, retrained).status_code == 200
+    post(small, "resume_memory_occupation", tags=["kv_cache"]).raise_for_status()
+    assert token_ids(ask(small.url, BODIES)) == token_ids(ask(fresh.url, BODIES))
+
+
+@pytest.mark.parametrize("tags", [None, [], ["weights"], ["kv_cache", "weights"], ["?"]], ids=str)
+def test_other_memory_is_not_released(small: ServerProcess, tags: list[str] | None) -> None:
     expected = token_ids(ask(small.url, BODIES))
     streams = under_way(small)
     for path in ("release_memory_occupation", "resume_memory_occupation"):
-        answer = post(small, path)
+        answer = post(small, path, tags=tags)
         assert answer.status_code == 400 and "--enable-memory-saver" in answer.text
+        assert 'give [\\"kv_cache\\"]' in answer.text
     assert streams.end() == expected

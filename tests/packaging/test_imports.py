@@ -21,6 +21,7 @@ LAYERS = (
     ("version", ""),  # `ellm_sgl` itself
     ("worker", "worker"),
     ("config", "config"),
+    ("budget", "budget"),
     ("host file", "host_file"),
     ("latency", "latency"),
     ("policies", "policies"),

@@ -40,6 +40,8 @@ PARAMETERS = {
     "update_weights_from_distributed": ["self", "recv_req"],
     "update_weights_from_ipc": ["self", "recv_req"],
     "check_weights": ["self", "recv_req"],
+    "release_memory_occupation": ["self"],
+    "resume_memory_occupation": ["self"],
     "flush_cache_after_weight_update": ["self", "recv_req"],
     "get_internal_state": ["self", "recv_req"],
     "set_internal_state": ["self", "recv_req"],
@@ -85,6 +87,33 @@ def test_adder_has_the_budgets_we_charge() -> None:
     source = inspect.getsource(PrefillAdder)
     for name in ("rem_total_token_offset", "cur_rem_token_offset", "can_run_list"):
         assert f"self.{name}" in source
+
+
+def test_requests_of_our_own_come_where_sglangs_do_and_need_no_answer() -> None:
+    """See `sizing.py`."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
+    from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import (
+        NewTokenRatioTracker,
+    )
+    from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+
+    assert "zmq.PULL" in inspect.getsource(SchedulerIpcChannels.create)
+    assert "sock_recv(self.recv_from_tokenizer" in inspect.getsource(SchedulerRequestReceiver)
+    assert "if output is not None:" in inspect.getsource(Scheduler.process_input_requests)
+    assert "self.ipc_channels.recv_from_tokenizer" in inspect.getsource(Scheduler.init_idle_sleeper)
+    assert "current" in NewTokenRatioTracker.__annotations__
+
+
+def test_a_pause_sends_requests_back_to_the_queue_and_can_be_seen() -> None:
+    """See `occupation.py`."""
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+
+    assert "self._engine_paused = True" in inspect.getsource(Scheduler.pause_generation)
+    assert "self._engine_paused = False" in inspect.getsource(Scheduler.continue_generation)
+    assert PauseGenerationReqInput(mode="retract").mode == "retract"
+    assert not ContinueGenerationReqInput(torch_empty_cache=False).torch_empty_cache
 
 
 def test_radix_cache_has_the_internals_we_use() -> None:

@@ -1,0 +1,90 @@
+"""How much memory there is here: the machine's, or what the container may have of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+_NO_LIMIT = 1 << 60
+"""cgroup v1 has no word for none: it says a number that no machine has."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory, in bytes."""
+
+    limit: int
+    """All of it,"""
+    taken: int
+    """what is in use, without what the kernel gives up when it is needed,"""
+    of: str
+    """and whose it is, in words."""
+
+    @property
+    def free(self) -> int:
+        return max(self.limit - self.taken, 0)
+
+
+def container(root: Path = ROOT) -> Room | None:
+    """Of all cgroups (v1 or v2) that this process is in, the one with the least left of its limit;
+    None without limits."""
+    return min(_containers(root), key=lambda found: found.free, default=None)
+
+
+def largest(root: Path = ROOT) -> Room:
+    """The machine, or the cgroup that has less memory in all, whatever is in use."""
+    return min((_machine(root), *_containers(root)), key=lambda found: found.limit)
+
+
+def _machine(root: Path) -> Room:
+    words = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+    kilobytes = {name: int(number) for name, number, *_ in words}
+    total = kilobytes["MemTotal:"] << 10
+    return Room(total, total - (kilobytes["MemAvailable:"] << 10), "the machine")
+
+
+def _containers(root: Path) -> Iterator[Room]:
+    """Those with a limit."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _limits(
+                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
+            )
+        elif "memory" in controllers.split(","):
+            yield from _limits(
+                root / "sys/fs/cgroup/memory",
+                path,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+
+
+def _limits(mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[Room]:
+    """Of a cgroup and those above it. In a container the path may be the one outside, of which
+    only the mount's root is there."""
+    inner = PurePosixPath(path.lstrip("/"))
+    for group in dict.fromkeys((mount / inner, *((mount / inner).parents))):
+        if not group.is_relative_to(mount):
+            return
+        try:
+            bound = int((group / limit).read_text())
+            taken = int((group / usage).read_text()) - _statistic(group, cache)
+        except (OSError, ValueError):  # none, or "max"
+            continue
+        if bound < _NO_LIMIT:
+            yield Room(bound, max(taken, 0), f"the container ({group / limit})")
+
+
+def _statistic(group: Path, name: str) -> int:
+    for line in (group / "memory.stat").read_text().splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    return 0

@@ -1,0 +1,71 @@
+"""What a pool in host memory may come to, by the limits of the machine and of the container.
+
+SGLang asks the machine what is free, also in a container that may have far less: there the kernel
+ends the server once it has used what it was promised.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ellm_sgl.budget.machine import ROOT, container, largest
+from ellm_sgl.config import ConfigError, EllmConfig
+
+logger = logging.getLogger(__name__)
+
+
+def tokens_within(settings: EllmConfig, chosen: int, token_bytes: int, configurator: Any) -> int:
+    """Tokens that the device pool begins with: those chosen, or, where SGLang chose them for a
+    larger machine, as many as the container's memory has room for.
+
+    Args:
+        token_bytes: of KV, on one rank.
+        configurator: SGLang's; its model is loaded.
+
+    Raises:
+        ConfigError: so many were given, and there is no room for them.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = get_parallel().tp_size
+    all_bytes = token_bytes * ranks
+    _check(settings, all_bytes)
+    found = container(ROOT)
+    if found is None or settings.device_kv_tokens is not None:
+        return chosen
+    host = settings.host_kv_tokens * all_bytes
+    room = max(int(found.free * configurator.server_args.mem_fraction_static) - host, 0)
+    tokens = min(chosen, room // all_bytes)
+    if ranks > 1:  # what is in use changes while they look
+        from sglang.srt.distributed import get_tp_group
+
+        tokens = get_tp_group().broadcast_object(tokens)
+    if tokens < settings.block_tokens:
+        raise ConfigError(
+            f"{found.of} has {found.free:,} bytes free of {found.limit:,}, no room for a pool of "
+            "KV; raise its memory limit, or give fewer --ellm-host-kv-tokens"
+        )
+    if tokens < chosen:
+        logger.info(
+            "eLLM pool: %d tokens, not %d: %s has %d bytes free of %d",
+            tokens, chosen, found.of, found.free, found.limit,
+        )  # fmt: skip
+    return tokens
+
+
+def _check(settings: EllmConfig, token_bytes: int) -> None:
+    """Of sizes that were given: as promises, not as what is free just now, since memory is taken
+    when it is used."""
+    for name in ("device_kv_tokens", "max_device_kv_tokens"):
+        tokens = getattr(settings, name)
+        if tokens is None:
+            continue
+        nbytes = tokens * token_bytes
+        if settings.budget is not None:
+            nbytes = min(nbytes, settings.budget.nbytes)
+        if nbytes > (most := largest(ROOT)).limit:
+            raise ConfigError(
+                f"--ellm-{name.replace('_', '-')} {tokens}: its KV takes {nbytes:,} bytes, and "
+                f"{most.of} has {most.limit:,} in all; give at most {most.limit // token_bytes}"
+            )

@@ -1,0 +1,316 @@
+"""The pool's size, where it follows what requests need (`memory/sizer.py`): this server shares a
+budget with others, or gives memory back while it is idle.
+
+Rank 0 decides, on a thread of its own: an idle scheduler sleeps, and others wait for its memory.
+What it decides comes to the scheduler as one of SGLang's own requests, over the socket on which all
+of them come: so it wakes the scheduler, and every rank gets it in the same turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ellm_sgl.budget import LedgerBusyError, LedgerError, Member, Standing, hold
+from ellm_sgl.budget.file import LedgerFile
+from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.memory import Alone, KVPool, Load, Outcome, PageTable, Report, Resizer, Sizer, Sizes
+from ellm_sgl.memory.arena import trim_heap
+from ellm_sgl.memory.sizer import Ledger, start_units
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.02
+"""How often to look at the ledger, which takes 0.1 ms."""
+OBSERVE_S = 0.01
+"""How often to add up what requests need, while they decode and none waits."""
+SHARE_S, FLOOR_S = 2.0, 30.0
+"""How long to wait at the start for the share, and for the floor: others give back what they have
+between two steps, and one that itself is about to start does not yet."""
+_ADDRESS = "inproc://ellm-sizing"
+
+
+class Sizing:
+    """One in each scheduler process; rank 0's decides.
+
+    Args:
+        settings: that say when memory goes back.
+        key: of this server's own requests, which no client knows.
+        sizes: of the pool.
+        least_units: what it keeps, whatever others want.
+        most_units: what it may have, until the operator says otherwise.
+        row: of the ledger: this server's, on rank 0; what the other ranks hold it with; None where
+            nothing is shared.
+    """
+
+    def __init__(
+        self,
+        settings: EllmConfig,
+        key: str,
+        sizes: Sizes,
+        least_units: int,
+        most_units: int,
+        row: Member | LedgerFile | None,
+    ) -> None:
+        self.key, self.sizes, self.least_units = key, sizes, least_units
+        self.most_units = most_units
+        """As the operator says."""
+        self.problem: str | None = None
+        """Why the size changes no more."""
+        self.standing: Standing | None = None
+        """As last seen, on rank 0."""
+        self.shares = row is not None
+        """With other servers."""
+        self._row, self._settings = row, settings
+        self._sizer: Sizer | None = None
+        self._load = Load(0, 0, 0)
+        self._report = Report(0, 0, 0, under_way=False)
+        self._observed_s = 0.0
+        self._asked = False
+        """What was asked last has not been reported on."""
+        self._woken = threading.Event()
+
+    def describe(self) -> dict[str, Any] | None:
+        """For `/ellm/state`, on rank 0; in bytes of all ranks. None where nothing is shared."""
+        if not self.shares:
+            return None
+        standing = self.standing or Standing(0, 0, 0)
+        return {
+            "floor_bytes": self.sizes.bytes_of(self.least_units),
+            "needed_bytes": 0 if self._sizer is None else self._sizer.wanted_bytes,
+            "share_bytes": standing.share,
+            "committed_bytes": standing.committed,
+            "free_bytes": standing.free,
+            "problem": self.problem,
+        }
+
+    # -- on the scheduler's thread ------------------------------------------------------------
+
+    def start(self, scheduler: Scheduler, resizer: Resizer) -> None:
+        """On rank 0, before the first turn: requests decide from now on."""
+        units = resizer.wanted_units
+        alone = Alone(self.sizes.bytes_of(units))
+        ledger: Ledger = self._row if isinstance(self._row, Member) else alone
+        self._sizer = Sizer(ledger, self.sizes, self.least_units, self._settings.idle_release_s)
+        self._load = Load(units, self.most_units, units)
+        self._report = Report(units, units, units, under_way=False)
+        socket = scheduler.ipc_channels.recv_from_tokenizer
+        socket.bind(_ADDRESS)
+        sender = socket.context
+        threading.Thread(target=self._run, args=(sender,), name="ellm-size", daemon=True).start()
+
+    def observe(self, scheduler: Scheduler, resizer: Resizer) -> None:
+        """On rank 0, before a step: what requests need."""
+        now, before = time.monotonic(), self._load
+        needed, idle_since = before.needed_units, None
+        running, waiting = work(scheduler.running_batch.reqs), work(scheduler.waiting_queue)
+        if not (running or waiting or scheduler.chunked_req):
+            idle_since = now if before.idle_since_s is None else before.idle_since_s
+        if not running or waiting or now >= self._observed_s + OBSERVE_S:
+            self._observed_s = now
+            needed = needed_units(scheduler, self.sizes, self.most_units)
+        self._load = Load(
+            needed,
+            self.most_units,
+            resizer.wanted_units,
+            idle_since,
+            resizer.used_units if self._settings.idle_keep_prefixes else 0,
+            before.released,
+        )
+        if needed > before.needed_units:
+            self._woken.set()
+
+    def released(self, away: bool, resizer: Resizer) -> None:
+        """On every rank: all memory has been told to go, and to stay away, or may come back."""
+        load = self._load
+        self._load = dataclasses.replace(load, released=away, asked_units=resizer.wanted_units)
+        self._woken.set()
+
+    def apply(self, ours: Any, units: int) -> None:
+        """On every rank: come to so many units, unless they are negative, and report. What has been
+        released stays as it is.
+
+        Args:
+            ours: the `EllmScheduler`.
+        """
+        resizer: Resizer = ours.resizer
+        if units >= 0 and ours.released is None:
+            less = units < resizer.limit_units
+            ours.resize(min(units, self.most_units))
+            if less and not (ours.scheduler.running_batch.reqs or ours.scheduler.waiting_queue):
+                trim_heap()
+        (least,) = ours.least_of_ranks([-resizer.backed_units])
+        self._report = Report(
+            asked_units=resizer.wanted_units,
+            limit_units=resizer.limit_units,
+            backed_units=-least,
+            under_way=resizer.outcome is Outcome.UNDER_WAY,
+            ceiling=resizer.outcome is Outcome.CEILING,
+        )
+        self._asked = False
+        self._woken.set()
+
+    # -- on the thread that decides -------------------------------------------------------------
+
+    def _run(self, context: Any) -> None:
+        import zmq
+
+        sender = context.socket(zmq.PUSH)
+        sender.connect(_ADDRESS)
+        try:
+            while True:
+                self._turn(sender)
+                time.sleep(PERIOD_S / 4)  # however often it is woken
+                self._woken.wait(PERIOD_S)
+                self._woken.clear()
+        except (LedgerError, OSError) as error:
+            self.problem = str(error)
+            logger.error("eLLM budget: %s; this server keeps what it has", error)
+        except zmq.ContextTerminated:
+            pass
+
+    def _turn(self, sender: Any) -> None:
+        from sglang.srt.managers.io_struct import SetInternalStateReq, sock_send
+
+        assert self._sizer is not None
+        if self._asked:
+            return
+        try:
+            ask = self._sizer.tick(self._load, self._report, time.monotonic())
+        except LedgerBusyError as error:
+            logger.warning("eLLM budget: %s", error)
+            return
+        self.standing = self._sizer.standing
+        if ask is not None:
+            self._asked = True
+            units = -1 if ask.units is None else ask.units
+            sock_send(sender, SetInternalStateReq(server_args={self.key: units}))
+
+
+def work(reqs: Iterable[Any]) -> list[Any]:
+    """Without what SGLang asks itself when somebody asks for `/health`: that goes on all day, and
+    is nobody's work."""
+    from sglang.srt.managers.utils import is_health_check_generate_req
+
+    return [req for req in reqs if not is_health_check_generate_req(req)]
+
+
+def needed_units(scheduler: Scheduler, sizes: Sizes, most: int) -> int:
+    """Units for the KV of all requests, with what they are expected to generate: as much as
+    SGLang's admission counts. At most `most`.
+
+    Cached prefixes that nobody uses are not needed: they keep their memory while nobody else wants
+    it.
+    """
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    allocator = scheduler.token_to_kv_pool_allocator
+    table: PageTable = allocator.ellm.table
+    block = table.shape.block_tokens
+    in_use = (table.num_blocks - table.free_blocks) * block
+    tokens = in_use - int(scheduler.tree_cache.evictable_size())
+    tokens += allocator.ellm.elastic.coming_blocks * block
+
+    def to_come(req: Any) -> int:
+        left = req.sampling_params.max_new_tokens - len(req.output_ids)
+        return min(max(left, 0), CLIP_MAX_NEW_TOKENS)
+
+    running = work(scheduler.running_batch.reqs)
+    tokens += int(sum(map(to_come, running)) * scheduler.new_token_ratio_tracker.current)
+    tokens += 2 * block * len(running)  # the last one is not full, and the next is at hand
+    for req in work(scheduler.waiting_queue):
+        if tokens * sizes.groups >= most * block:
+            break
+        tokens += len(req.origin_input_ids) + len(req.output_ids) + to_come(req) + 2 * block
+    return min(table.shape.blocks_for(tokens) * sizes.groups, most)
+
+
+# -- at the start -------------------------------------------------------------------------------
+
+
+def make_sizing(
+    settings: EllmConfig, table: PageTable, pool: KVPool, arguments: Any
+) -> Sizing | None:
+    """Before anything of the pool has been touched, on all ranks. Where it is shared it shrinks to
+    what this server may begin with, and that has been debited.
+
+    Args:
+        arguments: SGLang's `ServerArgs`.
+
+    Raises:
+        ConfigError: the budget has no place for this server, or its file cannot be used.
+    """
+    from sglang.srt.distributed import get_tp_group
+
+    if not settings.resizes_itself:
+        return None
+    group, shape = get_tp_group(), table.shape
+    sizes = Sizes(
+        lambda units: group.world_size * pool.bytes_behind(units),
+        shape.num_groups,
+        table.num_units,
+    )
+    least = shape.blocks_for(settings.min_device_kv_tokens or 1) * shape.num_groups
+    if pool.arena is None:
+        given = "memory-budget" if settings.memory_budget is not None else "idle-release-s"
+        raise ConfigError(f"--ellm-{given}: only CPU hosts give memory back so far; leave it out")
+    if least > table.num_units:
+        raise ConfigError(
+            f"--ellm-min-device-kv-tokens {settings.min_device_kv_tokens}: the pool holds "
+            f"{shape.tokens_in(table.num_units)} at most; give fewer"
+        )
+    key = group.broadcast_object(f"ellm_size_{secrets.token_hex(16)}")
+    if settings.budget is None:
+        return Sizing(settings, key, sizes, least, table.unit_limit, None)
+    sizes = sizes.within(settings.budget.nbytes)
+    row, start = _join(settings, sizes, least, table.unit_limit, arguments)
+    table.limit_units(start)
+    pool.decommit(start, table.committed_units)
+    table.decommit_units(start)
+    return Sizing(settings, key, sizes, least, sizes.most_units, row)
+
+
+def _join(
+    settings: EllmConfig, sizes: Sizes, least: int, wish: int, arguments: Any
+) -> tuple[Member | LedgerFile, int]:
+    """This server's row, and the units that it begins with, the same on all ranks."""
+    from sglang.srt.distributed import get_tp_group
+
+    group, budget = get_tp_group(), settings.budget
+    assert budget is not None
+    row: Member | None = None
+    found = 0, 0
+    if group.rank_in_group == 0:
+        name = str(arguments.served_model_name or arguments.model_path).rstrip("/").split("/")[-1]
+        floor = sizes.bytes_of(least)
+        try:
+            row = Member(budget.name, budget.nbytes, name, floor, arguments.port)
+            found = _debited(row, sizes, least, wish), row.index
+        except LedgerError as error:
+            raise ConfigError(f"--ellm-memory-budget {settings.memory_budget}: {error}") from None
+    start, index = group.broadcast_object(found)
+    return row or hold(budget.name, index), start
+
+
+def _debited(member: Member, sizes: Sizes, least: int, wish: int) -> int:
+    """Units that the server begins with; waits for others to give them back."""
+    began = time.monotonic()
+    while True:
+        waited = time.monotonic() - began
+        units = start_units(member.publish, sizes, least, wish, patient=waited < SHARE_S)
+        if units is not None and member.debit(sizes.bytes_of(units)):
+            return units
+        if waited > FLOOR_S:
+            raise LedgerError(
+                f"nobody gave back {sizes.bytes_of(least):,} bytes in {FLOOR_S:g} s, to be this "
+                f"server's floor ({member.others()}); end the server that hangs"
+            )
+        time.sleep(PERIOD_S)

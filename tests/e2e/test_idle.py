@@ -1,0 +1,90 @@
+"""A server that has nothing to do gives its memory back, and has it again when it is needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from tests.e2e.conftest import STRICT
+from tests.e2e.load import ask, greedy, prompts, token_ids
+
+pytestmark = pytest.mark.slow
+
+TOKENS = 100_000
+"""Of the demo model: 400 MiB."""
+IDLE_S = 5
+BODIES = [greedy(p, 40) for p in prompts(40, 900, 1000, seed=21)]
+
+
+def resident_mib(server: ServerProcess) -> float:
+    """Of the scheduler's process."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            is_it = b"::scheduler" in (folder / "cmdline").read_bytes()
+            if is_it and os.getpgid(int(folder.name)) == server.pid:
+                found = re.search(r"VmRSS:\s+(\d+) kB", (folder / "status").read_text())
+                assert found is not None
+                return int(found[1]) / 1024
+        except OSError:  # it has ended meanwhile
+            continue
+    raise AssertionError("there is no scheduler")
+
+
+@pytest.mark.parametrize("keep", ["on", "off"])
+def test_memory_goes_back_after_a_while_and_comes_again(keep: str) -> None:
+    more = ["--ellm-policy", "fcfs", "--ellm-device-kv-tokens", str(TOKENS)]
+    more += ["--ellm-idle-release-s", str(IDLE_S), "--ellm-idle-keep-prefixes", keep]
+    with ServerProcess([*DEMO_ARGUMENTS, *more], STRICT) as server:
+        warm = resident_mib(server)
+        expected = token_ids(ask(server.url, BODIES))
+        ended, loaded = time.monotonic(), resident_mib(server)
+        assert loaded > warm + 150
+        full = server.state()
+        while server.state(integrity=False)["resize"]["wanted_tokens"] == TOKENS:
+            assert time.monotonic() < ended + IDLE_S + 2
+            assert server.answers(), "to be asked for its health is no work"
+            time.sleep(0.2)
+        assert time.monotonic() > ended + IDLE_S - 1
+        time.sleep(0.5)
+        rested, state = resident_mib(server), server.state()
+        print(f"\nkeep {keep}: {warm:.0f} MiB warm, {loaded:.0f} loaded, {rested:.0f} idle")
+        kept = state["device_bytes_committed"] / 2**20
+        assert rested < warm + 16 + (kept if keep == "on" else 0)
+        used = full["device_units_total"] - full["device_units_free"]
+        if keep == "on":
+            assert 0 <= state["device_units_total"] - used < 64
+        else:
+            assert state["resize"]["wanted_tokens"] == 16 and kept < 3
+        assert token_ids(ask(server.url, BODIES)) == expected
+        again = server.state()
+        assert again["integrity"] == "ok" and again["retractions_total"] == 0
+        assert TOKENS / 4 < again["resize"]["wanted_tokens"] <= TOKENS
+
+
+def test_two_ranks_rest_alike() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    more = ["--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "20000", "--tp", "2"]
+    more += ["--ellm-idle-release-s", "1", "--ellm-min-device-kv-tokens", "512"]
+    bodies = BODIES[:8]
+    with ServerProcess([*DEMO_ARGUMENTS, *more], {**STRICT, **binding}) as server:
+        expected = token_ids(ask(server.url, bodies))
+        for _ in range(2):
+            deadline = time.monotonic() + 20
+            while (state := server.state())["device_units_free"] >= 32:
+                assert time.monotonic() < deadline, state
+                time.sleep(0.1)
+            assert state["integrity"] == "ok"
+            assert 7_000 < state["resize"]["wanted_tokens"] < 12_000, "what prefixes take"
+            assert token_ids(ask(server.url, bodies)) == expected
+            assert server.state()["integrity"] == "ok"
+        server.flush_cache()
+        while (state := server.state())["resize"]["wanted_tokens"] > 512:
+            assert time.monotonic() < deadline + 30, state
+            time.sleep(0.1)
+        assert state["integrity"] == "ok"

@@ -1,0 +1,67 @@
+"""A container's limit, and what SGLang would take of the machine around it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.sglang import host_memory
+from ellm_sgl.sglang.host_memory import tokens_within
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+from tests.budget.test_machine import GIB, put, version_2
+
+declare()
+
+TOKEN = 1 << 20
+"""Bytes."""
+SGLANG: Any = SimpleNamespace(server_args=SimpleNamespace(mem_fraction_static=0.5))
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine of 16 GiB."""
+    from sglang.srt.runtime_context import get_parallel
+
+    put(tmp_path, "proc/meminfo", f"MemTotal: {16 << 20} kB\nMemAvailable: {12 << 20} kB")
+    put(tmp_path, "proc/self/cgroup", "0::/pod")
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    with get_parallel().override(tp_size=1):
+        yield tmp_path
+
+
+def test_sglangs_choice_is_bounded_by_the_container(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert tokens_within(EllmConfig(), 6000, TOKEN, SGLANG) == 6000
+    version_2(root, "pod", 4 * GIB, GIB)
+    with caplog.at_level(logging.INFO):
+        assert tokens_within(EllmConfig(), 6000, TOKEN, SGLANG) == 1536
+    assert "1536 tokens, not 6000: the container (" in caplog.text
+    assert tokens_within(EllmConfig(host_kv_tokens=536), 6000, TOKEN, SGLANG) == 1000
+    assert tokens_within(EllmConfig(), 100, TOKEN, SGLANG) == 100
+
+
+def test_what_was_given_is_refused_where_it_can_never_be(root: Path) -> None:
+    given = EllmConfig(device_kv_tokens=5000)
+    assert tokens_within(given, 5000, TOKEN, SGLANG) == 5000
+    version_2(root, "pod", 4 * GIB, GIB)
+    with pytest.raises(ConfigError, match=r"--ellm-device-kv-tokens 5000: its KV takes "
+                       r"5,242,880,000 bytes, and the container \(.*memory.max\) has 4,294,967,296 "
+                       r"in all; give at most 4096"):  # fmt: skip
+        tokens_within(given, 5000, TOKEN, SGLANG)
+    with pytest.raises(ConfigError, match="--ellm-max-device-kv-tokens 4097: its KV takes"):
+        tokens_within(EllmConfig(max_device_kv_tokens=4097), 100, TOKEN, SGLANG)
+    shared = EllmConfig(device_kv_tokens=5000, memory_budget="a:2GiB")
+    assert tokens_within(shared, 5000, TOKEN, SGLANG) == 5000, "it never has more than its share"
+
+
+def test_a_container_that_is_full_is_told_of(root: Path) -> None:
+    version_2(root, "pod", 4 * GIB, 4 * GIB)
+    with pytest.raises(ConfigError, match="has 0 bytes free of 4,294,967,296, no room for a pool"):
+        tokens_within(EllmConfig(), 6000, TOKEN, SGLANG)

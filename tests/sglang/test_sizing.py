@@ -1,0 +1,180 @@
+"""A server's own requests for another size: over a real socket, to a real resizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from ellm_sgl.budget import Member, path_of
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.memory import KVPool, Sizes
+from ellm_sgl.sglang import sizing as module
+from ellm_sgl.sglang import state
+from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.scheduler import EllmScheduler, Released, scheduler_of
+from ellm_sgl.sglang.sizing import Sizing
+from tests.memory.fake_arena import FakeArena
+from tests.sglang.test_state import BLOCKS, SHAPE, Server
+
+GROUPS = SHAPE.num_groups
+ALL = BLOCKS * GROUPS
+UNIT = 1000
+CONTEXTS: list[zmq.Context[Any]] = []
+"""That of a process lives as long as the process."""
+BUDGET = ALL * UNIT
+LEAST = 4 * GROUPS
+
+
+class SharingServer(Server):
+    """With a budget, whose loop turns when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.member = Member("test", BUDGET, "a", LEAST * UNIT, folder=folder)
+        assert self.member.debit(ALL * UNIT)
+        sizes = Sizes(lambda units: units * UNIT, GROUPS, ALL)
+        ours: Any = context_of(self.scheduler)
+        ours.pool = KVPool(SHAPE, ALL, 1, 8, torch.float32, "cpu", reserve=FakeArena)
+        ours.scheduler = EllmScheduler(self.iteration, self.scheduler)
+        self.sizing = ours.sizing = Sizing(EllmConfig(), "key", sizes, LEAST, ALL, self.member)
+        CONTEXTS.append(zmq.Context())
+        self.socket = CONTEXTS[-1].socket(zmq.PULL)
+        self.scheduler.ipc_channels.recv_from_tokenizer = self.socket
+        self.scheduler.chunked_req = None
+        self.scheduler.tree_cache = SimpleNamespace(evictable_size=lambda: 0)
+        self.scheduler.new_token_ratio_tracker = SimpleNamespace(current=0.5)
+        self.sizing.start(self.scheduler, scheduler_of(self.scheduler).resizer)
+        self.observe()
+
+    def observe(self) -> None:
+        self.sizing.observe(self.scheduler, scheduler_of(self.scheduler).resizer)
+
+    def turn(self, wait_ms: int = 20_000) -> int:
+        """Take one of its requests; returns the units that it asks for, -1 for none."""
+        from sglang.srt.managers.io_struct import SetInternalStateReq, sock_recv
+
+        assert self.socket.poll(wait_ms), "nothing was asked for"
+        request = sock_recv(self.socket)
+        scheduler_of(self.scheduler).resize()  # which each turn begins with
+        assert isinstance(request, SetInternalStateReq)
+        answer = state.adjust(lambda *_: pytest.fail("SGLang's"), self.scheduler, request)
+        assert answer is None, "it is the answer to somebody else's question"
+        (units,) = request.server_args.values()
+        return int(units)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SharingServer]:
+    server = SharingServer(tmp_path)
+    yield server
+    server.socket.close()
+    path_of("test", tmp_path).unlink(missing_ok=True)  # which ends its thread
+
+
+def waiting(prompt: int, most_new: int, generated: int = 0) -> Any:
+    return SimpleNamespace(
+        rid="1",
+        origin_input_ids=[1] * prompt,
+        output_ids=[1] * generated,
+        sampling_params=SimpleNamespace(max_new_tokens=most_new),
+    )
+
+
+def test_another_server_gets_what_this_one_does_not_need(
+    server: SharingServer, tmp_path: Path
+) -> None:
+    other = Member("test", BUDGET, "b", UNIT, folder=tmp_path)
+    other.publish(BUDGET)
+    assert server.turn() == LEAST and server.table.unit_limit == LEAST
+    server.turn()  # a report
+    deadline = time.monotonic() + 20
+    while (standing := other.publish(BUDGET)).free < BUDGET - LEAST * UNIT:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert standing.share == BUDGET - LEAST * UNIT
+    assert state.describe(server.scheduler)["budget"] == {
+        "floor_bytes": LEAST * UNIT,
+        "needed_bytes": LEAST * UNIT,
+        "share_bytes": LEAST * UNIT,
+        "committed_bytes": LEAST * UNIT,
+        "free_bytes": BUDGET - LEAST * UNIT,
+        "problem": None,
+    }
+
+
+def test_what_requests_need_is_what_admission_counts(server: SharingServer) -> None:
+    def needed() -> int:
+        return module.needed_units(server.scheduler, server.sizing.sizes, ALL) // GROUPS
+
+    assert needed() == 0
+    blocks = server.table.allocate(3)
+    server.table.map(0, blocks, 40)
+    assert needed() == 3
+    server.scheduler.running_batch.reqs = [waiting(20, 84, generated=20)]
+    assert needed() == 3 + 2 + 2  # half of the 64 that are left, and its last block
+    server.scheduler.waiting_queue = [waiting(16, 16)]
+    assert needed() == 7 + 2 + 2
+    server.scheduler.waiting_queue = [waiting(16, 10**6)]
+    assert needed() == BLOCKS
+
+
+def test_the_operator_says_how_much_it_may_be(server: SharingServer) -> None:
+    assert not server.adjust(ellm_device_kv_tokens=48)  # less than its floor
+    assert server.adjust(ellm_device_kv_tokens=160)
+    assert server.table.unit_limit == 10 * GROUPS
+    server.observe()
+    assert server.turn() == -1
+    assert server.adjust(ellm_device_kv_tokens=320)
+    assert server.table.unit_limit == 10 * GROUPS, "larger only where it is needed"
+    server.scheduler.waiting_queue = [waiting(10**4, 1)]
+    server.observe()
+    deadline = time.monotonic() + 20
+    while server.table.unit_limit < 20 * GROUPS:
+        assert time.monotonic() < deadline
+        if server.socket.poll(20):
+            server.turn()
+
+
+def test_what_has_been_released_stays_away_until_it_is_resumed(server: SharingServer) -> None:
+    ours = scheduler_of(server.scheduler)
+    ours.released = Released(ALL, paused=False)
+    ours.resizer.ask(GROUPS, idle=True)
+    server.sizing.released(True, ours.resizer)
+    server.scheduler.waiting_queue = [waiting(10**4, 1)]
+    server.observe()
+    assert server.turn() == -1
+    assert not server.socket.poll(200), "nothing to ask for"
+    assert server.adjust(ellm_device_kv_tokens=160) and server.table.unit_limit == GROUPS
+    ours.released = None
+    server.sizing.released(False, ours.resizer)
+    server.observe()
+    assert server.turn() == 10 * GROUPS
+
+
+def test_a_client_cannot_ask_as_the_server_itself_does(server: SharingServer) -> None:
+    from sglang.srt.managers.io_struct import SetInternalStateReq, SetInternalStateReqOutput
+
+    request = SetInternalStateReq(server_args={"ellm_size": GROUPS})
+    refuse = lambda *_: SetInternalStateReqOutput(updated=False)  # noqa: E731
+    assert not state.adjust(refuse, server.scheduler, request).updated
+    assert server.table.unit_limit == ALL
+
+
+def test_a_ledger_that_breaks_leaves_the_server_what_it_has(
+    server: SharingServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path_of("test", tmp_path).unlink()
+    deadline = time.monotonic() + 20
+    while server.sizing.problem is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "was removed or replaced; restart the servers" in server.sizing.problem
+    assert server.table.unit_limit == ALL
+    assert server.adjust(ellm_device_kv_tokens=160) and server.table.unit_limit == 10 * GROUPS
