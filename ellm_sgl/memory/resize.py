@@ -195,16 +195,15 @@ class Resizer:
         """Use what all ranks have committed; returns whether the growth is over on all of them."""
         table = self._elastic.table
         mine = growth.over  # first: nothing is committed after it
-        units, over, enough = self._agree([growth.committed, mine, growth.problem is None])
+        units, over, most = self._agree([growth.committed, mine, growth.most])
         table.commit_units(units)
         self._raise_limit()
-        if not enough:
-            growth.stop()
+        growth.end_at(most)
         if not over:
             return False
         self._growth = None
         self._pool.decommit(units, growth.committed)  # what other ranks do not have
-        if not enough and units < self.wanted_units:
+        if most < growth.last and units < self.wanted_units:
             logger.warning(
                 "eLLM pool: no memory to grow further (%s)", growth.problem or "on another rank"
             )
@@ -245,18 +244,28 @@ class _Growth:
         """Units that have memory by now."""
         self._pool, self.last = pool, last
         self._chunk = max(COMMIT_BYTES // pool.unit_bytes, 1)
-        self._stopped = False
+        self._end = last
         self._future = submit(self._commit)
 
     def _commit(self) -> None:
-        while self.committed < self.last and not self._stopped:
+        while self.committed < self._end:
             end = min(self.committed + self._chunk, self.last)
             self._pool.commit(self.committed, end)
             self.committed = end
 
     def stop(self) -> None:
         """Commit no more than what has been begun."""
-        self._stopped = True
+        self._end = 0
+
+    def end_at(self, units: int) -> None:
+        """Commit no more than so many units, and what has been begun: another rank has no more."""
+        self._end = min(self._end, units)
+
+    @property
+    def most(self) -> int:
+        """Units that may have memory in the end: `last`, or as many as there are for now that the
+        machine gives no more."""
+        return self.last if self.problem is None else self.committed
 
     @property
     def over(self) -> bool:

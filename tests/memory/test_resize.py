@@ -293,9 +293,12 @@ def test_a_pool_without_an_arena_is_used_less_and_keeps_its_units() -> None:
 
 
 @pytest.mark.parametrize("short", [0, 1])
-def test_ranks_use_what_all_of_them_have(short: int) -> None:
-    """One rank's machine has less memory than the other's, and its thread is slower."""
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_use_what_all_of_them_have(short: int, slow: int) -> None:
+    """One rank's machine has less memory than the other's; and one's thread begins long after the
+    other's has ended."""
     barrier, said = threading.Barrier(2, timeout=60), [[0], [0]]
+    begins = threading.Event()
 
     def run(rank: int) -> None:
         def agree(numbers: list[int]) -> list[int]:
@@ -305,13 +308,24 @@ def test_ranks_use_what_all_of_them_have(short: int) -> None:
             barrier.wait()
             return least
 
-        server = Server(submit=Worker("test").submit, agree=agree)
+        worker = Worker("test")
+
+        def submit(work: Callable[[], None]) -> Future[None]:
+            def later() -> None:
+                assert rank != slow or begins.wait(60)
+                work()
+
+            return worker.submit(later)
+
+        server = Server(submit=submit, agree=agree)
         server.ask(2)
         server.steps()
         if rank == short:
             server.arena.room = (7 * GROUPS + 1) * UNIT
         server.ask(12)
-        for _ in range(100_000):
+        for turn in range(100_000):
+            if turn == 50:
+                begins.set()
             limits[rank] = server.table.unit_limit, server.resizer.outcome
             barrier.wait()
             same = limits[0] == limits[1]
