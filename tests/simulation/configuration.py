@@ -56,10 +56,11 @@ class Configuration:
 def draw(rng: random.Random) -> Configuration:
     """A random server, more often one that has to restore much."""
     block_tokens = rng.choice([1, 2, 2, 3, 4, 4])
-    layers = rng.choice([1, 2, 3, 4, 4, 5])
-    layer_group = rng.choice([1, 1, 2])
+    layers = rng.choice([1, 2, 4, 5, 6, 6])
+    layer_group = rng.choice([1, 1, 1, 2])
     ranks = 2 if rng.random() < 0.2 else 1
-    host_blocks = rng.choice([0, 3, 12, 60, 60] if ranks == 1 else [0, 60, 60, 60])
+    # A host tier of a few blocks is soon full: what is evicted then is lost, of a block in part.
+    host_blocks = rng.choice([0, 1, 3, 5, 12, 60] if ranks == 1 else [0, 60, 60, 60])
     keeps_hidden = host_blocks > 0 and rng.random() < 0.3
     chunk = rng.choice([None, 8, 16, 24])
     device_blocks = max(rng.choice([16, 32, 48, 64]) // block_tokens, 5)

@@ -182,8 +182,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "each rank uses what it has committed itself",
         f"{_RESIZER}._publish",
-        "self._agree([growth.committed, mine, growth.problem is None])",
-        "[growth.committed, mine, growth.problem is None]",
+        "self._agree([growth.committed, mine, growth.most])",
+        "[growth.committed, mine, growth.most]",
     ),
     Fault(
         "a growth for which there is no memory never ends",
