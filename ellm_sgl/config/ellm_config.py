@@ -264,6 +264,11 @@ class EllmConfig:
         os.environ[ENV] = json.dumps(dataclasses.asdict(self))
 
     @staticmethod
+    def clear_env() -> None:
+        """Disable eLLM in this process and its children."""
+        os.environ.pop(ENV, None)
+
+    @staticmethod
     def from_env() -> EllmConfig | None:
         """The settings in force, or None where eLLM is not enabled."""
         text = os.environ.get(ENV)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import psutil
 
 from ellm_sgl.client.process import DEMO_MODEL
-from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_hooks
+from ellm_sgl.sglang.versions import VERSIONS, installed, untested
 
 MINIMUM_FREE_MEMORY_GB = 3.0
 
@@ -62,9 +62,8 @@ def _torch() -> Finding:
 def _sglang() -> Finding:
     host = "on a CPU host use the lock files (requirements/README.md)"
     found = _installed("sglang", f"pip install 'ellm-sgl[cuda]' on a CUDA host; {host}")
-    if found.ok and found.found not in SGLANG_VERSIONS:
-        remedy = f"tested with {', '.join(SGLANG_VERSIONS)}: install one of these"
-        found = Finding("sglang", False, found.found, remedy)
+    if found.ok and found.found not in VERSIONS:
+        found = Finding("sglang", False, found.found, untested(found.found))
     return found
 
 
@@ -102,10 +101,12 @@ def _hooks() -> Finding:
     from ellm_sgl.sglang.platform.torchvision_ops import declare
 
     declare()
+    from ellm_sgl.sglang.versions.signatures import differences
+
     with warnings.catch_warnings(action="ignore"):  # of GPU parts that a CPU host lacks
-        missing = moved_hooks()
-    found = ", ".join(missing) or "every hook is in place"
-    return _found("hooks", not missing, found, f"install sglang {SGLANG_VERSIONS[-1]}")
+        changed = differences()
+    found = "; ".join(changed) or "every function of SGLang is as recorded"
+    return _found("hooks", not changed, found, f"reinstall sglang {installed()}: eLLM is off")
 
 
 def _demo_model() -> Finding:

@@ -2,14 +2,14 @@
 
 SGLang has several hundred, and a new one may mean anything to memory, batches or rows: a test fails
 for a field of `ServerArgs` that the table lacks, so somebody has to read what it does. The rows are
-in `arguments.toml`; `docs/sglang-arguments.md` is made from them.
+in `arguments.toml`, what later versions have otherwise in the file of theirs (`versions/`);
+`docs/sglang-arguments.md` is made from them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ellm_sgl.sglang.cuda import available
+from ellm_sgl.sglang.versions import adapter, adapter_of, installed
 
 
 class Kind(Enum):
@@ -55,24 +56,18 @@ class Argument:
     def flag(self) -> str:
         return self.option or "--" + self.field.replace("_", "-")
 
-    def refusal(self, args: Any) -> str | None:
-        """Why a server does not start with these arguments, and what to do; None where it does."""
+    def refusal(self, args: Any, defaults: Mapping[str, Any]) -> str | None:
+        """Why a server does not start with these arguments, and what to do; None where it does.
+        `defaults`: SGLang's, by field."""
         value = getattr(args, self.field)
         if self.when is not None:
             refused = self.when(args)
         else:
-            refused = value != _default(type(args), self.field) and value not in self.allowed
+            refused = value != defaults[self.field] and value not in self.allowed
         if not refused:
             return None
         told = "" if isinstance(value, bool) else f" {value}"
         return f"{self.flag}{told}: {self.why}; {self.remedy}"
-
-
-def _default(kind: type, field: str) -> Any:
-    found = next(f for f in dataclasses.fields(kind) if f.name == field)
-    if found.default_factory is not dataclasses.MISSING:
-        return found.default_factory()
-    return found.default
 
 
 _WHEN: dict[str, Callable[[Any], bool]] = {
@@ -86,15 +81,26 @@ _WHEN: dict[str, Callable[[Any], bool]] = {
 
 
 @cache
-def table() -> dict[str, Argument]:
-    """All rows by field, in the order of `arguments.toml`."""
-    text = Path(__file__).with_suffix(".toml").read_text()
+def table(version: str | None = None) -> dict[str, Argument]:
+    """All rows of a version by field, in the order of `arguments.toml`; of the installed one unless
+    another is named."""
+    differences = adapter_of(version or installed()).arguments
+    gone = differences.get("gone", "").split()
     found: dict[str, Argument] = {}
-    for kind, rows in tomllib.loads(text).items():
-        for argument in (each for row in rows for each in _arguments(Kind[kind.upper()], row)):
+    for source in (tomllib.loads(Path(__file__).with_suffix(".toml").read_text()), differences):
+        for argument in _rows(source):
             assert argument.field not in found, f"{argument.field} stands in two rows"
             found[argument.field] = argument
+        if source is not differences:
+            for field in gone:
+                del found[field]
     return found
+
+
+def _rows(source: Mapping[str, Any]) -> Iterator[Argument]:
+    for kind in Kind:
+        for row in source.get(kind.name.lower(), ()):
+            yield from _arguments(kind, row)
 
 
 def _arguments(kind: Kind, row: dict[str, Any]) -> Iterator[Argument]:
@@ -123,9 +129,10 @@ def refusal(args: Any, resolved: bool) -> str | None:
         args: SGLang's `ServerArgs`.
         resolved: whether SGLang has resolved them: it sets some of them itself.
     """
+    defaults = adapter().defaults()
     for argument in table().values():
         if argument.kind is not Kind.REFUSED or (resolved and argument.given_only):
             continue
-        if said := argument.refusal(args):
+        if said := argument.refusal(args, defaults):
             return said
     return None

@@ -8,11 +8,12 @@ from itertools import groupby
 from operator import attrgetter
 
 from ellm_sgl.sglang.arguments import Argument, Kind, table
+from ellm_sgl.sglang.versions import VERSIONS
 
 _HEAD = """\
 # SGLang's arguments with eLLM
 
-What becomes of each of the {count} arguments of SGLang 0.5.17 when `--ellm-policy` enables eLLM
+What becomes of each of the {count} arguments of SGLang {version} when `--ellm-policy` enables eLLM
 (with `off`, SGLang is stock). This page is made from the table by which the server refuses them,
 `ellm_sgl/sglang/arguments.toml`; a test fails when SGLang has an argument that the table lacks.
 To make it again: `python -m ellm_sgl.sglang.arguments_page > docs/sglang-arguments.md`.
@@ -30,14 +31,31 @@ _SECTIONS = (
 
 def page() -> str:
     """The page, in Markdown."""
-    rows = list(table().values())
-    lines = [_HEAD.format(count=len(rows))]
+    first, *later = VERSIONS
+    rows = table(first)
+    lines = [_HEAD.format(count=len(rows), version=first)]
     for title, kind, head in _SECTIONS:
         lines += [f"## {title}", ""]
         if kind is Kind.REFUSED:
             lines += ["One sentence says so when the server starts, and what to do.", ""]
-        lines += _grouped((row for row in rows if row.kind is kind), head)
+        lines += _grouped((row for row in rows.values() if row.kind is kind), head)
+    for version in later:
+        lines += _differences(version, first)
     return "\n".join(lines)
+
+
+def _differences(version: str, first: str) -> list[str]:
+    """What a later version has otherwise than the first."""
+    rows, before = table(version), table(first)
+    gone = [row for field, row in before.items() if field not in rows]
+    changed = [row for field, row in rows.items() if before.get(field) != row]
+    lines = [f"## Otherwise in SGLang {version} ({len(rows)} arguments)", ""]
+    if gone:
+        lines += [f"No more: {', '.join(f'`{row.flag}`' for row in gone)}.", ""]
+    for title, kind, head in _SECTIONS:
+        if these := [row for row in changed if row.kind is kind]:
+            lines += [f"{title}:", "", *_grouped(these, head)]
+    return lines
 
 
 def _grouped(rows: Iterable[Argument], head: tuple[str, ...]) -> list[str]:

@@ -17,6 +17,7 @@ from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
 from ellm_sgl.memory.elastic import Save
 from ellm_sgl.sglang.projections import Projections
 from ellm_sgl.sglang.sizing import Sizing
+from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.step import AnyStreamer, Executor, HiddenStates, Planner
 
 if TYPE_CHECKING:
@@ -72,15 +73,15 @@ class Context:
 
     def map_request(self, req: Req, req_to_token: torch.Tensor, length: int) -> None:
         """Take note of a request's blocks. `req_to_token`: SGLang's, slots in token order."""
-        seq_id, block_tokens = req.req_pool_idx, self.table.shape.block_tokens
+        seq_id, block_tokens = row_of(req), self.table.shape.block_tokens
         slots = req_to_token[seq_id, :length:block_tokens].cpu().numpy()
         self.table.map(seq_id, slots // block_tokens, length)
         self._requests[seq_id] = req
 
     def forget_request(self, req: Req) -> None:
         """A request leaves its row (finished, aborted or retracted)."""
-        self._requests.pop(req.req_pool_idx, None)
-        self.elastic.forget(req.req_pool_idx)
+        self._requests.pop(row_of(req), None)
+        self.elastic.forget(row_of(req))
 
     def token_ids(self, seq_id: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """Token ids of positions [start, end) of a request; all of them are known."""
@@ -128,4 +129,10 @@ def context_of(owner: Any) -> Context:
 
 def rows_of(reqs: Sequence[Req]) -> list[int]:
     """Their rows in `req_to_token`: what identifies them as sequences."""
-    return [req.req_pool_idx for req in reqs]
+    return adapter().rows(reqs)
+
+
+def row_of(req: Req) -> int:
+    """A request's row; it has KV."""
+    row: int = adapter().kv(req).req_pool_idx
+    return row

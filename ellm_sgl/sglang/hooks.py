@@ -1,8 +1,9 @@
 """Every place where eLLM touches SGLang, in one table.
 
-Each entry names the SGLang function, how it is hooked, and why. `tests/sglang/test_hooks.py`
-fails when one of them moves, and a server refuses to start when one cannot be applied. Beside
-these, eLLM subclasses SGLang's base classes (`KVCache`, `BaseTokenToKVPoolAllocator`,
+Each entry names the SGLang function, how it is hooked, and why; where it is elsewhere in a version,
+that version's adapter says where (`versions/`). The parameters of each are recorded per version:
+`tests/sglang/test_hooks.py` fails, and eLLM stays off, where they are different. Beside these, eLLM
+subclasses SGLang's base classes (`KVCache`, `BaseTokenToKVPoolAllocator`,
 `RadixCache`, `ChunkCache`, `AttentionBackend`, `TorchNativeAttnBackend`, `SRTPlatform`) and
 registers by name a radix cache backend and attention backends. Where servers share a budget, eLLM
 sends the scheduler requests over the socket of SGLang's own (`sizing.py`).
@@ -11,23 +12,22 @@ sends the scheduler requests over the socket of SGLang's own (`sizing.py`).
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-SGLANG_VERSIONS = ("0.5.17",)
-"""Those that the tests have run with. With another one eLLM does not start: a hook may be where
-it was and mean something else, and outputs that are wrong are worse than none. (Seen: 0.5.20 has
-every hook, but its prefix cache counts what eLLM's tree holds as a leak.)"""
+from ellm_sgl.sglang.versions import VERSIONS, adapter_of
 
 
 class When(Enum):
     """When a hook is installed, in every process that loads SGLang's plugins."""
 
+    ANY_VERSION = "any version"
+    """Inert unless a flag of eLLM's is given; where eLLM does not know the version, it says so."""
     ALWAYS = "always"
     """Inert unless eLLM is enabled, which arguments may do after plugins were loaded."""
     PLATFORM = "platform"
-    """On hosts where the CPU platform is offered."""
+    """On hosts where the CPU platform is offered, with any version."""
     ENABLED = "enabled"
     """Where eLLM is enabled when plugins are loaded: SGLang's worker processes."""
 
@@ -37,7 +37,8 @@ class Hook:
     """One hook on SGLang."""
 
     target: str
-    """Dotted path of the SGLang function."""
+    """Dotted path of the SGLang function: in the table that of the oldest version, from `hooks_of`
+    that of the version asked for."""
     kind: str
     """`HookType` by name: BEFORE, AFTER or AROUND."""
     ours: str
@@ -51,7 +52,7 @@ class Hook:
         return pkgutil.resolve_name(f"{__package__}.{self.ours}")
 
 
-_ALWAYS, _PLATFORM, _ENABLED = When
+_ANY_VERSION, _ALWAYS, _PLATFORM, _ENABLED = When
 _SRT = "sglang.srt"
 _ARGS = f"{_SRT}.server_args.ServerArgs"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
@@ -65,6 +66,7 @@ _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
 _PARTS = f"{_SRT}.managers.scheduler_components"
 _UPDATER = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager"
 _CHECKER = f"{_PARTS}.invariant_checker.SchedulerInvariantChecker"
+_TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 _EXECUTOR = f"{_SRT}.model_executor"
 _FORWARD = f"{_EXECUTOR}.forward_batch_info.ForwardBatch"
 _GRAPHS = f"{_EXECUTOR}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
@@ -72,9 +74,9 @@ _GRAPHS = f"{_EXECUTOR}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 HOOKS: tuple[Hook, ...] = (
     # the process that serves clients: arguments are read and requests come in
     Hook(f"{_ARGS}.add_cli_args", "AFTER", "server_args:add_flags",
-         _ALWAYS, "the --ellm-* flags, also for plain sglang.launch_server"),
+         _ANY_VERSION, "the --ellm-* flags, also for plain sglang.launch_server"),
     Hook(f"{_ARGS}.from_cli_args", "AROUND", "server_args:read_flags",
-         _ALWAYS, "turn the flags into settings before SGLang checks its own arguments"),
+         _ANY_VERSION, "turn the flags into settings before SGLang checks its own arguments"),
     Hook(f"{_ARGS}.__post_init__", "AROUND", "server_args:check_arguments",
          _ALWAYS, "page size = block size, our prefix cache; refuse what is not supported"),
     Hook(f"{_ARGS}.check_server_args", "BEFORE", "server_args:check_adapted",
@@ -175,12 +177,49 @@ HOOKS: tuple[Hook, ...] = (
 )  # fmt: skip
 
 
-def moved_hooks() -> list[str]:
-    """Targets that the installed SGLang does not have. Imports the parts of SGLang named."""
-    missing = []
-    for hook in HOOKS:
-        try:
-            pkgutil.resolve_name(hook.target)
-        except (ImportError, AttributeError):
-            missing.append(hook.target)
-    return missing
+USED = (
+    f"{_SRT}.mem_cache.memory_pool.KVCache.__init__",
+    f"{_SRT}.mem_cache.allocator.BaseTokenToKVPoolAllocator.__init__",
+    f"{_SRT}.mem_cache.allocator.BaseTokenToKVPoolAllocator.free",
+    f"{_SRT}.mem_cache.allocator.BaseTokenToKVPoolAllocator.free_segment",
+    f"{_SRT}.mem_cache.allocator.PagedTokenToKVPoolAllocator.alloc_extend",
+    f"{_SRT}.mem_cache.allocator.PagedTokenToKVPoolAllocator.alloc_decode",
+    f"{_SRT}.mem_cache.common.release_kv_cache",
+    f"{_TREE}.__init__",
+    f"{_TREE}.match_prefix",
+    f"{_TREE}.insert",
+    f"{_TREE}.evict",
+    f"{_TREE}.evictable_size",
+    f"{_TREE}.cache_unfinished_req",
+    f"{_TREE}.cache_finished_req",
+    f"{_TREE}._match_prefix_helper",
+    f"{_TREE}._delete_leaf",
+    f"{_SRT}.mem_cache.radix_cache.RadixKey.__init__",
+    f"{_SRT}.mem_cache.chunk_cache.ChunkCache.__init__",
+    f"{_SRT}.mem_cache.chunk_cache.ChunkCache.cache_finished_req",
+    f"{_SRT}.mem_cache.registry.register_radix_cache_backend",
+    f"{_SRT}.layers.attention.attention_registry.register_attention_backend",
+    f"{_SRT}.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata",
+    f"{_SRT}.layers.attention.base_attn_backend.AttentionBackend.forward_decode",
+    f"{_SRT}.layers.attention.base_attn_backend.AttentionBackend.forward_extend",
+    f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode",
+    f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend",
+    f"{_BATCH}.filter_batch",
+    f"{_BATCH}.merge_batch",
+    f"{_BATCH}.new_tokens_required_next_decode",
+    f"{_SRT}.managers.schedule_batch.Req.__init__",
+    f"{_SRT}.managers.schedule_batch.Req.set_finish_with_abort",
+    f"{_SCHEDULER}._add_request_to_queue",
+    f"{_SCHEDULER}.init_req_max_new_tokens",
+    f"{_SCHEDULER}.continue_generation",
+    f"{_SRT}.managers.io_struct.sock_send",
+    f"{_SRT}.utils.broadcast_pyobj",
+)
+"""What eLLM overrides, or calls by its name, and whose parameters count as much as a hook's."""
+
+
+def hooks_of(version: str) -> tuple[Hook, ...]:
+    """The table with each target where that version has it. One that eLLM does not know is taken
+    for the newest that it does."""
+    moved = adapter_of(version if version in VERSIONS else VERSIONS[-1]).moved
+    return tuple(replace(hook, target=moved.get(hook.target, hook.target)) for hook in HOOKS)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ellm_sgl.budget.machine import ROOT, container, largest
 from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.sglang.versions import adapter
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ def tokens_within(settings: EllmConfig, chosen: int, token_bytes: int, configura
     if found is None or settings.device_kv_tokens is not None:
         return chosen
     host = settings.host_kv_tokens * all_bytes
-    room = max(int(found.free * configurator.server_args.mem_fraction_static) - host, 0)
+    share = adapter().resolved(configurator.server_args).mem_fraction_static
+    room = max(int(found.free * share) - host, 0)
     tokens = min(chosen, room // all_bytes)
     if ranks > 1:  # what is in use changes while they look
         from sglang.srt.distributed import get_tp_group

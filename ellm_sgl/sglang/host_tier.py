@@ -151,21 +151,26 @@ def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
     device_units(settings, shape, whole_blocks, groups, hidden_bytes, unit_bytes)
 
 
-def check_files(settings: EllmConfig, args: Any) -> None:
+def check_files(settings: EllmConfig, args: Any, model: Any) -> None:
     """Before any process starts: raise ConfigError for names that are taken, and for more bytes
-    than there is room for. `args`: SGLang's `ServerArgs`, its defaults filled in."""
+    than there is room for.
+
+    Args:
+        args: SGLang's `ServerArgs`, its defaults filled in.
+        model: its `ModelConfig`.
+    """
     if settings.host_path is not None:
-        check_space(settings.host_path, files(settings, args))
+        check_space(settings.host_path, files(settings, args, model))
 
 
-def files(settings: EllmConfig, args: Any) -> dict[Path, int]:
+def files(settings: EllmConfig, args: Any, model: Any) -> dict[Path, int]:
     """The files of the processes on this machine, and the bytes of each; 0 where only the server
     itself will know: it measures how many layers to keep hidden states of, and SGLang chooses the
     KV's dtype."""
     assert settings.host_path is not None
     path, kv, hidden = settings.host_path, 0, 0
     if settings.host_keeps != MIXED and args.kv_cache_dtype == "auto":
-        shape, unit_bytes, hidden_bytes = _sizes(settings, args.get_model_config(), args.tp_size)
+        shape, unit_bytes, hidden_bytes = _sizes(settings, model, args.tp_size)
         groups = _groups_given(settings, shape)
         blocks = settings.host_kv_tokens // shape.block_tokens
         kv = (blocks * (shape.num_groups - groups) + 1) * unit_bytes  # one of scratch

@@ -25,6 +25,7 @@ from ellm_sgl.sglang.host_tier import (
 )
 from ellm_sgl.sglang.sizing import make_sizing
 from ellm_sgl.sglang.token_slots import Integers, PagedSlots
+from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.step import AnyStreamer, HiddenStates
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
         streamer = make_streamer(settings, table.host.kv_units, pool, hidden)
     max_restored = _max_restored_tokens(configurator)
     ours = Context(settings, table, pool, max_restored, SLOTS, streamer, hidden)
-    ours.sizing = make_sizing(settings, table, pool, configurator.server_args)
+    ours.sizing = make_sizing(settings, table, pool, adapter().resolved(configurator.server_args))
     units = table.unit_limit
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "
@@ -143,7 +144,7 @@ def _token_bytes(configurator: Any) -> int:
 def _max_restored_tokens(configurator: Any) -> int:
     """Most tokens that a step can recompute: those of the longest request, or of a prefill."""
     context: int = configurator.model_config.context_len
-    return max(context, configurator.server_args.max_prefill_tokens)
+    return max(context, adapter().resolved(configurator.server_args).max_prefill_tokens)
 
 
 def _most_tokens(settings: EllmConfig, start: int) -> int:

@@ -8,18 +8,29 @@ never by process, and each is on a function that only processes of its role call
 from __future__ import annotations
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.sglang.hooks import HOOKS, When
+from ellm_sgl.sglang.hooks import When, hooks_of
 from ellm_sgl.sglang.platform_entry import activate
+from ellm_sgl.sglang.versions import VERSIONS, installed, turn_off, untested
 
 
 def register() -> None:
     """Register the hooks for what is enabled here; SGLang applies them."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    enabled, on_cpu = EllmConfig.from_env() is not None, activate() is not None
-    installed = {When.ALWAYS: True, When.PLATFORM: on_cpu, When.ENABLED: enabled}
-    for hook in HOOKS:
-        if installed[hook.when]:
+    sglang = installed()
+    known, on_cpu = sglang in VERSIONS, activate() is not None
+    enabled = EllmConfig.from_env() is not None
+    if enabled and not known:
+        turn_off(untested(sglang))
+        enabled = False
+    wanted = {
+        When.ANY_VERSION: True,
+        When.ALWAYS: known,
+        When.PLATFORM: on_cpu,
+        When.ENABLED: enabled,
+    }
+    for hook in hooks_of(sglang):
+        if wanted[hook.when]:
             HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
     if on_cpu:
         from ellm_sgl.sglang.platform import attention as cpu_attention

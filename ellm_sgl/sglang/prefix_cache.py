@@ -13,21 +13,22 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
     register_radix_cache_backend,
     registered_radix_cache_backends,
 )
 
-from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.context import context_of, row_of
 from ellm_sgl.sglang.scheduler import scheduler_of
 from ellm_sgl.sglang.server_args import PREFIX_CACHE
+from ellm_sgl.sglang.versions import adapter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 
 def register_prefix_cache() -> None:
@@ -91,7 +92,7 @@ class EllmRadixCache(RadixCache):
             super().cache_unfinished_req(req, chunked)
         finally:
             self._match_all = False
-        length = self._table.length_of(req.req_pool_idx)
+        length = self._table.length_of(row_of(req))
         context_of(self).map_request(req, self.req_to_token_pool.req_to_token, length)
 
     def cache_finished_req(
@@ -99,7 +100,7 @@ class EllmRadixCache(RadixCache):
     ) -> None:
         """Keep a finished request's blocks as far as they are all there."""
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
-        key = RadixKey(tokens, req.extra_key).page_aligned(self.page_size)
+        key = adapter().radix_key(tokens, req).page_aligned(self.page_size)
         context_of(self).forget_request(req)
         _note_end(self, req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)

@@ -48,7 +48,10 @@ def check_request(manager: Any, request: Any, input_ids: Sequence[int] | None) -
 
 
 def take_request(
-    original: Callable[..., None], scheduler: Scheduler, request: TokenizedGenerateReqInput
+    original: Callable[..., None],
+    scheduler: Scheduler,
+    request: TokenizedGenerateReqInput,
+    **others: Any,
 ) -> None:
     """Around `Scheduler.handle_generate_request`: what cannot be served is answered with an
     error, the way SGLang's scheduler answers requests that it cannot serve."""
@@ -58,7 +61,7 @@ def take_request(
     except ValueError as error:
         _refuse(scheduler, request, str(error))
     else:
-        original(scheduler, request)
+        original(scheduler, request, **others)
 
 
 def _refuse(scheduler: Scheduler, request: TokenizedGenerateReqInput, message: str) -> None:

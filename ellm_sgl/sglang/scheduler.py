@@ -16,7 +16,7 @@ from ellm_sgl.engine.request_table import Entries, entries_array
 from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.memory import Resizer, UnderWay
 from ellm_sgl.memory.resize import Submit
-from ellm_sgl.sglang.context import context_of, rows_of
+from ellm_sgl.sglang.context import context_of, row_of, rows_of
 from ellm_sgl.sglang.paused import PausedRequests
 from ellm_sgl.sglang.slo import slo_seconds
 from ellm_sgl.worker import Worker
@@ -195,7 +195,7 @@ class EllmScheduler:
             return UnderWay(0, 0)
         tokens = len(req.origin_input_ids) + len(req.output_ids)
         table = self.iteration.elastic.table
-        return UnderWay.of(table, req.req_pool_idx, tokens, self.prompt_ratio)
+        return UnderWay.of(table, row_of(req), tokens, self.prompt_ratio)
 
     def _decision_stands(self, batch: ScheduleBatch) -> bool:
         return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ellm_sgl.config import ELLM, ConfigError, EllmConfig
@@ -14,8 +13,9 @@ from ellm_sgl.config.ranges import shown
 from ellm_sgl.config.resolve import resolve
 from ellm_sgl.sglang import cuda
 from ellm_sgl.sglang.arguments import refusal, table
-from ellm_sgl.sglang.hooks import SGLANG_VERSIONS, moved_hooks
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
+from ellm_sgl.sglang.versions import VERSIONS, adapter, installed, turn_off, untested
+from ellm_sgl.sglang.versions.signatures import differences
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -62,7 +62,9 @@ def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> Ser
         if given and policy is None:
             flag = next(iter(given)).replace("_", "-")
             raise ConfigError(f"--ellm-{flag} needs --ellm-policy, which enables eLLM")
-        if given and policy != OFF:
+        if given and policy != OFF and (sglang := installed()) not in VERSIONS:
+            turn_off(untested(sglang))
+        elif given and policy != OFF:
             resolve(given).to_env()
     except ConfigError as error:
         _refuse(str(error))
@@ -70,12 +72,16 @@ def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> Ser
 
 
 def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
-    """Hook around `ServerArgs.__post_init__`: adapt what eLLM needs, refuse what it lacks."""
+    """Hook around `ServerArgs.__post_init__`, or where else SGLang resolves its arguments: adapt
+    what eLLM needs, refuse what it lacks. Off where a function of SGLang is not as recorded."""
     config = EllmConfig.from_env()
-    if config is None:
+    if config is None or adapter().is_resolved(args):
         original(args)
         return
-    _refuse_other_sglang()
+    if changed := differences():
+        turn_off(f"this sglang {installed()} is not the one tested ({'; '.join(changed)})")
+        original(args)
+        return
     _refuse_unsupported(args, resolved=False)
     if args.page_size not in (None, config.block_tokens):
         _refuse(
@@ -93,19 +99,19 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
     original(args)
     if args.model_path.lower() in ("none", "dummy"):
         return
-    _refuse_unsupported(args, resolved=True)
+    decided = adapter().resolved(args)
+    _refuse_unsupported(decided, resolved=True)
     backend = _attention_backend(config)
-    if args.attention_backend != backend:
+    if decided.attention_backend != backend:
         _refuse(
-            f"--attention-backend {args.attention_backend}: eLLM brings its own attention; "
+            f"--attention-backend {decided.attention_backend}: eLLM brings its own attention; "
             "leave it out"
         )
-    _check_model(config, args)
+    _check_model(config, decided, adapter().model_config(args))
 
 
-def _check_model(config: EllmConfig, args: ServerArgs) -> None:
+def _check_model(config: EllmConfig, args: ServerArgs, model: Any) -> None:
     """Refuse models that eLLM does not support, and a host tier that has no room beside them."""
-    model = args.get_model_config()
     architectures = model.hf_config.architectures or ["(none named)"]
     if not ARCHITECTURES.issuperset(architectures):
         _refuse(
@@ -129,7 +135,7 @@ def _check_model(config: EllmConfig, args: ServerArgs) -> None:
     try:
         if args.kv_cache_dtype == "auto":
             check_room(config, model, args.tp_size)
-        check_files(config, args)
+        check_files(config, args, model)
     except ConfigError as error:
         _refuse(str(error))
 
@@ -140,7 +146,8 @@ def check_adapted(args: ServerArgs) -> None:
     config = EllmConfig.from_env()
     if config is None:
         return
-    if (args.page_size, args.radix_cache_backend) != (config.block_tokens, PREFIX_CACHE):
+    decided = adapter().resolved(args)
+    if (decided.page_size, decided.radix_cache_backend) != (config.block_tokens, PREFIX_CACHE):
         _refuse(
             "these ServerArgs were made before eLLM was enabled; call load_plugins() of "
             "sglang.srt.plugins, then make them"
@@ -157,15 +164,6 @@ def _attention_backend(config: EllmConfig) -> str:
             return cuda.ATTENTION_BACKEND
         problem = found
     _refuse(f"--ellm-policy: {problem}; or use --ellm-policy {OFF}")
-
-
-def _refuse_other_sglang() -> None:
-    installed = version("sglang")
-    remedy = f"install sglang=={SGLANG_VERSIONS[-1]}, or use --ellm-policy {OFF}"
-    if installed not in SGLANG_VERSIONS:
-        _refuse(f"eLLM has not been tested with sglang {installed}; {remedy}")
-    if missing := moved_hooks():
-        _refuse(f"this sglang lacks what eLLM hooks into ({', '.join(missing)}); {remedy}")
 
 
 def _refuse_unsupported(args: ServerArgs, resolved: bool) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from ellm_sgl.sglang.arguments import Argument, Kind, refusal, table
 from ellm_sgl.sglang.arguments_page import page
 from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.sglang.versions import adapter
 
 declare()
 ROOT = Path(__file__).parents[2]
@@ -25,28 +26,9 @@ IN_PART: dict[str, dict[str, Any]] = {
 """Arguments that are refused with some values only, and those values."""
 
 
-def server_args() -> type:
-    from sglang.srt.server_args import ServerArgs
-
-    kind: type = ServerArgs
-    return kind
-
-
-@cache
-def fields() -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(server_args())
-
-
 def given(**values: Any) -> Any:
     """All arguments at their defaults, but these."""
-    made: Any = object.__new__(server_args())
-    for field in fields():
-        default = field.default
-        if default is dataclasses.MISSING:
-            factory: Any = field.default_factory
-            default = "model" if factory is dataclasses.MISSING else factory()
-        object.__setattr__(made, field.name, values.get(field.name, default))
-    return made
+    return SimpleNamespace(**adapter().defaults() | {"model_path": "model"} | values)
 
 
 def other(field: str) -> Any:
@@ -58,7 +40,7 @@ def other(field: str) -> Any:
 
 
 def test_every_argument_of_sglang_has_a_row_and_every_row_an_argument() -> None:
-    assert set(table()) == {field.name for field in fields()}
+    assert set(table()) == set(adapter().defaults())
 
 
 @pytest.mark.parametrize("row", table().values(), ids=lambda row: row.field)

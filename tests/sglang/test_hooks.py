@@ -2,67 +2,104 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import pkgutil
-from typing import Any
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ellm_sgl.sglang.hooks import HOOKS, Hook, When, moved_hooks
+from ellm_sgl.config import ENV, EllmConfig
+from ellm_sgl.sglang import hooks, server_args
+from ellm_sgl.sglang.hooks import Hook, When, hooks_of
+from ellm_sgl.sglang.hooks_page import page
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.sglang.platform_entry import activate
+from ellm_sgl.sglang.versions import VERSIONS, adapter_of, installed
+from ellm_sgl.sglang.versions.signatures import ABSENT, differences, signature_of, targets_of
 
 declare()
 
-PARAMETERS = {
-    # What our hooks take for granted of the functions they stand around.
-    "add_cli_args": ["parser"],
-    "support_triton": ["backend"],
-    "get_last_loc": ["req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"],
-    "_validate_one_request": ["self", "obj", "input_ids"],
-    "from_cli_args": ["args"],
-    "check_server_args": ["self"],
-    "handle_generate_request": ["self", "recv_req"],
-    "alloc_for_extend": ["batch"],
-    "alloc_for_decode": ["batch", "token_per_req"],
-    "check_decode_mem": ["self", "selected_indices"],
-    "prepare_for_decode": ["self"],
-    "add_one_req": ["self", "req"],
-    "add_chunked_req": ["self", "req"],
-    "_build_token_to_kv_pool": ["self", "sizes"],
-    "_build_token_to_kv_pool_allocator": ["self", "sizes", "token_to_kv_pool"],
-    "init_new": ["batch", "model_runner"],
-    "can_run_graph": ["self", "forward_batch"],
-    "enable_fused_set_kv_buffer": ["forward_batch"],
-    "pause_generation": ["self", "recv_req"],
-    "update_weights_from_disk": ["self", "recv_req"],
-    "update_weights_from_tensor": ["self", "recv_req"],
-    "update_weights_from_distributed": ["self", "recv_req"],
-    "update_weights_from_ipc": ["self", "recv_req"],
-    "check_weights": ["self", "recv_req"],
-    "release_memory_occupation": ["self"],
-    "resume_memory_occupation": ["self"],
-    "flush_cache_after_weight_update": ["self", "recv_req"],
-    "get_internal_state": ["self", "recv_req"],
-    "set_internal_state": ["self", "recv_req"],
-}
+HOOKS = hooks_of(installed())
 
 
-def test_none_has_moved() -> None:
-    assert moved_hooks() == []
+def test_every_function_is_as_recorded() -> None:
+    assert differences() == []
 
 
-def test_a_version_that_was_never_tested_is_refused(
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_has_a_record_of_all_that_is_hooked_or_used(version: str) -> None:
+    recorded = adapter_of(version).signatures
+    assert list(recorded) == targets_of(version)
+    assert ABSENT not in recorded.values()
+    assert set(adapter_of(version).moved) <= {*(hook.target for hook in hooks.HOOKS), *hooks.USED}
+
+
+def test_the_page_is_what_the_table_says() -> None:
+    path = Path(__file__).parents[2] / "docs" / "sglang-hooks.md"
+    assert path.read_text() == page(), "python -m ellm_sgl.sglang.hooks_page > the page"
+
+
+def of_all_kinds(a, /, b, c=1, *rest, d, e=2, **more):
+    pass
+
+
+def test_what_is_recorded_of_parameters() -> None:
+    assert signature_of(f"{__name__}:of_all_kinds") == "(a, /, b, c=, *rest, d, e=, **more)"
+    assert signature_of(f"{__name__}:no_such") == ABSENT
+
+
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV, json.dumps(dataclasses.asdict(EllmConfig(policy="fcfs"))))
+
+
+def test_a_version_that_was_never_tested_serves_as_stock(
+    enabled: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from ellm_sgl.sglang import plugin
+
+    registered: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
+    monkeypatch.setattr(plugin, "installed", lambda: "0.9.1")
+    plugin.register()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has not been tested with sglang 0.9.1; install sglang 0.5.17" in line
+    assert line.endswith("eLLM is off: SGLang serves as stock.")
+    assert ENV not in os.environ
+    stock = [When.ANY_VERSION, *([When.PLATFORM] if activate() else [])]
+    assert registered == [hook.target for hook in hooks_of("0.9.1") if hook.when in stock]
+
+
+def test_flags_for_a_version_that_was_never_tested(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ellm_sgl.config import EllmConfig
-    from ellm_sgl.sglang import server_args
+    monkeypatch.delenv(ENV, raising=False)
+    monkeypatch.setattr(server_args, "installed", lambda: "0.9.1")
+    args = SimpleNamespace(model_path="model", ellm_policy="fcfs", ellm_device_kv_tokens=3072)
+    assert server_args.read_flags(lambda cls, args: args.model_path, object, args) == "model"
+    assert ENV not in os.environ
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "sglang 0.9.1" in line and line.endswith("eLLM is off: SGLang serves as stock.")
 
-    monkeypatch.setattr(server_args, "version", lambda _: "0.9.1")
-    monkeypatch.setattr(EllmConfig, "from_env", lambda: EllmConfig(policy="fcfs"))
-    with pytest.raises(SystemExit):
-        server_args.check_arguments(pytest.fail, object())
-    assert "sglang 0.9.1; install sglang==0.5.17" in capsys.readouterr().err
+
+def test_a_function_that_is_not_as_recorded_turns_ellm_off(
+    enabled: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def retract_decode(self, how_many=1):
+        pass
+
+    monkeypatch.setattr(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode", retract_decode
+    )
+    seen: list[object] = []
+    server_args.check_arguments(seen.append, args := object())
+    assert seen == [args] and ENV not in os.environ
+    assert "retract_decode is (self, how_many=), recorded (self" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rsplit(".", 2)[-1])
@@ -70,15 +107,6 @@ def test_hooks_exist_and_give_a_reason(hook: Hook) -> None:
     assert callable(hook.function)
     assert hook.kind in ("BEFORE", "AFTER", "AROUND")
     assert len(hook.reason) > 10
-
-
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rsplit(".", 2)[-1])
-def test_parameters_we_rely_on(hook: Hook) -> None:
-    name = hook.target.rsplit(".", 1)[-1]
-    function: Any = inspect.unwrap(pkgutil.resolve_name(hook.target))
-    parameters = list(inspect.signature(function).parameters)
-    for expected in PARAMETERS.get(name, []):
-        assert expected in parameters, f"{hook.target} has no parameter {expected}: {parameters}"
 
 
 def test_adder_has_the_budgets_we_charge() -> None:
@@ -136,7 +164,6 @@ def test_models_have_the_modules_we_hook() -> None:
 def test_off_registers_only_what_stock_sglang_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from ellm_sgl.config import ENV
     from ellm_sgl.sglang import plugin
 
     registered: list[str] = []
@@ -145,5 +172,5 @@ def test_off_registers_only_what_stock_sglang_needs(monkeypatch: pytest.MonkeyPa
         HookRegistry, "register", lambda target, *_, **__: registered.append(target)
     )
     plugin.register()
-    off = (When.ALWAYS, When.PLATFORM) if activate() else (When.ALWAYS,)
+    off = [When.ANY_VERSION, When.ALWAYS, *([When.PLATFORM] if activate() else [])]
     assert registered == [hook.target for hook in HOOKS if hook.when in off]

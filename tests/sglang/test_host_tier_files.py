@@ -46,9 +46,6 @@ class Arguments:
     device: str = "cpu"
     model_config: Model = field(default_factory=Model)
 
-    def get_model_config(self) -> Model:
-        return self.model_config
-
 
 def settings(
     path: Path, keeps: str = "kv", where: str = "host", tokens: int = TOKENS
@@ -110,7 +107,7 @@ def test_one_rank_alone_has_the_file_that_was_given(tmp_path: Path) -> None:
 )
 def test_the_sizes_are_known_before(tmp_path: Path, keeps: str, where: str, ranks: int) -> None:
     config = settings(tmp_path / "tier", keeps, where, TOKENS + 5)
-    expected = files(config, Arguments(tp_size=ranks))
+    expected = files(config, Arguments(tp_size=ranks), Model())
     made = {}
     for rank in range(ranks):
         name = "tier" if ranks == 1 else f"tier.rank{rank}"
@@ -121,14 +118,14 @@ def test_the_sizes_are_known_before(tmp_path: Path, keeps: str, where: str, rank
 
 def test_only_the_files_of_this_machine_count(tmp_path: Path) -> None:
     arguments = Arguments(tp_size=4, nnodes=2, node_rank=1)
-    found = files(settings(tmp_path / "tier"), arguments)
+    found = files(settings(tmp_path / "tier"), arguments, Model())
     assert set(found) == {tmp_path / "tier.rank2", tmp_path / "tier.rank3"}
 
 
 def test_sizes_that_only_the_server_will_know_are_not_guessed(tmp_path: Path) -> None:
-    mixed = files(settings(tmp_path / "tier", "mixed"), Arguments())
+    mixed = files(settings(tmp_path / "tier", "mixed"), Arguments(), Model())
     assert mixed == {tmp_path / "tier": 0, tmp_path / "tier.hidden": 0}
-    assert files(settings(tmp_path / "tier"), Arguments(kv_cache_dtype="bf16")) == {
+    assert files(settings(tmp_path / "tier"), Arguments(kv_cache_dtype="bf16"), Model()) == {
         tmp_path / "tier": 0
     }
 
@@ -137,15 +134,15 @@ def test_a_name_that_is_taken_is_refused_before_a_process_starts(tmp_path: Path)
     config = settings(tmp_path / "tier", "3")
     names = {"tier": 1, "tier.hidden": 1, "tier.rank1": 2, "tier.rank0.hidden": 2}
     for name, ranks in names.items():
-        check_files(config, Arguments(tp_size=ranks))
+        check_files(config, Arguments(tp_size=ranks), Model())
         taken = tmp_path / name
         taken.write_text("precious")
         with pytest.raises(ConfigError, match=f"^--ellm-host-path {taken}: exists"):
-            check_files(config, Arguments(tp_size=ranks))
+            check_files(config, Arguments(tp_size=ranks), Model())
         assert taken.read_text() == "precious"
         taken.unlink()
     assert os.listdir(tmp_path) == []
-    check_files(EllmConfig(), Arguments())
+    check_files(EllmConfig(), Arguments(), Model())
 
 
 def test_more_than_the_disk_holds_is_refused_before_a_process_starts(tmp_path: Path) -> None:
@@ -155,7 +152,7 @@ def test_more_than_the_disk_holds_is_refused_before_a_process_starts(tmp_path: P
     told = f"^--ellm-host-path {tmp_path}/tier: .* are needed, and {tmp_path} has .* free; free"
     for ranks in (1, 2):  # of two, each has half the heads: there would be room for one of them
         arguments = Arguments(tp_size=ranks)
-        check_files(settings(tmp_path / "tier", tokens=fits), arguments)
+        check_files(settings(tmp_path / "tier", tokens=fits), arguments, Model())
         with pytest.raises(ConfigError, match=told):
-            check_files(settings(tmp_path / "tier", tokens=2 * fits), arguments)
+            check_files(settings(tmp_path / "tier", tokens=2 * fits), arguments, Model())
     assert os.listdir(tmp_path) == []
