@@ -6,6 +6,7 @@ on a machine that others use too, only ratios within a round mean something. Rep
 Peers:
 - `torch_native`: what SGLang's backend of that name does: per request, gather K and V token by
   token, then PyTorch's attention (a prompt begins at position 0, so it pads nothing);
+- `cpu, t0:1`: the same kernel with the default prefetch, where measuring chose another one;
 - `torch_paged`: eLLM's kernel of PyTorch operations;
 - `sdpa`: PyTorch's attention alone, on K and V that already lie side by side;
 - `read`, `copy`, `multiply`: the machine, with as many threads.
@@ -13,6 +14,7 @@ Peers:
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -32,6 +34,8 @@ from ellm_sgl.kernels.bench_step import (
     median_ratio,
 )
 from ellm_sgl.kernels.cpu import attention as cpu
+from ellm_sgl.kernels.cpu.prefetch import DEFAULT
+from ellm_sgl.kernels.cpu.tune import Shape, choose_prefetch
 
 LIMIT_BYTES = 1 << 28
 MATRIX = 1024
@@ -73,6 +77,8 @@ class Result:
     """One case. Times in ms, medians; ratios to the C++ kernel's time, medians of the rounds."""
 
     case: Case
+    prefetch: str
+    """What decode rows were measured to do best with."""
     milliseconds: dict[str, float]
     ratio: dict[str, float]
     """Each peer's time over that of the C++ kernel: how many times faster the kernel is."""
@@ -95,6 +101,7 @@ def measure(case: Case, rounds: int) -> Result:
     own = times["cpu"]
     return Result(
         case=case,
+        prefetch=str(choose_prefetch(_shape(case))),
         milliseconds={name: 1e3 * statistics.median(t) for name, t in times.items()},
         ratio={name: median_ratio(times[name], own) for name in runs if name != "cpu"},
         read_share=median_ratio(times["read"], own) * step.kv_bytes / LIMIT_BYTES,
@@ -133,16 +140,25 @@ def step_of(case: Case) -> Step:
     return Step(shape, case.new, TYPES[case.dtype], torch.device("cpu"), layers)
 
 
+def _shape(case: Case) -> Shape:
+    dtype = TYPES[case.dtype]
+    return Shape(case.heads, case.kv_heads, case.head_dim, dtype, dtype)
+
+
 def peers(case: Case, step: Step) -> dict[str, Run]:
     """What is compared in a case, by name; each call computes the same attention."""
     all_rows = slice(0, None)
+    prefetch = choose_prefetch(_shape(case))
+    kernel = functools.partial(cpu.mixed_attention, prefetch=prefetch)
     runs: dict[str, Run] = {
-        "cpu": lambda: step.run(cpu.mixed_attention, step.mixed, all_rows),
+        "cpu": lambda: step.run(kernel, step.mixed, all_rows),
         "torch_paged": lambda: step.run(torch_paged.mixed_attention, step.mixed, all_rows),
     }
     if case.missing:
-        runs["cpu, two passes"] = lambda: step.run_apart(cpu.mixed_attention)
+        runs["cpu, two passes"] = lambda: step.run_apart(kernel)
         return runs
+    if prefetch != DEFAULT:
+        runs[f"cpu, {DEFAULT}"] = lambda: step.run(cpu.mixed_attention, step.mixed, all_rows)
     slots = step.units[:, :, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
     slots = slots.flatten(1)[:, : case.context]
     # As SGLang's own pool has them: tokens one after the other, [slots, kv_heads, head_dim].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from ellm_sgl.kernels import torch_paged
 from ellm_sgl.kernels.cpu import attention as cpu
 from ellm_sgl.kernels.cpu.library import load
+from ellm_sgl.kernels.cpu.tune import Shape, choose_prefetch
 from ellm_sgl.kernels.layout import MixedAttention
 
 if TYPE_CHECKING:
@@ -26,7 +28,11 @@ def choose_copy() -> CopyUnits:
 
 
 def choose(
-    device: torch.device, head_dim: int, row_type: torch.dtype, pool_type: torch.dtype
+    device: torch.device,
+    head_dim: int,
+    row_type: torch.dtype,
+    pool_type: torch.dtype,
+    heads: tuple[int, int] | None = None,
 ) -> tuple[MixedAttention, str]:
     """The kernel, and what to tell the user about the choice.
 
@@ -35,13 +41,20 @@ def choose(
         head_dim: size of a head, the same for K and V.
         row_type: of q, k and v.
         pool_type: of the pool.
+        heads: query heads and KV heads, to measure how decode rows prefetch best on this CPU (some
+            tens of milliseconds); None: the default.
     """
     if device.type != "cpu":
         return _choose_on_device(device, head_dim, row_type, pool_type)
     if (problem := load().problem) or not cpu.supports(head_dim, row_type, pool_type):
         problem = problem or f"none for heads of {head_dim} in {row_type} on {pool_type}"
         return torch_paged.mixed_attention, f"PyTorch's kernels (C++ kernels: {problem})"
-    return cpu.mixed_attention, f"C++ kernels ({cpu.instruction_set_for(head_dim)[1]})"
+    name = cpu.instruction_set_for(head_dim)[1]
+    if heads is None:
+        return cpu.mixed_attention, f"C++ kernels ({name})"
+    prefetch = choose_prefetch(Shape(*heads, head_dim, row_type, pool_type))
+    kernel = functools.partial(cpu.mixed_attention, prefetch=prefetch)
+    return kernel, f"C++ kernels ({name}, prefetch {prefetch})"
 
 
 def _choose_on_device(

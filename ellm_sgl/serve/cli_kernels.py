@@ -70,14 +70,17 @@ def bench(
         click.echo(f"{case}", err=True)
         results.append(benchmark.measure(case, rounds))
     table = _table(
-        "case", "batch×context", "heads/kv/size", "ms", "read", "mul.", "times faster than"
-    )
+        "case", "batch×context", "heads/kv/size", "ms", "read", "mul.", "prefetch",
+        "times faster than",
+    )  # fmt: skip
     for result in results:
         case, ms = result.case, result.milliseconds["cpu"]
         size = f"{case.heads}/{case.kv_heads}/{case.head_dim} {case.dtype[0]}{case.dtype[-2:]}"
+        read, multiply, faster = _shares(result, 1)
         table.add_row(
-            case.name, f"{case.batch}×{case.context}", size, f"{ms:.2f}", *_shares(result, 1)
-        )
+            case.name, f"{case.batch}×{case.context}", size, f"{ms:.2f}", read, multiply,
+            result.prefetch, faster,
+        )  # fmt: skip
     document = {
         "instruction_set": instruction_set_for(64)[1],
         "threads": torch.get_num_threads(),

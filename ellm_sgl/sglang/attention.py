@@ -55,8 +55,12 @@ class EllmAttention(AttentionBackend):
             )
             for layer in range(shape.num_layers)
         ]
-        self._kernel, chosen = choose(pool.device, pool.shape[-1], runner.dtype, pool.dtype)
         self._model_config = runner.model_config
+        heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+        size = pool.shape[-1]
+        self._kernel, chosen = choose(
+            pool.device, size, runner.dtype, pool.dtype, (heads, pool.shape[-2])
+        )
         self._graphs: GraphSteps | None = None
         logger.info("eLLM attention: %s", chosen)
 

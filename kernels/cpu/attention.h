@@ -9,12 +9,16 @@ namespace ellm {
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
+// Which caches a prefetch is to bring memory into: prefetcht0, t1, t2 and nta.
+enum Hint : int32_t { kToL1 = 0, kToL2 = 1, kToL3 = 2, kOnce = 3 };
+
 // Tokens whose KV is handled together. Boundaries are multiples of these positions, whatever the
 // number of threads and wherever the KV comes from: sums keep their order, results their bits.
 constexpr int kKeys = 64;          // keys between two updates of the running maximum, K1 ...
 constexpr int kDecodeStep = 32;    // ... and K2
 constexpr int kDecodeKeys = 512;   // keys of one work item of a decode row
 constexpr int kColumns = 64;       // query rows × query heads of one work item of a row range
+constexpr int kMostStepsAhead = 4; // of kDecodeStep tokens, between asking for KV and reading it
 
 // One attention call. Strides are in elements of the tensor they belong to.
 struct Call {
@@ -32,6 +36,8 @@ struct Call {
   int32_t pool_type;   // of keys and values
   int32_t threads;
   int32_t isa;         // index into the table of instruction sets (api.cpp)
+  Hint hint;           // K2 asks for KV with it ...
+  int32_t steps_ahead; // ... so many steps before it reads it, at most kMostStepsAhead; 0: never
   float scale;
   float delta;         // share of the threads that begin with row ranges
 };

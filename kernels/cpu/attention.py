@@ -17,6 +17,7 @@ from ellm_sgl.kernels.cpu.library import (
     load,
     loaded,
 )
+from ellm_sgl.kernels.cpu.prefetch import DEFAULT, HINTS, Prefetch
 from ellm_sgl.kernels.cpu.transfer import check_buffers, check_units
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, StackedLayout, packed_heads
 
@@ -52,6 +53,7 @@ def mixed_attention(
     scale: float,
     out_rows: int | None = None,
     delta: float = 0.5,
+    prefetch: Prefetch = DEFAULT,
 ) -> torch.Tensor:
     """See `reference.mixed_attention`: same arguments, same result, in one call for all rows.
 
@@ -61,6 +63,7 @@ def mixed_attention(
 
     Args:
         delta: share of the threads, 0..1, that begin with the ranges of rows.
+        prefetch: how single rows ask for KV ahead of reading it. Shows in the time alone.
 
     Raises:
         ValueError: `supports` says no, or a tensor is not laid out as the reference says.
@@ -83,7 +86,7 @@ def mixed_attention(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(),
         out.data_ptr(), q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
         rows, heads, k.shape[1], head_dim, keys.shape[1], row_type, pool_type,
-        torch.get_num_threads(), plan.isa, scale, delta,
+        torch.get_num_threads(), plan.isa, HINTS.index(prefetch.hint), prefetch.steps, scale, delta,
     )  # fmt: skip
     plan.library.ellm_attend(plan.handle, layout.group, ctypes.byref(call), groups.rows)
     return out

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "convert.h"
+#include "fetch.h"
 #include "rows.h"
 #include "scores.h"
 #include "simd.h"
@@ -15,11 +16,6 @@ namespace {
 using ellm::Call;
 using ellm::kDecodeStep;
 using ellm::Part;
-
-template <int N>
-struct Count {
-  static constexpr int value = N;
-};
 
 // Tokens whose K, or V, is read for all heads before the next ones': more means less to do between
 // heads, fewer that memory is read in the order in which it lies there, which matters more.
@@ -131,7 +127,7 @@ void attend_tokens(const Call& call, const Tokens& tokens, const Tokens* next, c
                           const Heads& heads) {
     const bool fetches = next != nullptr && heads.leads;
     return Run{rows + n, fetches ? next_rows + n : nullptr, all - n < size ? all - n : size,
-               heads.kv_head * head_bytes, head_bytes};
+               heads.kv_head * head_bytes, head_bytes, call.hint};
   };
   for (int n = 0; n < all; n += kKeyRun) {
     for_heads(call, [&](const Heads& heads, auto queries) {
@@ -173,8 +169,11 @@ void attend_rows(const Call& call, const Tokens& tokens, const Tokens* next, con
   constexpr int kStride = kQueries * kDecodeStep;  // of scores, from one head to the next
   const int size = call.heads * call.head_dim;
   const auto at = [](const char* place) { return reinterpret_cast<const float*>(place); };
+  const auto fetch = [&](const char* row) {
+    fetch_lines(row, size * static_cast<int64_t>(sizeof(float)), call.hint);
+  };
   for (int n = 0; n < tokens.count; ++n) {
-    fetch_row(next != nullptr ? at(next->k[n]) : nullptr, size);
+    if (next != nullptr) fetch(next->k[n]);
     score_row(at(tokens.k[n]), row.q, call.heads, call.head_dim, call.scale, row.scores + n,
               kStride);
   }
@@ -186,7 +185,7 @@ void attend_rows(const Call& call, const Tokens& tokens, const Tokens* next, con
     for (int d = 0; d < call.head_dim; d += W) store(own + d, load(own + d) * rescale);
   });
   for (int n = 0; n < tokens.count; ++n) {
-    fetch_row(next != nullptr ? at(next->v[n]) : nullptr, size);
+    if (next != nullptr) fetch(next->v[n]);
     add_row(at(tokens.v[n]), row.scores + n, call.heads, call.head_dim, o, kStride);
   }
 }
@@ -220,23 +219,13 @@ void decode_as(const Call& call, const Part& part, const Part* ahead, int64_t ro
     store(softmax.maximum, splat(-__builtin_inff()));
     store(softmax.total, vf{});
   });
-  Tokens both[2];
-  const auto locate_step = [&](const Part& from, Tokens& tokens) {
-    const int64_t left = from.end - from.begin;
-    const int count = left < kDecodeStep ? static_cast<int>(left) : kDecodeStep;
-    locate(call, *from.source, from.begin, count, kBytes, tokens);
-  };
-  locate_step(part, both[0]);
-  int now = 0;
-  for (int64_t from = part.begin; from < part.end; from += kDecodeStep, now ^= 1) {
-    const Part rest{part.source, from + kDecodeStep, part.end};
-    const Part* const next = rest.begin < rest.end ? &rest : ahead;
-    if (next != nullptr) locate_step(*next, both[now ^ 1]);
-    const Tokens* const after = next != nullptr ? &both[now ^ 1] : nullptr;
+  StepsAhead steps(call, part, ahead, kBytes);
+  for (int64_t from = part.begin; from < part.end; from += kDecodeStep) {
+    const Tokens* const next = steps.advance();
     if (in_sequence(call, kBytes)) {
-      attend_rows(call, both[now], after, memory, o);
+      attend_rows(call, steps.now(), next, memory, o);
     } else {
-      attend_tokens<T>(call, both[now], after, memory, o);
+      attend_tokens<T>(call, steps.now(), next, memory, o);
     }
   }
   for_heads(call, [&](const Heads& heads, auto queries) {

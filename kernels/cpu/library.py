@@ -36,6 +36,7 @@ class Call(Structure):
         *((name, c_int64) for name in ("unit_stride", "token_stride", "out_rows")),
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "block_tokens")),
         *((name, c_int32) for name in ("row_type", "pool_type", "threads", "isa")),
+        *((name, c_int32) for name in ("hint", "steps_ahead")),
         *((name, c_float) for name in ("scale", "delta")),
     )
 

@@ -5,22 +5,16 @@
 #pragma once
 
 #include "attention.h"
+#include "fetch.h"
 #include "simd.h"
 
 namespace {
 
 constexpr int64_t kPageBytes = 4096;
-constexpr int kPrefetched = 64 / sizeof(float);  // elements of a cache line
 
 INLINE bool in_sequence(const ellm::Call& call, int64_t bytes) {
   return bytes == sizeof(float) && call.heads == call.kv_heads &&
          call.heads * call.head_dim * bytes >= kPageBytes;
-}
-
-// What follows a row in another place, or null: asked for while this one is worked on.
-INLINE void fetch_row(const float* next, int size) {
-  if (next == nullptr) return;
-  for (int i = 0; i < size; i += kPrefetched) __builtin_prefetch(next + i, 0, 3);
 }
 
 // scores[h · stride] = q[h] · k[h] · scale, for all heads.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "fetch.h"
 #include "simd.h"
 
 namespace {
@@ -51,9 +52,10 @@ INLINE void store_scores(float* scores, const vf (&sums)[NQ][4], float scale) {
 // Rows of K or V of consecutive tokens, of one KV head.
 struct Run {
   const char* const* rows;
-  const char* const* next;  // rows that will be read next, or null
+  const char* const* next;  // rows that will be read some steps later, or null
   int count;                // rounded up to a multiple of four: rows beyond the last repeat it
   int64_t offset, bytes;    // of the head in a row
+  ellm::Hint hint;
 
   template <class Bits>
   const Bits* at(const char* row) const {
@@ -65,9 +67,7 @@ struct Run {
   // hold up everything after them.
   void fetch(int n) const {
     if (next == nullptr) return;
-    for (int i = n; i < n + 4; ++i) {
-      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next[i] + offset + at, 0, 3);
-    }
+    for (int i = n; i < n + 4; ++i) fetch_lines(next[i] + offset, bytes, hint);
   }
 };
 

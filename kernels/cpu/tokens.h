@@ -59,4 +59,45 @@ inline void locate(const ellm::Call& call, const ellm::Source& source, int64_t b
   }
 }
 
+// The steps of a part and, after them, those of what comes ahead: where their tokens are, from the
+// step that is read to the one that is asked for meanwhile.
+class StepsAhead {
+ public:
+  StepsAhead(const ellm::Call& call, const ellm::Part& part, const ellm::Part* ahead, int64_t bytes)
+      : call_(call), rest_(part), ahead_(ahead), bytes_(bytes) {}
+
+  // Goes on to the next step of the part; what is to be asked for during it, or null.
+  const Tokens* advance() {
+    ++now_;
+    while (located_ <= now_ + call_.steps_ahead && locate_step()) ++located_;
+    const bool fetches = call_.steps_ahead > 0 && located_ > now_ + call_.steps_ahead;
+    return fetches ? &at(now_ + call_.steps_ahead) : nullptr;
+  }
+
+  const Tokens& now() { return at(now_); }
+
+ private:
+  Tokens& at(int64_t step) { return ring_[step % (ellm::kMostStepsAhead + 1)]; }
+
+  bool locate_step() {
+    if (rest_.begin >= rest_.end) {
+      if (ahead_ == nullptr) return false;
+      rest_ = *ahead_;
+      ahead_ = nullptr;
+    }
+    const int64_t left = rest_.end - rest_.begin;
+    const int count = left < ellm::kDecodeStep ? static_cast<int>(left) : ellm::kDecodeStep;
+    locate(call_, *rest_.source, rest_.begin, count, bytes_, at(located_));
+    rest_.begin += ellm::kDecodeStep;
+    return true;
+  }
+
+  const ellm::Call& call_;
+  ellm::Part rest_;          // not located yet
+  const ellm::Part* ahead_;  // nor this, after it
+  const int64_t bytes_;
+  int64_t now_ = -1, located_ = 0;
+  Tokens ring_[ellm::kMostStepsAhead + 1];
+};
+
 }  // namespace

@@ -11,9 +11,12 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
 
 from ellm_sgl.kernels.cpu.attention import mixed_attention, supports
 from ellm_sgl.kernels.cpu.library import load
+from ellm_sgl.kernels.cpu.prefetch import DEFAULT, Prefetch
+from ellm_sgl.kernels.cpu.tune import Shape, choose_prefetch
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 from ellm_sgl.sglang.platform.cpu import CPU_BACKEND
 
@@ -66,6 +69,21 @@ class CpuAttention(TorchNativeAttnBackend):
         self._layout: GroupLayout | None = None
         if problem := load().problem:
             logger.warning("%s runs as torch_native (C++ kernels: %s)", CPU_BACKEND, problem)
+        self._prefetch = self._best_prefetch(runner)
+
+    def _best_prefetch(self, runner: ModelRunner) -> Prefetch:
+        """Of the layers' heads; the default where the kernels have no part in them."""
+        pool = self.token_to_kv_pool
+        if type(pool) is not MHATokenToKVPool:
+            return DEFAULT
+        keys, _ = pool.get_kv_buffer(pool.start_layer)
+        if keys.dim() != 3 or not supports(keys.shape[2], runner.dtype, keys.dtype):
+            return DEFAULT
+        _, kv_heads, size = keys.shape
+        heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+        chosen = choose_prefetch(Shape(heads, kv_heads, size, runner.dtype, keys.dtype))
+        logger.info("%s: prefetch %s", CPU_BACKEND, chosen)
+        return chosen
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -106,6 +124,7 @@ class CpuAttention(TorchNativeAttnBackend):
             values.view(-1, self._page, *values.shape[1:]),
             self._layout,
             layer.scaling,
+            prefetch=self._prefetch,
         )
         return out.view(len(out), -1)
 
