@@ -13,17 +13,28 @@ STAMP  := $(VENV)/.setup-done
 
 TWO    := --numprocesses 2 --dist loadfile
 
-.PHONY: help setup demo test test-fast lint format wheel clean
+# Debian's packages that some tests run, by the command that they bring. Tests say what they lack.
+PROGRAMS := prometheus:prometheus
+
+.PHONY: help system setup demo test test-fast lint format wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       serve the demo model with too little KV memory, beside stock SGLang'
 	@echo 'make test       all tests that need no GPU: the fast ones, then the slow ones'
 	@echo 'make test-fast  only the fast ones'
+	@echo 'make system     as root on Debian: install what some tests run beside Python'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff rewrite'
 	@echo 'make wheel      build the wheel and the sdist into dist/'
 	@echo 'make clean      remove what building and testing left (.venv stays)'
+
+system:
+	@lacking=; for program in $(PROGRAMS); do \
+	    command -v $${program%:*} >/dev/null || lacking+=" $${program#*:}"; \
+	done; \
+	[ -z "$$lacking" ] || { echo "system: installing$$lacking"; export DEBIAN_FRONTEND=noninteractive; \
+	    apt-get -qq update && apt-get -qq -y --no-install-recommends install $$lacking >/dev/null; }
 
 setup: $(STAMP)
 

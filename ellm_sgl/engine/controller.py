@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from ellm_sgl.engine.decision import Decision
 from ellm_sgl.engine.policy_guard import PolicyGuard
-from ellm_sgl.engine.step_log import StepLog
+from ellm_sgl.engine.step_log import KEPT_STEPS, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape
 from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState
 from ellm_sgl.policies.lengths import OutputLengths
@@ -42,9 +44,20 @@ class Controller:
         self.steps = steps
         self.limits = limits
         self.guard = PolicyGuard(policy, budget_s)
+        self.decision_s: deque[float] = deque(maxlen=KEPT_STEPS)
+        """How long each of the last decisions took, in seconds;"""
+        self.decisions = 0
+        """and how many there have been, of this policy and those before."""
+        self._fallbacks: Counter[str] = Counter()
+
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """Answers replaced, by kind, of this policy and those before."""
+        return self._fallbacks + self.guard.failures
 
     def switch(self, policy: Policy) -> None:
-        """Ask `policy` from now on; counters start again. The one before is not waited for."""
+        """Ask `policy` from now on; its counters start again. The one before is not waited for."""
+        self._fallbacks += self.guard.failures
         self.guard.close()
         self.guard = PolicyGuard(policy, self.guard.budget_s)
 
@@ -74,7 +87,10 @@ class Controller:
 
     def decide(self, state: SystemState) -> Decision:
         """Ask about one iteration; never fails, never takes much longer than the budget."""
+        began = time.perf_counter()
         answer, last = self.guard.answer(state), self.steps.last
+        self.decision_s.append(time.perf_counter() - began)
+        self.decisions += 1
         batch, ratios = answer.batch, answer.ratios
         keeps_all = not batch.pause and not ratios.running.any()
         return Decision(

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
+from ellm_sgl.engine.attainment import TPOT, TTFT, Attainment
 from ellm_sgl.engine.controller import Controller
 from ellm_sgl.engine.decision import Decision, InForce
 from ellm_sgl.engine.request_table import Entries, RequestTable
@@ -54,6 +55,7 @@ class Iteration:
         self.controller = controller
         self.elastic = elastic
         self.requests = RequestTable()
+        self.attainment = Attainment()
         self.in_force = InForce()
         self.clock = clock
         self._unit_bytes = unit_bytes
@@ -244,6 +246,11 @@ class Iteration:
 
     def ended(self, entry: int, output_tokens: int, aborted: bool) -> None:
         """A request has ended, with so many tokens of output."""
+        if output_tokens and not aborted:
+            done = self.requests.measured(entry, self.clock())
+            tpot_slo_s = min(done.tpot_slo_s, self.controller.limits.tpot_slo_s)
+            self.attainment.ended(done.priority, TPOT, tpot_slo_s, done.tpot_s)
+            self.attainment.ended(done.priority, TTFT, done.ttft_slo_s, done.ttft_s)
         self.controller.guard.ended(self.requests.end(entry, output_tokens, aborted))
 
     def left(self, entry: int) -> None:

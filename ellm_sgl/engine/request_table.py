@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,23 @@ class Arrival:
 
 
 _OF_ARRIVAL = tuple(field.name for field in dataclasses.fields(Arrival))
-_OURS = ("request_id", "waiting_since_s", "first_token_s", "last_token_s", "first_length", "ended")
+_OURS = (
+    "request_id", "waiting_since_s", "answered_s", "first_token_s", "last_token_s", "first_length",
+    "ended",
+)  # fmt: skip
 """Columns; times (`_s`) are float64, the others int64."""
+
+
+class Ended(NamedTuple):
+    """What was measured of a request that has ended."""
+
+    priority: int
+    tpot_s: float
+    """Average time per output token; nan before the second."""
+    ttft_s: float
+    """Time to the first token."""
+    tpot_slo_s: float
+    ttft_slo_s: float
 
 
 class RequestTable:
@@ -64,6 +79,7 @@ class RequestTable:
             column[name][entry] = getattr(arrival, name)
         column["request_id"][entry] = next(self._ids)
         column["waiting_since_s"][entry] = now_s
+        column["answered_s"][entry] = np.nan
         column["first_token_s"][entry] = np.nan
         column["last_token_s"][entry] = np.nan
         column["ended"][entry] = 0
@@ -80,6 +96,19 @@ class RequestTable:
             kind = int(column["priority"][entry])
             self.answers.ended(output_tokens - 1, kind, cut_off=output_tokens >= bound)
         return EndedRequest(int(column["request_id"][entry]), output_tokens, aborted)
+
+    def measured(self, entry: int, now_s: float) -> Ended:
+        """Of a request that ends now. If it was never seen to run, its only token came now."""
+        column = self._columns
+        answered_s = column["answered_s"][entry]
+        came_s = now_s if np.isnan(answered_s) else answered_s
+        return Ended(
+            priority=int(column["priority"][entry]),
+            tpot_s=float(self._tpot(entries_array([entry]))[0]),
+            ttft_s=float(came_s - column["arrival_s"][entry]),
+            tpot_slo_s=float(column["tpot_slo_s"][entry]),
+            ttft_slo_s=float(column["ttft_slo_s"][entry]),
+        )
 
     def remove(self, entry: int) -> EndedRequest | None:
         """A request has left the server, and its entry is free. One that has not ended was aborted:
@@ -135,7 +164,8 @@ class RequestTable:
         so are the shared, the uncached and, of these, those on the host."""
         last_s = self._columns["last_token_s"]
         # Of those seen for the first time the first token has just come, with the prompt.
-        last_s[entries[np.isnan(last_s[entries])]] = now_s
+        newly = entries[np.isnan(last_s[entries])]
+        last_s[newly] = self._columns["answered_s"][newly] = now_s
         waited = now_s - last_s[entries]
         return self._requests(entries, lengths, shared, uncached, on_host, waited)
 
@@ -149,9 +179,6 @@ class RequestTable:
         waited: npt.NDArray[np.float64],
     ) -> Requests:
         column = self._columns
-        decoded = column["tokens"][entries] - column["first_length"][entries]
-        spent = column["last_token_s"][entries] - column["first_token_s"][entries]
-        tpot = np.where(decoded > 0, spent / np.maximum(decoded, 1), np.nan)
         arrays = {
             "request_id": column["request_id"][entries],
             "tokens": tokens,
@@ -165,11 +192,18 @@ class RequestTable:
             "priority": column["priority"][entries],
             "tpot_slo_s": column["tpot_slo_s"][entries],
             "ttft_slo_s": column["ttft_slo_s"][entries],
-            "tpot_s": tpot,
+            "tpot_s": self._tpot(entries),
         }
         for array in arrays.values():
             array.flags.writeable = False
         return Requests(**arrays)
+
+    def _tpot(self, entries: Entries) -> npt.NDArray[np.float64]:
+        """Measured average time per output token, in seconds; nan before the second token."""
+        column = self._columns
+        decoded = column["tokens"][entries] - column["first_length"][entries]
+        spent = column["last_token_s"][entries] - column["first_token_s"][entries]
+        return np.where(decoded > 0, spent / np.maximum(decoded, 1), np.nan)
 
     def _grow(self) -> None:
         size = len(self._columns["request_id"])

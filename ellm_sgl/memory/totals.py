@@ -19,6 +19,8 @@ class Totals:
     relocated_units: int = 0
     """Units moved so that the memory behind them can be given back."""
     recomputed_tokens: int = 0
+    recomputed_units: int = 0
+    """Missing units whose KV steps computed again, also where it was not kept."""
     fetched_units: int = 0
     """Units streamed in from the host tier,"""
     fetched_ahead_units: int = 0

@@ -17,6 +17,7 @@ from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.memory import Resizer, UnderWay
 from ellm_sgl.memory.resize import Submit
 from ellm_sgl.sglang.context import context_of, row_of, rows_of
+from ellm_sgl.sglang.metrics import Metrics
 from ellm_sgl.sglang.paused import PausedRequests
 from ellm_sgl.sglang.slo import slo_seconds
 from ellm_sgl.worker import Worker
@@ -64,6 +65,8 @@ class EllmScheduler:
         self.prefilling: Sequence[int] = ()
         """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed
         in."""
+        self.metrics: Metrics | None = None
+        """Where SGLang tells its own."""
         self.released: Released | None = None
         self.prompt_ratio = 0.0
         """Uncached ratio that the prompt which SGLang computes in chunks was admitted at."""
@@ -159,6 +162,7 @@ class EllmScheduler:
         """Report the step before, observe, decide, and put the decision in force."""
         self.prefilling = ()
         self.iteration.report()
+        self._tell(batch)
         self.paused.end_aborted(batch)
         context_of(self.scheduler).may_evict = not batch.reqs
         self.iteration.elastic.coming_blocks = self.under_way().coming
@@ -176,6 +180,7 @@ class EllmScheduler:
             self.iteration.decide_nothing()
             if self.scheduler.chunked_req is None:
                 self.iteration.idle()
+                self._tell(batch, idle=True)
             return
         seq_ids = rows_of(running)
         decision = self._agreed(entries, seq_ids, waiting)
@@ -187,6 +192,11 @@ class EllmScheduler:
         batch.batch_is_full = self.iteration.queue_closed(
             batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
         )
+
+    def _tell(self, batch: ScheduleBatch, idle: bool = False) -> None:
+        if self.metrics is not None:
+            waiting = len(self.scheduler.waiting_queue)
+            self.metrics.update(len(batch.reqs), waiting, self.iteration.clock(), idle)
 
     def under_way(self) -> UnderWay:
         """The prompt that SGLang computes in chunks, as far as it has come."""

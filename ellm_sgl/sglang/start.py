@@ -22,6 +22,7 @@ from ellm_sgl.engine.request_table import entries_array
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.sglang.calibration import calibrate, model_shape
 from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.metrics import metrics_of
 from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     iteration = Iteration(controller, ours.elastic, ours.pool.unit_bytes)
     warm_up(iteration)
     ours.iteration, ours.scheduler = iteration, EllmScheduler(iteration, scheduler)
+    ours.scheduler.metrics = metrics_of(scheduler)
     if ours.sizing is not None and scheduler.ps.tp_rank == 0:
         ours.sizing.start(scheduler, ours.scheduler.resizer)
     logger.info("eLLM policy %s; %s", settings.policy, ours.hardware)

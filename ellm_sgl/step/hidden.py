@@ -77,6 +77,16 @@ class HiddenStates:
         shape = self._states.shape
         return min(self._states.num_groups * shape.layer_group, shape.num_layers)
 
+    @property
+    def unit_bytes(self) -> int:
+        """Of the hidden states of one block in one layer group."""
+        return self._states.buffer[0].nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory for hidden states."""
+        return self._states.buffer.nbytes
+
     def attach(self, inputs: Sequence[nn.Module], project: Projection) -> None:
         """Watch a model.
 

@@ -65,7 +65,9 @@ class Planner:
         if missing is not None:
             slots = self._elastic.slots
             restoration = plan_restoration(table, missing, split.recompute_share, slots)
-            totals.fetched_units += restoration.fetched_units
+            fetched = restoration.fetched_units
+            totals.fetched_units += fetched
+            totals.recomputed_units += int(missing.groups.sum()) - fetched
             totals.borrowed_units += len(restoration.borrowed)
             totals.projected_units += restoration.projected_units
         lengths = table.lengths_of(seq_ids).tolist()

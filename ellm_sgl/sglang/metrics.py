@@ -1,0 +1,149 @@
+"""eLLM's metrics in SGLang's own `/metrics` (`--enable-metrics`).
+
+The scheduler process has the figures and the HTTP process answers; between them lie the files of
+prometheus_client's multiprocess mode, as for SGLang's metrics, whose labels these have, too.
+Twice a second at most they are brought up to date from what the loop counts anyway (`families`):
+nothing is done per token, and nothing at all without `--enable-metrics`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ellm_sgl.sglang.context import Context, context_of
+from ellm_sgl.sglang.families import (
+    COUNTERS,
+    DECISION_SECONDS,
+    GAUGES,
+    STEP_ERROR_RATIO,
+    STEP_PREDICTED_SECONDS,
+    STEP_SECONDS,
+    Distribution,
+    Family,
+    Labels,
+    Scene,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from sglang.srt.managers.scheduler import Scheduler
+
+UPDATE_S = 0.5
+"""So far apart, in seconds, updates are, at least."""
+
+PHASES = ("decode", "prefill")
+
+
+class Metrics:
+    """The metrics of one scheduler process.
+
+    Args:
+        ours: of that process, with the loop.
+        labels: that every metric has: SGLang's.
+        registry: prometheus_client's own unless given.
+    """
+
+    def __init__(
+        self, ours: Context, labels: Mapping[str, str], registry: CollectorRegistry | None = None
+    ) -> None:
+        # Not before: where metrics are kept is decided as prometheus_client is imported.
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+        self._ours = ours
+        self._labels = dict(labels)
+        self._registry = registry or REGISTRY
+        recent: dict[str, Any] = {"multiprocess_mode": "mostrecent"}
+        self._gauges = [(f, self._declare(Gauge, f, **recent)) for f in GAUGES]
+        self._counters = [(f, self._declare(Counter, f)) for f in COUNTERS]
+        self._histograms = {
+            f: self._declare(Histogram, f, buckets=f.buckets)
+            for f in (STEP_SECONDS, STEP_PREDICTED_SECONDS, STEP_ERROR_RATIO, DECISION_SECONDS)
+        }
+        self._children: dict[tuple[str, Labels], Any] = {}
+        self._told: dict[tuple[str, Labels], float] = {}
+        self._steps = self._decisions = 0
+        self._due_s = -math.inf
+        for phase in PHASES:
+            for distribution in (STEP_SECONDS, STEP_PREDICTED_SECONDS, STEP_ERROR_RATIO):
+                self._child(distribution, self._histograms[distribution], (phase,))
+        self._child(DECISION_SECONDS, self._histograms[DECISION_SECONDS], ())
+
+    def update(self, running: int, waiting: int, now_s: float, idle: bool = False) -> None:
+        """Once per turn of the loop; returns at once unless an update is due.
+
+        Args:
+            running, waiting: requests.
+            now_s: monotonic.
+            idle: nothing runs from now on: the last steps are told of at once.
+        """
+        iteration = self._ours.iteration
+        assert iteration is not None
+        ended = idle and iteration.controller.steps.steps != self._steps
+        if now_s < self._due_s and not ended:
+            return
+        self._due_s = now_s + UPDATE_S
+        scene = Scene.of(self._ours, iteration, running, waiting)
+        for family, metric in self._gauges:
+            values = family.values(scene)
+            for labels in self._known(family).difference(values):
+                self._child(family, metric, labels).set(0)
+            for labels, value in values.items():
+                self._told[family.name, labels] = value
+                self._child(family, metric, labels).set(value)
+        for family, metric in self._counters:
+            for labels, value in family.values(scene).items():
+                before = self._told.get((family.name, labels), 0.0)
+                self._told[family.name, labels] = value
+                self._child(family, metric, labels).inc(max(value - before, 0.0))
+        self._observe(scene)
+
+    def _observe(self, scene: Scene) -> None:
+        """Steps and decisions since the last time, as many as are still known."""
+        loop = scene.iteration.controller
+        steps, self._steps = loop.steps.steps - self._steps, loop.steps.steps
+        for step in _last(loop.steps.reports, steps):
+            phase = ("prefill" if step.work.prefill_rows else "decode",)
+            self._sample(STEP_SECONDS, step.seconds, phase)
+            self._sample(STEP_PREDICTED_SECONDS, step.predicted_s, phase)
+            if step.seconds > 0:
+                error = abs(step.predicted_s - step.seconds) / step.seconds
+                self._sample(STEP_ERROR_RATIO, error, phase)
+        decisions, self._decisions = loop.decisions - self._decisions, loop.decisions
+        for seconds in _last(loop.decision_s, decisions):
+            self._sample(DECISION_SECONDS, seconds, ())
+
+    def _sample(self, family: Distribution, value: float, labels: Labels) -> None:
+        if math.isfinite(value):
+            self._child(family, self._histograms[family], labels).observe(value)
+
+    def _known(self, family: Family) -> set[Labels]:
+        """Labels that this gauge has been told with."""
+        return {labels for name, labels in self._told if name == family.name}
+
+    def _declare(self, kind: Any, family: Family | Distribution, **more: Any) -> Any:
+        names = [*self._labels, *family.labels]
+        return kind(family.name, family.text, names, registry=self._registry, **more)
+
+    def _child(self, family: Family | Distribution, metric: Any, labels: Labels) -> Any:
+        key = family.name, labels
+        if key not in self._children:
+            own = dict(zip(family.labels, labels, strict=True))
+            self._children[key] = metric.labels(**self._labels, **own)
+        return self._children[key]
+
+
+def _last(values: Any, count: int) -> Any:
+    return itertools.islice(values, max(len(values) - count, 0), None)
+
+
+def metrics_of(scheduler: Scheduler) -> Metrics | None:
+    """Those of this process, where SGLang's scheduler tells its own; else None."""
+    told = scheduler.metrics_collector_context
+    if told.collector is None or not told.current_scheduler_metrics_enabled:
+        return None
+    # SGLang's class of priority is a label that ours have a meaning of their own for.
+    labels = {k: str(v) for k, v in told.collector.labels.items() if k != "priority"}
+    return Metrics(context_of(scheduler), labels)
