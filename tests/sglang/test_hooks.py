@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +50,40 @@ def of_all_kinds(a, /, b, c=1, *rest, d, e=2, **more):
 def test_what_is_recorded_of_parameters() -> None:
     assert signature_of(f"{__name__}:of_all_kinds") == "(a, /, b, c=, *rest, d, e=, **more)"
     assert signature_of(f"{__name__}:no_such") == ABSENT
+
+
+class OfAllKinds:
+    def method(self, a, b=None):
+        pass
+
+    @classmethod
+    def of_the_class(cls, a, *, b=None):
+        pass
+
+    @staticmethod
+    def of_nobody(a, *b):
+        pass
+
+
+def test_hooks_are_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers look when plugins are loaded, and other plugins may have hooks there too."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    names = "method", "of_the_class", "of_nobody"
+    targets = [f"{__name__}.OfAllKinds.{name}" for name in names]
+    before = [signature_of(target) for target in targets]
+    assert before == ["(self, a, b=)", "(a, *, b=)", "(a, *b)"]
+    plain = [inspect.getattr_static(OfAllKinds, name) for name in names]
+    for target in targets:
+        for kind in (HookType.AROUND, HookType.AFTER):
+            HookRegistry.register(target, lambda original, *args, **kwargs: None, kind)
+    HookRegistry.apply_hooks()
+    assert [signature_of(target) for target in targets] == before
+    assert all(
+        inspect.getattr_static(OfAllKinds, n) is not p for n, p in zip(names, plain, strict=True)
+    )
 
 
 @pytest.fixture

@@ -23,14 +23,17 @@ def signature_of(target: str) -> str:
     """Names and kinds of a function's parameters, and which may be left out: "(self, a, *, b=)".
     Annotations and defaults are left out: their text depends on Python. Sees through hooks."""
     try:
-        function = inspect.unwrap(pkgutil.resolve_name(target))
+        named = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
         return ABSENT
+    function = inspect.unwrap(named)
     signature = inspect.signature(function)
     parameters = [
         parameter.replace(annotation=empty, default=empty if parameter.default is empty else ...)
         for parameter in signature.parameters.values()
     ]
+    if inspect.ismethod(named) and not inspect.ismethod(function):
+        del parameters[0]  # the class: below its hook a class's method is bound no more
     bare = signature.replace(parameters=parameters, return_annotation=empty)
     return str(bare).replace("=Ellipsis", "=")
 
