@@ -7,8 +7,10 @@ import contextlib
 import itertools
 import json
 import math
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
@@ -19,6 +21,8 @@ TIMEOUT_S = 900.0
 STALL_S = 0.05
 """A stream that brings nothing for so long counts as stalled: its request may be paused."""
 SWING_S = 0.25
+OVERTAKEN_S, LOOK_S = 0.5, 0.01
+UNDER_WAY = "under way"
 
 T = TypeVar("T")
 
@@ -42,6 +46,18 @@ class Answer:
     output: Output
     aborted: bool = False
     """The client gave the stream up in the middle: it had begun, and had not ended."""
+
+
+@dataclass
+class Resizes:
+    """Of a pool, while something else goes on."""
+
+    left: int
+    """That are not over,"""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """and what has become of those that are, as `/ellm/state` calls it."""
+    failed: Callable[[], bool] = bool
+    """Whether there are no more because one could not be asked for."""
 
 
 class Client:
@@ -110,14 +126,9 @@ class Client:
         """In this context the device pool has `other` and `tokens` tokens by turns, each for
         SWING_S; afterwards `tokens`."""
 
-        async def resize(size: int) -> None:
-            body = {"server_args": {"ellm_device_kv_tokens": size}}
-            if await self._post("/set_internal_state", body) not in (True, [True]):
-                raise ServerError(f"the server refused a pool of {size} tokens")
-
         async def swing() -> None:
             for size in itertools.cycle((other, tokens)):
-                await resize(size)
+                await self._resize(size)
                 await asyncio.sleep(SWING_S)
 
         swings = asyncio.create_task(swing())
@@ -127,7 +138,50 @@ class Client:
             swings.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await swings
-        await resize(tokens)
+        await self._resize(tokens)
+
+    @contextlib.asynccontextmanager
+    async def resizing(self, sizes: Sequence[int], then: int) -> AsyncIterator[Resizes]:
+        """In this context the device pool comes to these sizes, in tokens, one after the other;
+        afterwards to `then`. What has become of one is known, or overtaken by the next, within
+        OVERTAKEN_S."""
+        found = Resizes(len(sizes))
+
+        async def one(size: int) -> None:
+            await self._resize(size)
+            deadline = time.monotonic() + OVERTAKEN_S
+            while (outcome := await self._outcome()) == UNDER_WAY and time.monotonic() < deadline:
+                await asyncio.sleep(LOOK_S)
+            found.outcomes[outcome] += 1
+            found.left -= 1
+
+        async def all_of_them() -> None:
+            for size in sizes:
+                await one(size)
+
+        resizes = asyncio.create_task(all_of_them())
+        found.failed = lambda: resizes.done() and resizes.exception() is not None
+        try:
+            yield found
+            await resizes
+        finally:
+            resizes.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await resizes
+        await self._resize(then)
+        while await self._outcome() == UNDER_WAY:
+            await asyncio.sleep(LOOK_S)
+
+    async def _resize(self, size: int) -> None:
+        body = {"server_args": {"ellm_device_kv_tokens": size}}
+        if await self._post("/set_internal_state", body) not in (True, [True]):
+            raise ServerError(f"the server refused a pool of {size} tokens")
+
+    async def _outcome(self) -> str:
+        """What has become of the size last asked for."""
+        answer = await self._http.get(f"{self._url}/ellm/state", params={"integrity": False})
+        _check(answer)
+        return str(answer.json()["resize"]["outcome"])
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         answer = await self._http.post(self._url + path, json=body)

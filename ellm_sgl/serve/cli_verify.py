@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import click
 from rich import box
@@ -13,7 +14,7 @@ from rich.table import Table
 from ellm_sgl.config import ELLM, MODES
 from ellm_sgl.config.click_types import LAYERS, TOKENS
 from ellm_sgl.config.commands import json_flag, model_path_option, told_in_a_line
-from ellm_sgl.serve.verify.figures import VerifyReport
+from ellm_sgl.serve.verify.figures import Comparison, VerifyReport
 from ellm_sgl.serve.verify.rounding import EXACT, UNIT_ROUNDOFF, Spread
 
 DTYPES = (EXACT, *UNIT_ROUNDOFF)
@@ -50,6 +51,12 @@ BATCH_SIZES = "stock, two batch sizes"
     default=ELLM,
     help="A baseline instead: under pressure, with at least 160 tokens per prompt.",
 )
+@click.option(
+    "--resizes",
+    type=click.IntRange(0, 10_000),
+    default=0,
+    help="Resize the pool so often, at random, while the load of each setting runs.",
+)
 @click.option("--quick", is_flag=True, help="Three splits, and chats in fp32, instead of all.")
 @json_flag
 def verify(
@@ -60,6 +67,7 @@ def verify(
     max_prompt_tokens: int,
     output_tokens: int,
     mode: str,
+    resizes: int,
     quick: bool,
     as_json: bool,
 ) -> None:
@@ -82,6 +90,7 @@ def verify(
             block_tokens=block_tokens,
             quick=quick,
             mode=mode,
+            resizes=resizes,
         )
     if as_json:
         click.echo(json.dumps(report.to_json(), allow_nan=False))
@@ -101,6 +110,8 @@ def _what_failed(report: VerifyReport) -> str:
 def _show(report: VerifyReport, console: Console) -> None:
     for dtype in dict.fromkeys(c.dtype for c in report.comparisons):
         console.print(_table(report, dtype))
+        if resized := _resized([c for c in report.comparisons if c.dtype == dtype]):
+            console.print(resized, highlight=False)
     for reason in report.left_out:
         console.print(f"left out: {escape(reason)}")
     for failure in report.failures:
@@ -132,6 +143,16 @@ def _table(report: VerifyReport, dtype: str) -> Table:
         mark = "ok" if c.failure is None else "[red]FAIL[/red]"
         table.add_row(c.setting, agree, difference, *figures, mark)
     return table
+
+
+def _resized(rows: Sequence[Comparison]) -> str:
+    """What became of all resizes at random sizes; empty where there were none."""
+    applied, floor, overtaken = (
+        sum(getattr(c, name) for c in rows) for name in ("resized", "at_floor", "overtaken")
+    )
+    if not (applied or floor or overtaken):
+        return ""
+    return f"resizes: {applied:,} applied, {floor:,} at the floor, {overtaken:,} overtaken"
 
 
 def _spread(spread: Spread | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ellm_sgl.eval.tiny_models import TINY_MODELS, write
+from ellm_sgl.serve.verify.stages import RESIZES
 from tests.e2e import planted_errors
 
 pytestmark = pytest.mark.slow
@@ -20,6 +21,9 @@ pytestmark = pytest.mark.slow
 COVERED = "llama-gqa"
 """By the demo model, of the same architecture and kind of attention."""
 CROWDED = ("chats", "aborts")
+NEED_NOT_PAUSE = ("chats, fcfs", "chats, mixed chunk, full", "chats, resized",
+                  "chats, two ranks, resized")  # fmt: skip
+"""Whether they do is theirs to decide."""
 LIMIT_S = 1200
 """For one run; the full one starts ten servers."""
 
@@ -64,12 +68,16 @@ def test_demo_model() -> None:
             recomputes = setting != "r = 0.0" and not setting.endswith(" 1:0")
             assert (comparison["recomputed_tokens"] > 0) == recomputes
     crowded = {c["setting"]: c for c in comparisons if c["setting"].startswith(CROWDED)}
-    assert list(crowded) == ["chats, paused", "chats, fcfs", "aborts, paused", "chats, mixed chunk",
-                             "chats, mixed chunk, full", "chats, two ranks"]  # fmt: skip
+    assert list(crowded) == [
+        "chats, paused", "chats, fcfs", "chats, resized", "aborts, paused", "chats, mixed chunk",
+        "chats, mixed chunk, full", "chats, two ranks", "chats, two ranks, resized",
+    ]  # fmt: skip
     for name, comparison in crowded.items():
         assert comparison["evicted_units"] > 0
         assert (comparison["aborted"] > 0) == name.startswith("aborts")
-        if name not in ("chats, fcfs", "chats, mixed chunk, full"):  # whether is theirs to decide
+        resized = [comparison[n] for n in ("resized", "at_floor", "overtaken")]
+        assert sum(resized) == (RESIZES if name.endswith("resized") else 0)
+        if name not in NEED_NOT_PAUSE:
             assert comparison["pauses"] > 0
     assert report["left_out"] == []
 

@@ -18,7 +18,8 @@ PROOF = Comparison(
     dtype="float32", setting="unfused, forced eviction", failure=None, outputs=18, differing=0,
     tokens=1728, agreeing=1728, max_logprob_difference=2.8e-6, forced=None, noise=None,
     recomputed_tokens=1_234_567, evicted_units=99_456, fetched_units=1_234_567,
-    projected_units=0, retractions=0, pauses=1234, aborted=6, integrity="ok",
+    projected_units=0, retractions=0, pauses=1234, aborted=6, resized=180, at_floor=20,
+    overtaken=1, integrity="ok",
 )  # fmt: skip
 BY_ROUNDING = dataclasses.replace(
     PROOF,
@@ -45,6 +46,8 @@ def verify(*arguments: str) -> Result:
         ("--dtype", "int8"),
         ("--dtype", "auto"),
         ("--ellm-mode", "stock"),
+        ("--resizes", "-1"),
+        ("--resizes", "nan"),
     ],
 )
 def test_numbers_and_names_that_make_no_sense_are_refused(option: str, value: str) -> None:
@@ -60,8 +63,9 @@ def test_numbers_and_names_that_make_no_sense_are_refused(option: str, value: st
         (("--max-prompt-tokens", "333", "--ellm-block-tokens", "64"), "must have 512 together"),
         (("--max-prompt-tokens", "200", "--output-tokens", "4", "--dtype", "bfloat16"),
          "36 tokens of output do not tell how large rounding is"),
+        (("--resizes", "9", "--ellm-mode", "swap"), "--resizes 9: only of eLLM, not of mode swap"),
     ],
-    ids=["no block", "large blocks", "few tokens"],
+    ids=["no block", "large blocks", "few tokens", "a baseline resized"],
 )  # fmt: skip
 def test_lengths_with_which_nothing_can_be_shown_are_refused(
     arguments: tuple[str, ...], words: str
@@ -84,6 +88,7 @@ def test_a_table_fits_80_columns() -> None:
     for text in ("unfused, forced eviction", "1728/1728", "2.8e-06", "1.2e-03", "2.2e-02",
                  "1,234k", "99,456", "1,234", "123", "99.8%", "ok",
                  "stock, two batch sizes", "1.1e-03 2.1e-02",
+                 "resizes: 180 applied, 20 at the floor, 1 overtaken",
                  "left out: chats, two ranks: one core", "model: passed"):  # fmt: skip
         assert text in shown
     assert "…" not in shown

@@ -15,7 +15,7 @@ from ellm_sgl.serve.verify.figures import Comparison
 from ellm_sgl.serve.verify.loads import CHATS as CHATS_AT_ONCE
 from ellm_sgl.serve.verify.loads import Aborts, Chats
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Setting, Sizes
-from ellm_sgl.serve.verify.stages import TWO_RANKS, left_out, stages
+from ellm_sgl.serve.verify.stages import TWO_RANKS, TWO_RANKS_RESIZED, left_out, stages
 
 MODEL = ModelShape(
     vocabulary=512, layers=5, heads=4, kv_heads=2, head_dim=64, hidden=128, intermediate=256
@@ -57,7 +57,8 @@ def test_everything_new_is_tried_in_fp32_and_chats_also_in_16_bits_and_quickly()
         for dtype in ("float32", "bfloat16")
     ]
     new = {"chats, paused", "chats, fcfs", "aborts, paused", "chats, mixed chunk",
-           "chats, mixed chunk, full", TWO_RANKS}  # fmt: skip
+           "chats, mixed chunk, full", TWO_RANKS, "chats, resized",
+           TWO_RANKS_RESIZED}  # fmt: skip
     assert new <= set(names[0])
     assert "chats, paused" in names[1] and "aborts, paused" in names[1]
     assert "chats, paused" in names[2]
@@ -87,6 +88,13 @@ def test_two_ranks_that_cannot_share_the_model_are_told_of() -> None:
         (ELLM, True, ("float32",)), (ELLM, False, ("bfloat16",)), (HCACHE, False, ("float32",)),
     ):  # fmt: skip
         assert list(left_out(mode, quick, dtypes, ODD)) == []
+
+
+def test_every_setting_can_be_resized_and_must_be_then() -> None:
+    for stage in stages("float32", ELLM, False, sizes()):
+        for before, after in zip(stage.settings, stage.with_resizes(9).settings, strict=True):
+            assert (after.resizes, after.swing) == (9, None)
+            assert after.needs == (*before.needs, "resized")
 
 
 def test_a_baseline_must_preempt() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ellm_sgl.memory.shape import NONE
 from ellm_sgl.sglang.prefix_cache import EllmRadixCache
+from ellm_sgl.sglang.scheduler import scheduler_of
 from tests.memory.fake_arena import FakeArena
 from tests.simulation.plane import Plane
 from tests.simulation.scheduler import SimulatedScheduler
@@ -34,6 +35,8 @@ def check(plane: Plane, scheduler: SimulatedScheduler) -> None:
         arena.check()
         if arena.committed < (needed := plane.pool.bytes_behind(table.committed_units)):
             raise Unaccounted(f"{needed} bytes should be committed, {arena.committed} are")
+        if scheduler_of(scheduler).resizer._growth is None and arena.committed > needed:
+            raise Unaccounted(f"nothing grows, and {arena.committed} bytes are not {needed}")
     live = [req for req in scheduler.reqs.values() if req.kv is not None]
     rows = {req.req_pool_idx: req for req in live}
     if rows.keys() != set(table.sequence_ids) or len(rows) != len(live):

@@ -174,6 +174,18 @@ FAULTS: tuple[Fault, ...] = (
         "max(table.unit_limit, committed - chunk)",
     ),
     Fault(
+        "memory that has been given back counts as the pool's",
+        f"{_RESIZER}._give_back_tail",
+        "table.decommit_units(frontier)",
+        "pass",
+    ),
+    Fault(
+        "memory that another rank did not get in time stays with this one",
+        f"{_RESIZER}._publish",
+        "self._pool.decommit(units, growth.committed)",
+        "pass",
+    ),
+    Fault(
         "units are used before they have memory",
         f"{_RESIZER}._publish",
         "table.commit_units(units)",

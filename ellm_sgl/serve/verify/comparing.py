@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from ellm_sgl.client.generate import Output
+from ellm_sgl.client.generate import UNDER_WAY, Output
 from ellm_sgl.serve.verify.figures import LOGPROB_TOLERANCE, Comparison, Expected
 from ellm_sgl.serve.verify.rounding import EXACT, UNIT_ROUNDOFF, why_not_rounding
 
@@ -22,6 +22,7 @@ NOT_DONE = {
     "retractions": "no request was retracted",
     "pauses": "no request was paused",
     "aborted": "no stream was aborted in the middle",
+    "resized": "the pool never came to another size",
 }
 """What it means that a count of `Comparison` is 0."""
 
@@ -112,7 +113,7 @@ def compare(
     aborted = expected.aborted or [False] * len(outputs)
     both = zip(reference, outputs, asked, aborted, strict=False)
     pairs = [Pair(*each) for each in both]
-    servers = NOT_DONE.keys() - {"aborted"}  # that one is the client's
+    servers = NOT_DONE.keys() - {"aborted", "resized"}  # those are the client's
     counts = {n: int(after[f"{n}_total"]) - int(before[f"{n}_total"]) for n in servers}
     comparison = Comparison(
         dtype=dtype,
@@ -127,6 +128,9 @@ def compare(
         noise=expected.noise,
         **counts,
         aborted=sum(aborted),
+        resized=expected.resizes.get("applied", 0),
+        at_floor=sum(expected.resizes.get(name, 0) for name in ("floor", "ceiling")),
+        overtaken=expected.resizes.get(UNDER_WAY, 0),
         integrity=str(after["integrity"]),
     )
     reasons = _why_no_proof(comparison, pairs, len(outputs), expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ellm_sgl.config.ranges import as_json_value
@@ -45,6 +45,12 @@ class Comparison:
     """Times that a running request was paused."""
     aborted: int
     """Streams that were given up in the middle."""
+    resized: int
+    """Times that the pool came to a random size while the load ran,"""
+    at_floor: int
+    """that it came as near to one as it could,"""
+    overtaken: int
+    """and that the next one was asked for before either."""
     integrity: str
 
     @property
@@ -65,6 +71,8 @@ class Expected:
     """Counts of `Comparison` that are 0 only if the setting did not do what it is for."""
     most_tokens: int = 0
     """Of the longest request; told then, because that is the usual reason."""
+    resizes: Mapping[str, int] = field(default_factory=dict)
+    """Of the pool, and what has become of them, as `/ellm/state` calls it."""
     forced: Spread | None = None
     noise: Spread | None = None
     """As in `Comparison`."""

@@ -5,6 +5,7 @@ answers all streams to their end. Each has
 
 - `most_tokens`: KV that it needs if all its requests are there at once, what they share counted
   once; tokens;
+- `most_requests`: that are there at once;
 - `answers(client, whole)`: the answers, always in the same order. `whole`: give no stream up.
 """
 
@@ -44,6 +45,10 @@ class AtOnce:
     def most_tokens(self) -> int:
         return sum(len(p) + self.output_tokens for p in self.prompts)
 
+    @property
+    def most_requests(self) -> int:
+        return len(self.prompts)
+
     async def answers(self, client: Client, whole: bool) -> list[Answer]:
         return await asyncio.gather(*(client.complete(p, self.output_tokens) for p in self.prompts))
 
@@ -79,6 +84,10 @@ class Chats:
     def most_tokens(self) -> int:
         asked = sum(len(q) + self.output_tokens for chat in self.questions for q in chat)
         return len(self.prefix) + asked
+
+    @property
+    def most_requests(self) -> int:
+        return len(self.questions)
 
     async def answers(self, client: Client, whole: bool) -> list[Answer]:
         async def chat(number: int, questions: Sequence[Prompt]) -> list[Answer]:
@@ -116,6 +125,10 @@ class Aborts:
     @property
     def most_tokens(self) -> int:
         return len(self.prefix) + sum(len(t) + self.output_tokens for t in self.tails)
+
+    @property
+    def most_requests(self) -> int:
+        return len(self.tails)
 
     async def answers(self, client: Client, whole: bool) -> list[Answer]:
         async def one(number: int, tail: Prompt) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,9 @@ class Run:
 
     setting: Setting
     answers: Sequence[Answer]
+    """Of the load, once or, where it ran again, again and again."""
+    resizes: Mapping[str, int]
+    """Of the pool meanwhile: outcomes, and how many had each."""
     before: Mapping[str, Any]
     after: Mapping[str, Any]
     """The server's state around the load,"""
@@ -101,21 +105,38 @@ class OneDtype:
             server.switch_policy(name, **options)
         server.flush_cache()
         before = server.state()
-        answers = self._ask(server, setting)
+        answers, resizes = self._ask(server, setting, before["resize"])
         after = server.state()
         server.flush_cache()
-        return Run(setting, answers, before, after, server.state())
+        return Run(setting, answers, resizes, before, after, server.state())
 
-    def _ask(self, server: ServerProcess, setting: Setting) -> list[Answer]:
+    def _ask(
+        self, server: ServerProcess, setting: Setting, pool: Mapping[str, int]
+    ) -> tuple[list[Answer], Mapping[str, int]]:
+        """The answers, and what became of resizes; `pool` is what the state says of its size."""
         load = self.loads[setting.load]
 
-        async def work(client: Client) -> list[Answer]:
+        async def work(client: Client) -> tuple[list[Answer], Mapping[str, int]]:
+            if setting.resizes:
+                most = setting.device_tokens or pool["most_tokens"]
+                sizes = self._random_sizes(setting, most)
+                async with client.resizing(sizes, pool["wanted_tokens"]) as resizes:
+                    answers: list[Answer] = []
+                    while not answers or (resizes.left and not resizes.failed()):
+                        answers += await load.answers(client, whole=False)
+                return answers, resizes.outcomes
             if setting.swing is None:
-                return await load.answers(client, whole=False)
+                return await load.answers(client, whole=False), {}
             async with client.swinging(*setting.swing):
-                return await load.answers(client, whole=False)
+                return await load.answers(client, whole=False), {}
 
         return self._with_client(server, setting.name, work)
+
+    def _random_sizes(self, setting: Setting, most: int) -> list[int]:
+        """Tokens: as often small as large, and never less than a block for each request."""
+        least = min((self.loads[setting.load].most_requests + 2) * self.block_tokens, most)
+        rng = random.Random(setting.name)
+        return [int(least * (most / least) ** rng.random()) for _ in range(setting.resizes)]
 
     def _forced(self, server: ServerProcess, answers: Sequence[Answer], what: str) -> Spread | None:
         """How far log-probabilities are from those of the same tokens one answer at a time, with
@@ -142,10 +163,12 @@ class OneDtype:
         self, run: Run, reference: Sequence[Answer], forced: Spread | None, noise: Spread | None
     ) -> Comparison:
         setting = run.setting
+        reference = list(reference) * (len(run.answers) // max(len(reference), 1) or 1)
         expected = Expected(
             asked=[a.asked for a in reference],
             aborted=[a.aborted for a in run.answers],
             needs=setting.needs,
+            resizes=run.resizes,
             most_tokens=max(len(a.prompt) + a.asked for a in reference),
             forced=forced,
             noise=noise,

@@ -34,6 +34,7 @@ def verify(
     block_tokens: int,
     quick: bool,
     mode: str,
+    resizes: int = 0,
 ) -> VerifyReport:
     """Compare eLLM with stock SGLang on one model; some minutes per dtype on two cores.
 
@@ -45,12 +46,16 @@ def verify(
         quick: three splits with hidden states of half of the layers on the host, forced eviction,
             and in fp32 chats; instead of all.
         mode: eLLM, or the baseline to verify instead.
+        resizes: of the pool, at random, while each setting's load runs; 0: only in the settings
+            that are for it.
 
     Raises:
         ServerError: a server did not start, or refused a request.
         ValueError: numbers with which nothing could be shown.
     """
     _check(dtypes, lengths, output_tokens, block_tokens)
+    if resizes and mode != ELLM:
+        raise ValueError(f"--resizes {resizes}: only of eLLM, not of mode {mode}; leave it out")
     path = model_path or str(DEMO_MODEL)
     if mode != ELLM:
         output_tokens = max(output_tokens, BASELINE_OUTPUT_TOKENS)
@@ -67,7 +72,8 @@ def verify(
     comparisons: list[Comparison] = []
     for dtype in dtypes:
         one = OneDtype(path, dtype, loads, block_tokens)
-        comparisons += one.compared(stages(dtype, mode, quick, sizes))
+        asked = stages(dtype, mode, quick, sizes)
+        comparisons += one.compared(s.with_resizes(resizes) if resizes else s for s in asked)
     skipped = tuple(left_out(mode, quick, dtypes, shape))
     return VerifyReport(
         path, len(prompts), output_tokens, tuple(comparisons), tuple(dtypes), skipped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ellm_sgl.latency import ModelShape
@@ -15,6 +15,7 @@ from ellm_sgl.sglang import cuda
 CROWDED = 2 / 7
 """Share of a load's KV that the device holds where requests are to get in each other's way."""
 
+RESIZED = ("resized",)
 PROMPTS, CHATS, ABORTS = ("prompts", "chats", "aborts")
 
 
@@ -32,6 +33,9 @@ class Setting:
     """Use only so much of the pool from now on; None: as much as before."""
     swing: tuple[int, int] | None = None
     """The pool has so many tokens by turns while the load runs, and the first ones afterwards."""
+    resizes: int = 0
+    """Or it comes to so many random sizes, between a block for each request and `device_tokens` or
+    what the server may have; the load runs again until it has."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,13 @@ class Stage:
     """Of eLLM and SGLang, beside model and dtype."""
     settings: tuple[Setting, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    def with_resizes(self, count: int) -> Stage:
+        """The same, with so many random resizes in every setting."""
+        settings = [
+            replace(s, resizes=count, swing=None, needs=(*s.needs, *RESIZED)) for s in self.settings
+        ]
+        return replace(self, settings=tuple(settings))
 
 
 @dataclass(frozen=True)

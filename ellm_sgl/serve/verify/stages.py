@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ellm_sgl.config import ELLM, HCACHE, RECOMPUTE
 from ellm_sgl.latency import ModelShape
@@ -10,6 +11,7 @@ from ellm_sgl.serve.verify.rounding import EXACT
 from ellm_sgl.serve.verify.setting import (
     ABORTS,
     CHATS,
+    RESIZED,
     Setting,
     Sizes,
     Stage,
@@ -38,7 +40,10 @@ FULL = ("fixed-ratio", {"ratio": 0.0})
 """All that fits is cached, and nobody is paused by choice."""
 MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
 TWO_RANKS = "chats, two ranks"
+TWO_RANKS_RESIZED = "chats, two ranks, resized"
 RESTORED = ("evicted_units", "fetched_units")
+RESIZES = 20
+"""Random ones, where a setting is for them."""
 
 
 def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
@@ -127,14 +132,15 @@ def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     by_default = Setting("chats, fcfs", RESTORED, CHATS, ("fcfs", {}), swing=swing)
     small = min(sizes.crowded(ABORTS), device)
     aborts = Setting("aborts, paused", (*RESTORED, "pauses", "aborted"), ABORTS, ROTATING, small)
-    yield Stage(arguments, (paused("chats, paused"), by_default, aborts))
+    resized = Setting("chats, resized", (*RESTORED, *RESIZED), CHATS, ("fcfs", {}), resizes=RESIZES)
+    yield Stage(arguments, (paused("chats, paused"), by_default, resized, aborts))
     if dtype != EXACT:
         return
     # Where all that run fit, a fixed ratio of 0 evicts only what a smaller pool leaves no room for.
     full = Setting("chats, mixed chunk, full", RESTORED, CHATS, FULL, swing=swing)
     yield Stage((*arguments, *MIXED_CHUNK), (paused("chats, mixed chunk"), full))
     if why_not_two_ranks(sizes.model) is None:  # else `left_out` tells
-        ranks = (paused(TWO_RANKS),)
+        ranks = (paused(TWO_RANKS), replace(resized, name=TWO_RANKS_RESIZED))
         yield Stage((*arguments, "--tp", "2"), ranks, cores_of_two_ranks())
 
 
