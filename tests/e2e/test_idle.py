@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-from pathlib import Path
 
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.resident import Resident
 from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
@@ -23,16 +22,7 @@ BODIES = [greedy(p, 40) for p in prompts(40, 900, 1000, seed=21)]
 
 def resident_mib(server: ServerProcess) -> float:
     """Of the scheduler's process."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            is_it = b"::scheduler" in (folder / "cmdline").read_bytes()
-            if is_it and os.getpgid(int(folder.name)) == server.pid:
-                found = re.search(r"VmRSS:\s+(\d+) kB", (folder / "status").read_text())
-                assert found is not None
-                return int(found[1]) / 1024
-        except OSError:  # it has ended meanwhile
-            continue
-    raise AssertionError("there is no scheduler")
+    return Resident(server.pid).bytes() / 2**20
 
 
 @pytest.mark.parametrize("keep", ["on", "off"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.resident import Resident
 from tests.e2e.conftest import AMPLE_TOKENS
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
@@ -87,24 +92,46 @@ def test_a_pool_grows_beyond_what_it_started_with(server: ServerProcess) -> None
     bodies = [greedy(p, 400) for p in prompts(4, 200, 300, seed=11)]
     expected = token_ids(ask(server.url, bodies))
     arguments = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "640"]
-    arguments += ["--ellm-max-device-kv-tokens", "4000"]
+    arguments += ["--ellm-max-device-kv-tokens", "40000"]
     with (
         ServerProcess([*DEMO_ARGUMENTS, *arguments], {"OMP_NUM_THREADS": "1"}) as other,
         ThreadPoolExecutor(1) as background,
     ):
         start = other.state()
-        assert start["device_bytes_committed"] < 0.3 * start["device_bytes_reserved"]
-        assert (start["resize"]["start_tokens"], start["resize"]["most_tokens"]) == (640, 4000)
+        assert start["device_bytes_committed"] < 0.05 * start["device_bytes_reserved"]
+        assert (start["resize"]["start_tokens"], start["resize"]["most_tokens"]) == (640, 40_000)
         answers = background.submit(ask, other.url, bodies)
         wait_for(other, lambda state: state["uncached_tokens"] > 0)
         other.adjust(ellm_device_kv_tokens=4000)
         wait_for(other, lambda state: state["uncached_tokens"] == 0)
         assert token_ids(answers.result()) == expected
+        with no_more_memory_than(64 << 20, other):
+            other.adjust(ellm_device_kv_tokens=40_000)
+            state = other.state()
+            assert state["resize"]["outcome"] == "ceiling" and state["integrity"] == "ok"
+            assert state["device_bytes_committed"] < 0.6 * state["device_bytes_reserved"]
+            assert other.log.read_text().count("no memory to grow further") == 1
+            assert token_ids(ask(other.url, bodies)) == expected
+        other.adjust(ellm_device_kv_tokens=40_000)
         state = other.state()
         assert state["device_bytes_committed"] == state["device_bytes_reserved"]
         assert state["retractions_total"] == 0 and state["integrity"] == "ok"
         with pytest.raises(ValueError, match="refused"):
-            other.adjust(ellm_device_kv_tokens=4016)
+            other.adjust(ellm_device_kv_tokens=40_016)
+
+
+@contextmanager
+def no_more_memory_than(nbytes: int, server: ServerProcess) -> Iterator[None]:
+    """In this context its scheduler can have so much more of the machine's; then comes ENOMEM."""
+    process = psutil.Process(Resident(server.pid).pid)
+    found = re.search(r"VmData:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+    assert found is not None
+    before = process.rlimit(psutil.RLIMIT_DATA)
+    process.rlimit(psutil.RLIMIT_DATA, ((int(found[1]) << 10) + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        process.rlimit(psutil.RLIMIT_DATA, before)
 
 
 def wait_for(server: ServerProcess, condition: Callable[[dict[str, Any]], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,8 +126,14 @@ def test_what_requests_need_is_what_admission_counts(server: SharingServer) -> N
     assert needed() == BLOCKS
 
 
-def test_the_operator_says_how_much_it_may_be(server: SharingServer) -> None:
-    assert not server.adjust(ellm_device_kv_tokens=48)  # less than its floor
+def test_the_operator_says_how_much_it_may_be(
+    server: SharingServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert not server.adjust(ellm_device_kv_tokens=48)
+    (said,) = caplog.messages
+    assert "ellm_device_kv_tokens 48: this server always keeps room for 64 tokens" in said
+    assert server.table.unit_limit == ALL
     assert server.adjust(ellm_device_kv_tokens=160)
     assert server.table.unit_limit == 10 * GROUPS
     server.observe()
