@@ -115,7 +115,12 @@ class Outcome:
         return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
 
 
-def replay(url: str, requests: Sequence[Request], openai_model: str | None = None) -> list[Outcome]:
+def replay(
+    url: str,
+    requests: Sequence[Request],
+    openai_model: str | None = None,
+    began: float | None = None,
+) -> list[Outcome]:
     """Send all requests at their times; returns when the last has ended, in their order.
 
     After Ctrl-C, or when the server dies, what the requests had got by then is returned; see
@@ -123,10 +128,11 @@ def replay(url: str, requests: Sequence[Request], openai_model: str | None = Non
 
     Args:
         openai_model: use OpenAI's completions API, and this name of the model.
+        began: the start, by `time.perf_counter`; None: now.
     """
     outcomes = [Outcome(request) for request in requests]
     try:
-        asyncio.run(_replay(url, outcomes, openai_model))
+        asyncio.run(_replay(url, outcomes, openai_model, began))
     except KeyboardInterrupt:
         for outcome in outcomes:
             outcome.finish = outcome.finish or INTERRUPTED
@@ -145,11 +151,13 @@ def replay_to_end(url: str, requests: Sequence[Request]) -> list[Outcome]:
     return outcomes
 
 
-async def _replay(url: str, outcomes: list[Outcome], openai_model: str | None) -> None:
+async def _replay(
+    url: str, outcomes: list[Outcome], openai_model: str | None, began: float | None
+) -> None:
     async with httpx.AsyncClient(
         base_url=url, limits=CONNECTIONS, timeout=None, trust_env=False
     ) as client:
-        start = time.perf_counter()
+        start = time.perf_counter() if began is None else began
 
         async def one(outcome: Outcome) -> None:
             await asyncio.sleep(max(outcome.request.at_s - (time.perf_counter() - start), 0))

@@ -25,7 +25,8 @@ from ellm_sgl.memory.pool import KVPool
 logger = logging.getLogger(__name__)
 
 STEP_BYTES = 64 << 20
-"""What one step evicts, and what it moves: a few milliseconds."""
+"""What one step evicts: a few milliseconds. It frees prefixes and moves as much, or more where the
+model's own step takes long: see `Resizer._units_to_move`."""
 DECOMMIT_BYTES = 1 << 30
 """What one step gives back: likewise."""
 COMMIT_BYTES = 8 << 20
@@ -145,14 +146,21 @@ class Resizer:
         """Evict for one step's worth of units; returns whether that got any further."""
         table, elastic, before = self._elastic.table, self._elastic, self._elastic.table.unit_limit
         used = min(table.used_units, before)
-        table.limit_units(max(self.wanted_units, used - self._units_per_step))
+        table.limit_units(max(self.wanted_units, used - self._units_to_move()))
         elastic.reclaim_prefixes(0)
-        evicted = min(-table.free_units, self._evictable_units())
+        evicted = min(-table.free_units, self._evictable_units(), self._units_per_step)
         if evicted > 0:
             table.limit_units(table.used_units - evicted)
             elastic.make_room(0)
         table.limit_units(max(table.unit_limit, table.used_units))
         return table.unit_limit < before
+
+    def _units_to_move(self) -> int:
+        """Units that one step frees or moves: as much as requests have is read by every step of the
+        model, which takes longer than to copy it once."""
+        table = self._elastic.table
+        tokens = int(table.lengths_of(table.sequence_ids).sum())
+        return max(self._units_per_step, table.shape.blocks_for(tokens) * table.shape.num_groups)
 
     def _evictable_units(self) -> int:
         """Units that may go until half of what a step can restore is missing: the other half is
@@ -181,7 +189,7 @@ class Resizer:
 
     def _move_tail(self) -> int:
         """Returns units moved."""
-        sources, targets = self._elastic.table.relocate(self._units_per_step)
+        sources, targets = self._elastic.table.relocate(self._units_to_move())
         if len(sources):
             buffer = self._pool.buffer
             to, of = torch.from_numpy(targets), torch.from_numpy(sources)
