@@ -93,6 +93,11 @@ class ServerProcess:
         Raises:
             ServerError: it exited, or did not answer in time.
         """
+        self.launch()
+        self.wait_until_it_answers()
+
+    def launch(self) -> None:
+        """The first half of `start`: others may be launched before the second."""
         command = [sys.executable, "-m", "ellm_sgl.serve.launch", *self._arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         # SGLang would take one of the ephemeral range, which any connection may take before it.
@@ -106,6 +111,10 @@ class ServerProcess:
                 env=self._environment,
                 start_new_session=True,
             )
+
+    def wait_until_it_answers(self) -> None:
+        """The second half, whose errors are those of `start`."""
+        assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self.answers():
             if self._process.poll() is not None:

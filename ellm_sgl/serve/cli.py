@@ -95,22 +95,36 @@ def _check(given: dict[str, str]) -> None:
 @click.option(
     "--pool-tokens",
     type=click.IntRange(16, MOST_TOKENS),
-    help="Small pool.  [default: a third of what is needed]",
+    help="Small pool; with --colocated, what both servers have together.  [default: a third of "
+    "what is needed; what one burst needs]",
 )
+@click.option("--colocated", is_flag=True, help="Two servers that share memory, by turns busy.")
 @json_flag
-def demo(streams: int, output_tokens: int, pool_tokens: int | None, as_json: bool) -> None:
+def demo(
+    streams: int, output_tokens: int, pool_tokens: int | None, colocated: bool, as_json: bool
+) -> None:
     """Chats on a server whose memory is far too small, beside stock SGLang. About 3 minutes.
+
+    With --colocated: two servers on one machine that have bursts of chats by turns, with a shared
+    budget of memory, with a static half each, and with all of it for each alone.
 
     Exit status 0 only if eLLM completed every chat, with the text that ample memory gives.
     """
     from ellm_sgl.serve.chat_load import ChatLoad
+    from ellm_sgl.serve.colocated import run_colocated
+    from ellm_sgl.serve.colocated_report import render as render_colocated
     from ellm_sgl.serve.demo import run_demo
     from ellm_sgl.serve.demo_report import render
 
     live = sys.stdout.isatty() and not as_json
     progress = Console() if live else Console(stderr=True, force_terminal=False)
+    load = ChatLoad(streams, output_tokens)
     with told_in_a_line(ServerError, ValueError):
-        report = run_demo(ChatLoad(streams, output_tokens), pool_tokens, progress)
+        if colocated:
+            shared = run_colocated(load, pool_tokens, progress)
+            answer(as_json, shared.to_json(), render_colocated(shared))
+            sys.exit(0 if shared.ok else 1)
+        report = run_demo(load, pool_tokens, progress)
     answer(as_json, report.to_json(), render(report))
     sys.exit(0 if report.ok else 1)
 

@@ -104,7 +104,7 @@ def run_demo(load: ChatLoad, pool_tokens: int | None, console: Console) -> DemoR
         KeyboardInterrupt: asked to stop (by SIGTERM or SIGHUP too); no server is left.
     """
     begin = time.monotonic()
-    _say(
+    say(
         console,
         f"{load.streams} chats at once, about {load.prompt_tokens} + {load.output_tokens} tokens "
         "each, on three servers in turn: about two minutes on two idle cores.",
@@ -125,7 +125,7 @@ def _run(server: _Server, load: ChatLoad, console: Console) -> ServerRun:
     try:
         starting = f"{server.title}: starting the server"
         if not console.is_interactive:
-            _say(console, starting)
+            say(console, starting)
         with console.status(starting) if console.is_interactive else nullcontext():
             process.start()
         return _measure(server, process, time.monotonic() - begin, load, console)
@@ -153,7 +153,7 @@ def _measure(
         attention="eLLM's" if server.ellm else process.attention_backend(),
         restoration=_restoration(process.state(), cached_ratios) if server.ellm else None,
     )
-    _say(
+    say(
         console,
         f"{server.title}: {run.completed}/{load.streams} complete, "
         f"{run.statistics.output_tokens_per_s:.0f} tokens/s, {run.retractions} retractions",
@@ -161,7 +161,8 @@ def _measure(
     return run
 
 
-def _say(console: Console, line: str) -> None:
+def say(console: Console, line: str) -> None:
+    """A line of progress."""
     console.print(line, soft_wrap=not console.is_interactive, highlight=False)
 
 

@@ -21,7 +21,7 @@ RATE_WINDOW_S = 2.0
 """Tokens per second are those of so many seconds."""
 PLAIN_EVERY_S = 5.0
 TEXTS_SHOWN = 6
-_BARS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 _BARS_SHOWN = 40
 
 
@@ -42,10 +42,15 @@ class Progress:
 
     def tokens_per_s(self) -> float:
         """Pieces of text that arrived lately; a piece is a token, but for few."""
-        window = min(RATE_WINDOW_S, self.elapsed_s)
-        since = time.monotonic() - window
-        pieces = sum(len(s.arrivals_s) - bisect.bisect(s.arrivals_s, since) for s in self.streams)
-        return pieces / window if window else 0.0
+        return rate_of(self.streams, self.elapsed_s)
+
+
+def rate_of(streams: Sequence[ChatStream], elapsed_s: float) -> float:
+    """`Progress.tokens_per_s`, of streams that began so long ago."""
+    window = min(RATE_WINDOW_S, elapsed_s)
+    since = time.monotonic() - window
+    pieces = sum(len(s.arrivals_s) - bisect.bisect(s.arrivals_s, since) for s in streams)
+    return pieces / window if window > 0 else 0.0
 
 
 Show = Callable[[Progress], None]
@@ -119,7 +124,7 @@ def _figures_line(state: Mapping[str, Any]) -> RenderableType:
 def _ratio_line(ratios: Sequence[float]) -> Text:
     """The cached ratio over time; the lowest bar stands for half cached or less."""
     shown = [max(0.0, 2 * ratio - 1) for ratio in ratios[-_BARS_SHOWN:]]
-    bars = "".join(_BARS[round(height * (len(_BARS) - 1))] for height in shown)
+    bars = "".join(BARS[round(height * (len(BARS) - 1))] for height in shown)
     return Text.assemble(("cached ratio, from 50 to 100 %  ", "dim"), (bars, "cyan"))
 
 

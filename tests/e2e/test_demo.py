@@ -15,6 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+MIB = 1 << 20
 DEMO = (sys.executable, "-m", "ellm_sgl.serve.cli", "demo")
 
 
@@ -40,6 +41,28 @@ def test_outputs_are_those_of_ample_memory() -> None:
     assert "\x1b" not in done.stderr
     for line in ("1/3 stock, ample", "2/3 eLLM, small", "3/3 stock, small"):
         assert line in done.stderr
+
+
+def test_two_servers_share_a_budget() -> None:
+    """Outputs are the same whoever has how much memory; each gets nearly all of it in its turn."""
+    done = subprocess.run(
+        [*DEMO, "--colocated", "--output-tokens", "64", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] is True and report["failures"] == []
+    alone, halves, shared = report["runs"]
+    for run in (alone, halves, shared):
+        assert run["completed"] == run["identical_to_alone"] == 96
+    assert max(halves["most_bytes"]) <= report["memory_bytes"] / 2 + MIB
+    assert min(shared["most_bytes"]) > 1.2 * min(halves["most_bytes"])
+    assert shared["most_together_bytes"] <= report["memory_bytes"]
+    assert set(report["ratios"]) == set(shared["servers"]) == {"model A", "model B"}
+    assert "\x1b" not in done.stderr
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
