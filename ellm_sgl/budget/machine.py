@@ -38,6 +38,11 @@ def largest(root: Path = ROOT) -> Room:
     return min((_machine(root), *_containers(root)), key=lambda found: found.limit)
 
 
+def tightest(root: Path = ROOT) -> Room:
+    """The machine, or the cgroup that has less free."""
+    return min((_machine(root), *_containers(root)), key=lambda found: found.free)
+
+
 def _machine(root: Path) -> Room:
     words = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
     kilobytes = {name: int(number) for name, number, *_ in words}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ class Decision:
     pause. Decided here because it comes from a clock, and ranks must agree."""
     stands: bool
     """Whether it keeps everything and stands while all fits (`Policy.idle_without_pressure`)."""
+    step_bytes: float = math.inf
+    """That the machine leaves a step's activations: as of one rank, since ranks must agree."""
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ class Iteration:
         """From now on `decision` holds, on those who were observed."""
         paused_before = self.in_force.pause
         self.in_force = InForce.of(decision, running, seq_ids, waiting)
+        self.elastic.room.left_bytes = decision.step_bytes
         self.elastic.totals.pauses += len(self.in_force.pause - paused_before)
 
     def decide_nothing(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ellm_sgl.memory.admission import AdmissionRoom
 from ellm_sgl.memory.page_table import PageTable
 from ellm_sgl.memory.shape import NONE, IntArray
+from ellm_sgl.memory.step_room import Activations, StepRoom
 from ellm_sgl.memory.totals import Totals
 from ellm_sgl.policies import MemoryState
 from ellm_sgl.policies.planned import evictable
@@ -58,9 +59,9 @@ class ElasticMemory:
         slots: int = 2,
     ) -> None:
         self.table = table
-        self.slots = min(slots, table.shape.num_groups)
-        self._save = save
+        self.slots, self._save = min(slots, table.shape.num_groups), save
         self.max_restored_tokens = max_restored_tokens
+        self.room = StepRoom(Activations(), table.shape.block_tokens)
         self.totals = Totals()
         self.coming_blocks = 0
         """Room that a prompt under way has yet to take (`prompt_room.UnderWay`): neither policies
@@ -77,7 +78,11 @@ class ElasticMemory:
         self.table.unmap(seq_id)
         self._targets.pop(seq_id, None)
 
-    def fits_one_step(self, seq_ids: Iterable[int]) -> bool:
+    def restorable_tokens(self, decoding: int) -> int:
+        """Most tokens that the coming step can recompute beside so many requests that decode."""
+        return int(min(self.max_restored_tokens, self.room.restorable(decoding)))
+
+    def fits_one_step(self, seq_ids: Sequence[int]) -> bool:
         """Whether one step can recompute what these requests miss and the host does not have,
         or has but the device has no room to fetch."""
         if self.table.missing_units == 0:
@@ -86,7 +91,7 @@ class ElasticMemory:
         recomputed = int(np.count_nonzero(self.table.depth(blocks)))
         fetched = min(len(blocks) - recomputed, max(self.table.free_units, 0) // self.slots)
         block_tokens = self.table.shape.block_tokens
-        return (len(blocks) - fetched) * block_tokens <= self.max_restored_tokens
+        return (len(blocks) - fetched) * block_tokens <= self.restorable_tokens(len(seq_ids))
 
     def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Tokens of each request in blocks that others use too; these stay cached."""
@@ -106,7 +111,7 @@ class ElasticMemory:
         for all (l1, l2): of a block of which any group is fetched, a step holds a unit per slot."""
         return 0.0 if self._save is None else self.slots / self.table.shape.num_groups
 
-    def memory_state(self, running: Iterable[int] = (), reclaimable: int = 0) -> MemoryState:
+    def memory_state(self, running: Collection[int] = (), reclaimable: int = 0) -> MemoryState:
         """Memory as policies see it.
 
         Args:
@@ -123,7 +128,7 @@ class ElasticMemory:
             device_free_tokens=max(free - self.coming_blocks * shape.block_tokens, 0),
             host_tokens=shape.tokens_in(table.host.num_units),
             host_free_tokens=shape.tokens_in(table.host.free_units),
-            max_restored_tokens=self.max_restored_tokens,
+            max_restored_tokens=self.restorable_tokens(len(running)),
             staging_overhead=self.staging_overhead(),
         )
 
@@ -211,7 +216,7 @@ class ElasticMemory:
             return
         block_tokens = self.table.shape.block_tokens
         uncached = self.table.uncached_tokens(seq_ids)
-        room = self.max_restored_tokens - int(uncached.sum())
+        room = self.restorable_tokens(len(seq_ids)) - int(uncached.sum())
         if paused:
             room = sum(map(self.table.length_of, seq_ids))
         for seq_id, ratio, lacking in zip(seq_ids, ratios, uncached.tolist(), strict=True):

@@ -43,6 +43,8 @@ class KVPool:
         self.shape = shape
         self.num_units = num_units
         self.arena: Arena | None = None
+        self.lazy_units = num_units if committed is None else committed
+        """Units 1..so many take memory of the machine only when they are written to."""
         # Not zeroed: nothing is read before it is written (the kernel tests poison the rest), and
         # on a CPU host memory that no request has used yet is not taken from the others.
         size = (num_units + 1, shape.layer_group, 2, shape.block_tokens, kv_heads, head_dim)
@@ -51,7 +53,7 @@ class KVPool:
         else:
             self.arena = reserve(math.prod(size) * dtype.itemsize)
             self.buffer = torch.frombuffer(self.arena.memory, dtype=dtype).view(size)
-            first = self.bytes_behind(num_units if committed is None else committed)
+            first = self.bytes_behind(self.lazy_units)
             self.arena.commit(0, first, lazily=True)
 
     @staticmethod
@@ -73,6 +75,7 @@ class KVPool:
     def decommit(self, low: int, high: int) -> None:
         """Units 1..`low` have memory from now on, of which 1..`high` had it before."""
         assert self.arena is not None
+        self.lazy_units = min(self.lazy_units, low)
         if (begin := self.bytes_behind(low)) < (end := self.bytes_behind(high)):
             self.arena.decommit(begin, end)
 

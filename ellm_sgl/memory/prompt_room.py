@@ -6,6 +6,9 @@ is under way gets smaller, down to a block; and where there is no room for a blo
 while the others decode. These end, each after at most the tokens that it may have; and where nobody
 decodes nothing is kept from a prompt. So each prompt goes on.
 
+Nor does it take more than a step's activations may (`step_room.py`): then, too, its chunk gets
+smaller, down to a block.
+
 Of a prompt the policy admits at an uncached ratio, so large a share needs no room: its KV exists
 while the step computes it.
 """
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ellm_sgl.memory.page_table import PageTable
+from ellm_sgl.memory.step_room import Activations, StepRoom
 
 GROWING = 4
 """Of so many requests that decode, one is left a block to grow by."""
@@ -30,24 +34,61 @@ class PromptRoom:
         blocks: free, or of cached prefixes that nobody uses; inf where nobody decodes.
         growth: of them, those that a prompt under way leaves to those who decode.
         block_tokens: of a block.
+        step: what activations may take, and
+        nbytes: what is left of it for prompts; inf where nothing bounds it.
     """
 
-    def __init__(self, blocks: float, growth: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: float,
+        growth: int,
+        block_tokens: int,
+        step: StepRoom | None = None,
+        nbytes: float = math.inf,
+    ) -> None:
         self._blocks, self._growth, self._block_tokens = blocks, growth, block_tokens
+        self._step = step or StepRoom(Activations(), block_tokens)
+        self._nbytes, self._computes = nbytes, False
 
     @classmethod
-    def of(cls, table: PageTable, decoding: int, reclaimable: int) -> PromptRoom:
+    def of(
+        cls,
+        table: PageTable,
+        decoding: int,
+        reclaimable: int,
+        step: StepRoom | None = None,
+        nbytes: float = math.inf,
+    ) -> PromptRoom:
         """As it is now, where so many requests decode.
 
         Args:
             reclaimable: tokens of cached prefixes that nobody uses.
+            step, nbytes: as of the class.
         """
         shape = table.shape
         blocks = math.inf
         if decoding:
             free = max(table.free_units, 0) // shape.num_groups
             blocks = free + reclaimable // shape.block_tokens
-        return cls(blocks, -(-decoding // GROWING), shape.block_tokens)
+        return cls(blocks, -(-decoding // GROWING), shape.block_tokens, step, nbytes)
+
+    def rows(self, logits: bool = False) -> float:
+        """Rows of a prompt that the step can still compute: whole blocks, and one at least if it
+        has none yet.
+
+        Args:
+            logits: of all of them, too.
+        """
+        rows = self._step.rows(self._nbytes, logits)
+        if rows == math.inf:
+            return rows
+        least = 0 if self._computes else self._block_tokens
+        return max(rows // self._block_tokens * self._block_tokens, least)
+
+    def compute(self, rows: int, logits: bool = False) -> None:
+        """They are part of the step."""
+        self._computes = True
+        self._nbytes -= self._step.activations.bytes_of_rows(rows, rows if logits else 1)
 
     def has(self, tokens: int, ratio: float, prefix: int = 0) -> bool:
         """Whether a prompt may begin with so many tokens.

@@ -13,6 +13,7 @@ growth ends at what was asked for, or at the ceiling: the machine gives no more.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import StrEnum
@@ -37,6 +38,8 @@ Submit = Callable[[Callable[[], None]], Future[None]]
 
 Copy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(target, target units, source, source units): copies units, one to one."""
+
+Spare = Callable[[], float]
 
 Agree = Callable[[list[int]], list[int]]
 """The least of each of these numbers over all ranks, all of which call it in the same steps."""
@@ -63,12 +66,20 @@ class Resizer:
         copy: moves units within the pool, before it returns.
         submit: takes what commits.
         agree: with the other ranks.
+        spare: bytes that the pool may grow by, beside what the next step takes; asked on the
+            thread that commits, as it begins.
     """
 
     def __init__(
-        self, elastic: ElasticMemory, pool: KVPool, copy: Copy, submit: Submit, agree: Agree
+        self,
+        elastic: ElasticMemory,
+        pool: KVPool,
+        copy: Copy,
+        submit: Submit,
+        agree: Agree,
+        spare: Spare = lambda: math.inf,
     ) -> None:
-        self._elastic, self._pool = elastic, pool
+        self._elastic, self._pool, self._spare = elastic, pool, spare
         self._copy, self._submit, self._agree = copy, submit, agree
         self._growth: _Growth | None = None
         self._units_per_step = max(STEP_BYTES // pool.unit_bytes, 1)
@@ -132,8 +143,8 @@ class Resizer:
         table = self._elastic.table
         self._raise_limit()
         if self.wanted_units > table.committed_units:
-            growth = _Growth(self._pool, table.committed_units, self.wanted_units, self._submit)
-            self._growth = growth
+            first, last = table.committed_units, self.wanted_units
+            self._growth = _Growth(self._pool, first, last, self._submit, self._spare)
             return False
         lowered = self.wanted_units < table.unit_limit and self._lower_limit()
         if self.wanted_units == table.unit_limit:
@@ -167,7 +178,7 @@ class Resizer:
         for what requests that grow will evict."""
         table = self._elastic.table
         missing = len(table.missing_blocks(table.sequence_ids))
-        most = self._elastic.max_restored_tokens // 2 // table.shape.block_tokens
+        most = self._elastic.restorable_tokens(0) // 2 // table.shape.block_tokens
         return max(most - missing, 0) * table.shape.num_groups
 
     def _give_back_tail(self, then: Outcome) -> bool:
@@ -245,19 +256,24 @@ class _Growth:
         first: units that have it before, and
         last: after.
         submit: takes what commits.
+        spare: as of `Resizer`.
     """
 
-    def __init__(self, pool: KVPool, first: int, last: int, submit: Submit) -> None:
+    def __init__(self, pool: KVPool, first: int, last: int, submit: Submit, spare: Spare) -> None:
         self.committed = first
         """Units that have memory by now."""
-        self._pool, self.last = pool, last
+        self._pool, self.last, self._spare = pool, last, spare
         self._chunk = max(COMMIT_BYTES // pool.unit_bytes, 1)
         self._end = last
         self._future = submit(self._commit)
 
     def _commit(self) -> None:
+        first, spare = self.committed, self._spare()
         while self.committed < self._end:
             end = min(self.committed + self._chunk, self.last)
+            if (end - first) * self._pool.unit_bytes > spare:
+                left = max(int(spare), 0)
+                raise MemoryError(f"{left:,} bytes were left beside a step's activations")
             self._pool.commit(self.committed, end)
             self.committed = end
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.memory import AdmissionRoom, PromptRoom
-from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.context import context_of, rows_of
 from ellm_sgl.sglang.scheduler import scheduler_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> 
     slots = adder.token_to_kv_pool_allocator.available_size() + reclaimable
     iteration = scheduler_of(adder).iteration
     decoding = len(adder.running_batch.reqs)
-    setattr(adder, _PROMPTS, PromptRoom.of(iteration.elastic.table, decoding, reclaimable))
+    table, step = iteration.elastic.table, iteration.elastic.room
+    left = step.for_prompts(*_beside(adder))
+    setattr(adder, _PROMPTS, PromptRoom.of(table, decoding, reclaimable, step, left))
     account = _Account(adder, iteration.elastic.admission_room(reclaimable), slots)
     setattr(adder, _ACCOUNT, account)
     account.offer(iteration.in_force.first_ratio)
@@ -83,8 +85,9 @@ def admit(
         return AddReqResult.OTHER
     ratio = ours.iteration.in_force.admitted_ratios[rank]
     prompts: PromptRoom = getattr(adder, _PROMPTS)
+    fits = _limit_rows(adder, req)
     needs = _first_tokens(adder, req), ratio, _idle_prefix(req)
-    if not prompts.has(*needs):
+    if not (fits and prompts.has(*needs)):
         return AddReqResult.OTHER
     account: _Account = getattr(adder, _ACCOUNT)
     account.offer(ratio)
@@ -94,6 +97,7 @@ def admit(
     account.take(ratio, adder.rem_total_token_offset - before)
     if adder.can_run_list and adder.can_run_list[-1] is req:
         prompts.take(*needs)
+        prompts.compute(needs[0], _all_logits(req))
         if adder.new_chunked_req is req:
             ours.prompt_ratio = ratio
     return result
@@ -103,6 +107,34 @@ def _first_tokens(adder: PrefillAdder, req: Req) -> int:
     """Tokens of a prompt that the step would compute."""
     rows = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
     return rows if adder.rem_chunk_tokens is None else min(rows, max(adder.rem_chunk_tokens, 0))
+
+
+def _beside(adder: PrefillAdder) -> tuple[int, int]:
+    """Of the step that is being put together: requests that decode in it, and rows that it computes
+    again, for them and for the prompt that is under way."""
+    scheduler, table = scheduler_of(adder).scheduler, context_of(adder).table
+    decoding = adder.running_batch.reqs if scheduler.is_mixed_chunk else []
+    under_way = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
+    if not table.missing_units:
+        return len(decoding), 0
+    there = set(table.sequence_ids)  # with overlap, some have ended
+    rows = [row for row in rows_of([*decoding, *under_way]) if row in there]
+    return len(decoding), int(table.uncached_tokens(rows).sum())
+
+
+def _limit_rows(adder: PrefillAdder, req: Req) -> bool:
+    """Let the step compute no more rows than its activations may take memory for; False: a prompt
+    that cannot be divided waits for a step of its own."""
+    rows = getattr(adder, _PROMPTS).rows(_all_logits(req))
+    if adder.rem_chunk_tokens is not None:
+        adder.rem_chunk_tokens = int(min(adder.rem_chunk_tokens, rows))
+        return True
+    return not adder.can_run_list or _first_tokens(adder, req) <= rows
+
+
+def _all_logits(req: Req) -> bool:
+    """Whether logits of its prompt are asked for, not of the last token alone."""
+    return bool(req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids) - 1)
 
 
 def _idle_prefix(req: Req) -> int:
@@ -147,12 +179,14 @@ def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, req: Req
     Where nobody decodes, later chunks evict earlier ones where they must."""
     ours = scheduler_of(adder)
     prompts: PromptRoom = getattr(adder, _PROMPTS)
+    _limit_rows(adder, req)
     tokens = _first_tokens(adder, req)
     further = prompts.further(len(req.prefix_indices), tokens, ours.under_way().own)
     if further < tokens:
         adder.rem_chunk_tokens = further  # nor does another prompt begin
     if further == 0:
         return req
+    prompts.compute(further, _all_logits(req))
     return _unlimited(original, adder, (req,), {})
 
 

@@ -8,20 +8,23 @@ run without requests: a figure measured once stands for it, until the online fit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
+from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
 from ellm_sgl.latency.fit import fit_profile
 from ellm_sgl.memory import PageTable
+from ellm_sgl.memory.step_room import Activations
 from ellm_sgl.sglang.context import Context
+from ellm_sgl.sglang.mixes import MEASURED_BYTES, MIXES, Mix
+from ellm_sgl.sglang.peak_bytes import peak_bytes
 from ellm_sgl.step import Missing, NewTokens, StepPlan, plan_restoration, plan_step
 
 if TYPE_CHECKING:
@@ -44,49 +47,6 @@ _SECONDS = 3.0
 """About how long to measure."""
 _LARGEST_SHARE = 0.1
 """A mix that would take more than this share of the whole time is left out."""
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A step of equal requests."""
-
-    requests: int
-    tokens: int
-    """Of each request, those computed now included."""
-    new: int = 1
-    """Tokens computed: 1 while decoding, else the end of a prompt."""
-    uncached: int = 0
-    """Tokens from the first on that are restored."""
-
-    @property
-    def work(self) -> StepWork:
-        b, new, n = self.requests, self.new, self.uncached
-        spans = {"restored_tokens": b * n, "restored_squares": b * n**2}
-        if new == 1:
-            return StepWork(decode_rows=b, decode_tokens=b * self.tokens, **spans)
-        pairs = b * (new * (self.tokens - new) + new * (new + 1) // 2)
-        return StepWork(0, 0, prefill_rows=b * new, prefill_pairs=pairs, **spans)
-
-
-MIXES = (
-    *(Mix(requests, 64) for requests in (1, 2, 4, 8, 16, 32)),
-    Mix(1, 1024),
-    Mix(4, 512),
-    Mix(8, 256),
-    Mix(4, 1024),
-    Mix(16, 256),
-    Mix(1, 64, uncached=32),
-    Mix(4, 128, uncached=32),
-    Mix(8, 256, uncached=32),
-    Mix(8, 256, uncached=128),
-    Mix(1, 1024, uncached=512),
-    Mix(1, 64, new=64),
-    Mix(4, 64, new=64),
-    Mix(1, 256, new=256),
-    Mix(1, 1024, new=1024),
-    Mix(1, 1024, new=128),
-)
-"""Steps that tell the profile's fields apart. Smallest first, those that are affordable run."""
 
 
 def model_shape(model_config: ModelConfig, tp_size: int) -> ModelShape:
@@ -117,8 +77,11 @@ def shape_of(model_path: str, dtype: str) -> ModelShape:
     return model_shape(ModelConfig(model_path, dtype=dtype), 1)
 
 
-def calibrate(runner: ModelRunner, ours: Context, shape: ModelShape) -> HardwareProfile:
-    """Measure what this rank's device sustains with the model loaded. Nothing may be running.
+def calibrate(
+    runner: ModelRunner, ours: Context, shape: ModelShape
+) -> tuple[HardwareProfile, Activations]:
+    """Measure what this rank's device sustains with the model loaded, and what a step takes of its
+    memory. Nothing may be running.
 
     The page table is not touched; of the pool, only contents that nobody reads.
 
@@ -126,6 +89,9 @@ def calibrate(runner: ModelRunner, ours: Context, shape: ModelShape) -> Hardware
         runner: has its model, pool and attention backend.
         ours: executor and pool, as used for serving.
         shape: of the model.
+
+    Returns:
+        The profile, and the activations: of CPU hosts; elsewhere they are not measured so far.
     """
     from sglang.srt.distributed import get_tp_group
 
@@ -146,13 +112,20 @@ def calibrate(runner: ModelRunner, ours: Context, shape: ModelShape) -> Hardware
     measured = [(mix.work, median(times)) for mix, times in samples.items() if times]
     profile: HardwareProfile = decided(fit_profile(shape, guess, measured))
     if profile.name == "cuda":
-        return profile
-    return dataclasses.replace(
+        return profile, Activations()
+    peaks = [
+        (mix.rows, mix.requests, peak_bytes(functools.partial(steps.run, mix)))
+        for mix in MEASURED_BYTES
+        if mix in mixes
+    ]
+    activations: Activations = decided(Activations.fit(peaks))
+    profile = dataclasses.replace(
         profile,
         step_overhead_s=profile.step_overhead_s + _SCHEDULER_STEP_S,
         row_overhead_s=profile.row_overhead_s + _SCHEDULER_ROW_S,
         phase_change_s=_SCHEDULER_TURN_S,
     )
+    return profile, activations
 
 
 def measure_device(device: str | torch.device) -> HardwareProfile:

@@ -17,6 +17,7 @@ from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
 from ellm_sgl.memory.elastic import Save
 from ellm_sgl.sglang.projections import Projections
 from ellm_sgl.sglang.sizing import Sizing
+from ellm_sgl.sglang.step_memory import StepMemory
 from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.step import AnyStreamer, Executor, HiddenStates, Planner
 
@@ -33,6 +34,7 @@ class Context:
         slots: layer groups whose fetched units a step holds at once.
         streamer: fetches units from the host tier; None without one.
         hidden: keeps hidden states on the host; None where it keeps only KV.
+        ranks: of this server.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Context:
         slots: int = 2,
         streamer: AnyStreamer | None = None,
         hidden: HiddenStates | None = None,
+        ranks: int = 1,
     ) -> None:
         self.settings = settings
         self.table = table
@@ -61,6 +64,16 @@ class Context:
         """and what drives it (`scheduler.scheduler_of`)."""
         self.sizing: Sizing | None = None
         """Where others have a say in the pool's size."""
+        kept = 0 if streamer is None else (table.host.kv_units + 1) * pool.unit_bytes
+        self.memory = StepMemory(
+            table,
+            pool,
+            self.elastic.room,
+            kept,
+            0 if hidden is None else hidden.nbytes,
+            settings.host_path is not None,
+            ranks,
+        )
         self.may_evict = True
         """Whether blocks that a step begins may take the place of others: not those of prompts,
         while requests decode."""

@@ -18,6 +18,7 @@ def map_extended(result: Any, batch: ScheduleBatch) -> Any:
     """After `alloc_for_extend`: note the blocks of every request in a prefill batch."""
     ours = context_of(batch)
     scheduler_of(batch).prefilling = rows_of(batch.reqs)
+    ours.elastic.room.prompt_rows = batch.extend_num_tokens
     with ours.elastic.totals.bookkeeping():
         for req, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
             ours.map_request(req, batch.req_to_token_pool.req_to_token, length)

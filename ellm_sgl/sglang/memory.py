@@ -104,7 +104,8 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
     if host_units:
         streamer = make_streamer(settings, table.host.kv_units, pool, hidden)
     max_restored = _max_restored_tokens(configurator)
-    ours = Context(settings, table, pool, max_restored, SLOTS, streamer, hidden)
+    ranks = get_parallel().tp_size
+    ours = Context(settings, table, pool, max_restored, SLOTS, streamer, hidden, ranks)
     ours.sizing = make_sizing(settings, table, pool, adapter().resolved(configurator.server_args))
     units = table.unit_limit
     logger.info(

@@ -52,6 +52,17 @@ def run_step(
         plan = iteration.plan_decode(ours.planner, seq_ids, scheduler_of(runner).fetching_ahead())
     else:
         plan = iteration.plan_extend(ours.planner, seq_ids, forward_batch.extend_seq_lens_cpu)
+    rows = plan.new_rows + plan.recomputed_rows
+    iteration.elastic.room.reserve(rows, _logit_rows(forward_batch), len(plan.borrowed))
     work = planned_work(plan, mode.is_decode())
     with iteration.execute(ours.executor, plan, work):
         return original(runner, forward_batch, *args, **kwargs)
+
+
+def _logit_rows(batch: ForwardBatch) -> int:
+    """Rows of which logits are computed."""
+    if batch.forward_mode.is_decode() or not batch.return_logprob:
+        return int(batch.batch_size)
+    lengths, starts = batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu
+    assert lengths is not None and starts is not None
+    return sum(max(n - first, 1) for n, first in zip(lengths, starts, strict=True))

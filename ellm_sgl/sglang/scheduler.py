@@ -61,6 +61,7 @@ class EllmScheduler:
             choose_copy(),
             submit or Worker("ellm-commit").submit,
             self.least_of_ranks,
+            context_of(scheduler).memory.for_growth,
         )
         self.prefilling: Sequence[int] = ()
         """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed
@@ -160,7 +161,7 @@ class EllmScheduler:
 
     def decide(self, batch: ScheduleBatch) -> None:
         """Report the step before, observe, decide, and put the decision in force."""
-        self.prefilling = ()
+        self.prefilling, self.iteration.elastic.room.prompt_rows = (), 0
         self.iteration.report()
         self._tell(batch)
         self.paused.end_aborted(batch)
@@ -227,7 +228,8 @@ class EllmScheduler:
 
         def decided() -> Decision:
             state = iteration.observe(running, seq_ids, waiting, self.reclaimable())
-            return iteration.decide(state)
+            left = context_of(self.scheduler).memory.left()
+            return dataclasses.replace(iteration.decide(state), step_bytes=left)
 
         if ranks.tp_size == 1:
             return decided()

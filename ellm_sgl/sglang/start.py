@@ -60,7 +60,8 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     shape = model_shape(scheduler.model_config, scheduler.ps.tp_size)
     runner = scheduler.tp_worker.model_runner
     ours.attach(runner.model.model)
-    ours.hardware = calibrate(runner, ours, shape)
+    ours.hardware, activations = calibrate(runner, ours, shape)
+    ours.elastic.room.activations = activations
     model = latency.BY_NAME[settings.latency_model](shape, ours.hardware)
     limits = ServerLimits(
         model=shape,
@@ -82,6 +83,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     if ours.sizing is not None and scheduler.ps.tp_rank == 0:
         ours.sizing.start(scheduler, ours.scheduler.resizer)
     logger.info("eLLM policy %s; %s", settings.policy, ours.hardware)
+    logger.info("eLLM bytes: %s", ours.memory.summary())
 
 
 def switch_policy(scheduler: Scheduler, name: str, policy: Policy) -> None:

@@ -76,6 +76,8 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "pauses_total": totals.pauses,
         "page_table_ms_total": totals.page_table_s * 1e3,
         "relocated_units_total": totals.relocated_units,
+        "bytes": dataclasses.asdict(ours.memory.describe()),
+        "activations": dataclasses.asdict(ours.elastic.room.activations),
         "device_bytes_reserved": ours.pool.buffer.nbytes,
         "device_bytes_committed": ours.pool.bytes_behind(statistics.units_committed),
         "device_bytes_at_start": ours.pool.bytes_behind(resizer.start_units),

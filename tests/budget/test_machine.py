@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ellm_sgl.budget.machine import Room, container, largest
+from ellm_sgl.budget.machine import Room, container, largest, tightest
 
 GIB = 1 << 30
 V1 = "4:memory:/docker/abc\n1:name=systemd:/docker/abc"
@@ -77,6 +77,15 @@ def test_more_than_the_machine_is_no_limit_but_is_told_of(root: Path) -> None:
     put(root, "proc/self/cgroup", V1)
     version_1(root, "docker/abc", 64 * GIB, GIB)
     assert largest(root).of == "the machine"
+
+
+def test_the_least_that_is_free_is_the_machines_or_a_containers(root: Path) -> None:
+    assert tightest(root).of == "the machine"
+    put(root, "proc/self/cgroup", "0::/pod")
+    version_2(root, "pod", 14 * GIB, 0)
+    assert tightest(root).of == "the machine" and tightest(root).free == 12 * GIB
+    version_2(root, "pod", 4 * GIB, 3 * GIB)
+    assert tightest(root).free == GIB
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-"])

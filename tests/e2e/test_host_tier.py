@@ -49,6 +49,19 @@ def bodies() -> list[dict[str, object]]:
     return [greedy(p, 40) for p in prompts(10, 60, 260, seed=3)]
 
 
+def check_bytes(state: dict[str, Any]) -> None:
+    """Every byte has one owner, and what a step takes has been measured."""
+    owners, token = state["bytes"], 2 * 2 * 32 * 4 * 8
+    assert owners["kv"] + owners["staging"] == state["device_bytes_committed"] > 0
+    assert HOST * token <= owners["host_tier"] < (HOST + 64) * token
+    assert owners["hidden_states"] == 0
+    each = state["activations"]
+    # A layer of the demo model has at least its input, the residual stream and the MLP's
+    # intermediate (512 wide, twice) of a row at once.
+    assert each["row_bytes"] > (2 * 192 + 2 * 512) * 4
+    assert 0 < owners["activations"] < each["row_bytes"] * 1e4 < owners["left"]
+
+
 def check_that_requests_outgrow(
     ample: ServerProcess, small: ServerProcess, bodies: list[dict[str, object]]
 ) -> dict[str, Any]:
@@ -70,7 +83,7 @@ def check_that_requests_outgrow(
 def test_requests_that_outgrow_the_device_end_as_they_should(
     server: ServerProcess, small: ServerProcess, bodies: list[dict[str, object]]
 ) -> None:
-    check_that_requests_outgrow(server, small, bodies)
+    check_bytes(check_that_requests_outgrow(server, small, bodies))
 
 
 def mapped_files(server: ServerProcess, folder: Path) -> list[list[str]]:

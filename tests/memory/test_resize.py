@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ class Server:
         submit: Callable[[Callable[[], None]], Future[None]] = at_once,
         agree: Callable[[list[int]], list[int]] = list,
         start: int = ROOM,
+        spare: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self.scene = Scene(ROOM, max_restored=max_restored, start=start)
         self.table = self.scene.table
@@ -59,7 +61,7 @@ class Server:
         )
         assert self.pool.unit_bytes == UNIT and isinstance(self.pool.arena, FakeArena)
         self.arena = self.pool.arena
-        self.resizer = Resizer(self.scene.elastic, self.pool, copy_units, submit, agree)
+        self.resizer = Resizer(self.scene.elastic, self.pool, copy_units, submit, agree, spare)
 
     def ask(self, blocks: int) -> Outcome:
         self.resizer.ask(blocks * GROUPS)
@@ -354,3 +356,13 @@ def test_ranks_use_what_all_of_them_have(short: int, slow: int) -> None:
     for rank in ranks:
         rank.result(timeout=120)
     assert limits == [(6 * GROUPS, Outcome.CEILING)] * 2
+
+
+@pytest.mark.parametrize(("blocks", "outcome"), [(3, Outcome.CEILING), (8, Outcome.APPLIED)])
+def test_growth_leaves_the_next_step_its_activations(blocks: int, outcome: Outcome) -> None:
+    """The machine has room for 3 more blocks, or for as many as are asked for."""
+    server = Server(start=4, spare=lambda: (blocks * GROUPS + 1) * UNIT)
+    server.ask(12)
+    assert server.steps()
+    assert server.resizer.outcome is outcome
+    assert server.table.unit_limit <= (4 + blocks) * GROUPS

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.eval.tiny_models import TINY_MODELS, write
 from ellm_sgl.latency import ModelShape
-from ellm_sgl.sglang.calibration import MIXES, Mix, shape_of
+from ellm_sgl.sglang.calibration import shape_of
+from ellm_sgl.sglang.mixes import MIXES, Mix
 
 
 def matrix_weights(folder: Path) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from ellm_sgl.memory.shape import NONE
 from ellm_sgl.sglang.prefix_cache import EllmRadixCache
 from ellm_sgl.sglang.scheduler import scheduler_of
+from ellm_sgl.step import StepPlan
 from tests.memory.fake_arena import FakeArena
 from tests.simulation.plane import Plane
 from tests.simulation.scheduler import SimulatedScheduler
@@ -107,6 +108,29 @@ def prepare_prompts(plane: Plane, decoding: list[int], prepare: Callable[[], Non
     prepare()
     if (missing := int(plane.table.uncached_tokens(decoding).sum())) > before:
         raise Unaccounted(f"prompts took {missing - before} tokens from those who decode")
+
+
+def check_rows(plane: Plane, plan: StepPlan, batch: Any) -> None:
+    """A step has no more rows than there is memory for: of prompts a block at least, and a block
+    beside those that decode. What the host has is checked less closely: how much of it a step can
+    fetch shows only when it is planned.
+
+    Raises:
+        Unaccounted: it has.
+    """
+    most, block = plane.configuration.step_rows, plane.configuration.block_tokens
+    if most is None:
+        return
+    mode, rows = batch.forward_mode, plan.new_rows + plan.recomputed_rows
+    if mode.is_decode():
+        allowed = max(most, len(batch.reqs) + block)
+        checked = plane.configuration.host_blocks == 0
+    else:
+        allowed = max(most // block * block, block)
+        checked = plane.configuration.chunk is not None and not mode.is_mixed()
+        rows = plan.new_rows
+    if checked and rows > allowed:
+        raise Unaccounted(f"{rows} rows in a step that has memory for {allowed}")
 
 
 def watch_matches(plane: Plane) -> None:

@@ -47,6 +47,9 @@ class Configuration:
     conservativeness: float = 1.0
     """SGLang's: below 1, requests are admitted for whose outputs there will be no room."""
 
+    step_rows: int | None = None
+    """That there is memory for in one step; None: for as many as it likes."""
+
     @property
     def most_blocks(self) -> int:
         """Of the device."""
@@ -87,4 +90,5 @@ def draw(rng: random.Random) -> Configuration:
         max_prefill=rng.choice([16, 40]),
         conservativeness=rng.choice([0.0, 0.0, 0.2, 1.0]),
         growth_blocks=0 if streams else rng.choice([0, 0, device_blocks // 2, 2 * device_blocks]),
+        step_rows=rng.choice([None, None, 6, 20, 40]),
     )

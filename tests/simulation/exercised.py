@@ -54,6 +54,7 @@ EVERYTHING = (
     "resizes: applied",
     "resizes: floor",
     "resizes: ceiling",
+    "steps: of as many rows as there is memory for",
     "steps: while the pool grows",
     "steps: with more units than at the start",
     "policy failures",
@@ -99,6 +100,11 @@ class Exercised:
         )
         counts["steps: on a device behind the host"] += self._plane.device is not None
         counts["steps: while the pool grows"] += self._resizer._growth is not None
+        rows = self._plane.configuration.step_rows
+        if rows is not None and not mode.is_decode():
+            block = self._plane.table.shape.block_tokens
+            name = "steps: of as many rows as there is memory for"
+            counts[name] += batch.extend_num_tokens > rows - block
         table = self._plane.table
         beyond = table.highest_unit > self._resizer.start_units
         counts["steps: with more units than at the start"] += beyond

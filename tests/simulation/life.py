@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import get_parallel
 from ellm_sgl.engine import Controller, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
 from ellm_sgl.memory import Outcome
+from ellm_sgl.memory.step_room import Activations
 from ellm_sgl.policies import Policy
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.fcfs import Fcfs
@@ -134,6 +135,11 @@ class Life:
         steps = StepLog(RooflineLatencyModel(model, hardware), self.clock.perf_counter)
         loop = Controller(self._policy(), math.inf, steps, limits)
         self.plane.context.hardware = hardware
+        memory = self.plane.context.memory
+        memory.for_growth = lambda: math.inf  # type: ignore[method-assign]
+        if (rows := self.configuration.step_rows) is not None:
+            self.plane.elastic.room.activations = Activations(row_bytes=1.0)
+            memory.left = lambda: rows  # type: ignore[method-assign]
         iteration = Iteration(
             loop, self.plane.elastic, self.plane.pool.unit_bytes, self.clock.monotonic
         )

@@ -34,6 +34,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from ellm_sgl.sglang import model as step_hooks
+from tests.simulation import accounting
 from tests.simulation.configuration import VOCABULARY
 from tests.simulation.model import ForwardPass
 from tests.simulation.plane import Plane
@@ -244,6 +245,8 @@ class SimulatedScheduler(Scheduler):
         forward_batch: Any = SimpleNamespace(
             forward_mode=batch.forward_mode,
             extend_seq_lens_cpu=batch.extend_lens,
+            batch_size=len(batch.reqs),
+            return_logprob=False,
         )
         step_hooks.note_requests(forward_batch, type(batch), batch)
         step_hooks.run_step(lambda *_: self._forward(batch), self.plane.runner, forward_batch)
@@ -270,6 +273,7 @@ class SimulatedScheduler(Scheduler):
             positions += range(new.position, new.end_position)
             if len(tokens) < len(positions):  # the future map's: sampled by the step before
                 tokens += transcript.tokens[new.position : new.end_position]
+        accounting.check_rows(self.plane, plan, batch)
         self.plane.poison()
         step = ForwardPass(self.plane, plan, transcripts)
         decoder = self.plane.runner.model.model
