@@ -117,8 +117,9 @@ def _beside(adder: PrefillAdder) -> tuple[int, int]:
     under_way = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
     if not table.missing_units:
         return len(decoding), 0
-    there = set(table.sequence_ids)  # with overlap, some have ended
-    rows = [row for row in rows_of([*decoding, *under_way]) if row in there]
+    reqs = [req for req in (*decoding, *under_way) if not req.finished()]
+    there = set(table.sequence_ids)
+    rows = [row for row in rows_of(reqs) if row in there]
     return len(decoding), int(table.uncached_tokens(rows).sum())
 
 
