@@ -259,9 +259,13 @@ class EllmConfig:
         ratio = {} if self.ratio is None else {"ratio": self.ratio}
         return {**self.policy_options, **ratio}
 
+    def to_json(self) -> str:
+        """What `ENV` holds where these settings are in force."""
+        return json.dumps(dataclasses.asdict(self))
+
     def to_env(self) -> None:
         """Enable eLLM with these settings in this process and the ones it starts."""
-        os.environ[ENV] = json.dumps(dataclasses.asdict(self))
+        os.environ[ENV] = self.to_json()
 
     @staticmethod
     def clear_env() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
-from ellm_sgl.config.ellm_config import HIDDEN_ON, HOST_KEEPS, LATENCY_MODELS, MODES
-from ellm_sgl.config.ranges import read_json
+from ellm_sgl.config.ellm_config import HIDDEN_ON, HOST_KEEPS, LATENCY_MODELS, MODES, ConfigError
+from ellm_sgl.config.ranges import read_json, shown
 from ellm_sgl.config.sizes import read_budget
 
 
@@ -99,3 +102,54 @@ FLAGS: tuple[Flag, ...] = (
          "measuring what that gains. Default on."),
 )  # fmt: skip
 """All but --ellm-policy, which enables eLLM."""
+POLICY = "policy"
+SETTINGS = (POLICY, *(flag.field for flag in FLAGS))
+"""What can be set, by the names of the fields."""
+
+
+def read_settings(given: Mapping[str, object]) -> dict[str, Any]:
+    """Fields of `EllmConfig`, from texts or from Python's values.
+
+    Args:
+        given: by the fields' names; each as text, the way a flag takes it, or as a number, a
+            boolean (on, off), a dict (JSON) or a path; None is as if it were not given.
+
+    Raises:
+        ConfigError: a name that is none, or a value that its flag would not take.
+    """
+    flags = {flag.field: flag for flag in FLAGS}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in SETTINGS:
+            raise ConfigError(f"{shown(name)} is no setting of eLLM; {instead_of(name, SETTINGS)}")
+        if value is None:
+            continue
+        option = "--ellm-policy" if name == POLICY else flags[name].option
+        kind = "a name" if name == POLICY else flags[name].kind
+        try:
+            text = as_text(value)
+            values[name] = text if name == POLICY else flags[name].parse(text)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{option} {shown(value)}: give {kind}") from None
+    return values
+
+
+def as_text(value: object) -> str:
+    """A value of Python's or TOML's, the way a flag takes it.
+
+    Raises:
+        TypeError, ValueError: there is no such text.
+    """
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    if isinstance(value, str | int | float | PurePath):
+        return str(value)
+    raise TypeError(f"{shown(value)} is no setting's value")
+
+
+def instead_of(name: object, known: tuple[str, ...]) -> str:
+    """What to write instead of a name that is unknown."""
+    near = difflib.get_close_matches(str(name), known, 1)
+    return f"did you mean {near[0]}?" if near else f"give one of {', '.join(sorted(known))}"

@@ -8,10 +8,30 @@ from typing import Any
 
 from ellm_sgl import host_file
 from ellm_sgl.budget import check_budget
-from ellm_sgl.config import HCACHE, RECOMPUTE, EllmConfig
+from ellm_sgl.config import ELLM, HCACHE, RECOMPUTE, EllmConfig
+from ellm_sgl.config.flags import POLICY, read_settings
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.registry import create
+
+DEFAULT_POLICY = "fcfs"
+OFF = "off"
+"""Instead of a policy's name: stock SGLang."""
+
+
+def settings_of(given: Mapping[str, object]) -> EllmConfig | None:
+    """The settings where eLLM is meant to be on: with a policy even if none was named; None: off.
+
+    Args:
+        given: as `read_settings`.
+
+    Raises:
+        ConfigError: as `read_settings` and `resolve`.
+    """
+    values = read_settings(given)
+    mode = values.get("mode", ELLM)
+    values.setdefault(POLICY, DEFAULT_POLICY if mode == ELLM else mode)
+    return None if values[POLICY] == OFF else resolve(values)
 
 
 def resolve(values: Mapping[str, Any]) -> EllmConfig:

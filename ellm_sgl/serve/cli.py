@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 from rich.console import Console
 
 from ellm_sgl import __version__
 from ellm_sgl.client.process import DEMO_ARGUMENTS, SERVER_ENVIRONMENT, ServerError
 from ellm_sgl.config import ELLM, ConfigError
-from ellm_sgl.config.commands import answer, json_flag, told_in_a_line
+from ellm_sgl.config.commands import FILE, answer, json_flag, told_in_a_line
 from ellm_sgl.config.flags import FLAGS
-from ellm_sgl.config.ranges import MOST_TOKENS, shown
-from ellm_sgl.config.resolve import resolve
+from ellm_sgl.config.ranges import MOST_TOKENS
+from ellm_sgl.config.resolve import DEFAULT_POLICY, settings_of
+from ellm_sgl.serve import config_file
 from ellm_sgl.serve.calibrate import calibrate
+from ellm_sgl.serve.cli_advise import advise
 from ellm_sgl.serve.cli_bench import bench, compare
 from ellm_sgl.serve.cli_kernels import kernels
 from ellm_sgl.serve.cli_memory import memory
@@ -26,13 +30,43 @@ from ellm_sgl.serve.cli_policies import policies
 from ellm_sgl.serve.cli_simulate import simulate
 from ellm_sgl.serve.cli_verify import verify
 
-DEFAULT_POLICY = "fcfs"
 
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.group(
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+        "auto_envvar_prefix": "ELLM_SGL",
+    }
+)
 @click.version_option(__version__, prog_name="ellm-sgl")
-def main() -> None:
-    """Keep SGLang serving when KV-cache memory runs out."""
+@click.option(
+    "--config",
+    type=FILE,
+    envvar="ELLM_SGL_CONFIG_FILE",
+    help="A TOML file with a table of options for each command, and [sglang] for serve.",
+)
+@click.pass_context
+def main(ctx: click.Context, config: Path | None) -> None:
+    """Keep SGLang serving when KV-cache memory runs out.
+
+    Every option can also be given as ELLM_SGL_COMMAND_OPTION in the environment, or in --config
+    FILE. The command line counts first, then the environment, then the file.
+    """
+    if config is not None:
+        with told_in_a_line(ConfigError):
+            ctx.default_map, ctx.obj = config_file.read(config, main)
+
+
+@main.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what completes commands and options in a shell, for its start-up file:
+
+    eval "$(ellm-sgl completion bash)"
+    """
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(main, {}, "ellm-sgl", "_ELLM_SGL_COMPLETE").source())
 
 
 def ellm_options(command: Any) -> Any:
@@ -51,7 +85,8 @@ def ellm_options(command: Any) -> Any:
 )
 @ellm_options
 @click.argument("sglang_arguments", nargs=-1, type=click.UNPROCESSED)
-def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
+@click.pass_obj
+def serve(of_file: list[str] | None, sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     """Start SGLang's server with eLLM.
 
     Takes every argument of `python -m sglang.launch_server` beside those below. Without
@@ -60,9 +95,12 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     given = {name: text for name, text in ellm.items() if text is not None}
     mode = given.get("ellm_mode", ELLM)
     given.setdefault("ellm_policy", DEFAULT_POLICY if mode == ELLM else mode)
-    if given["ellm_policy"] != "off":
-        _check(given)
-    arguments = list(sglang_arguments)
+    try:  # before SGLang is imported, which takes seconds
+        settings_of({name.removeprefix("ellm_"): text for name, text in given.items()})
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    # Of an argument that is there twice SGLang takes the last.
+    arguments = [*(of_file or ()), *sglang_arguments]
     if not any(a.split("=")[0] in ("--model-path", "--model", "--config") for a in arguments):
         arguments += DEMO_ARGUMENTS
     for name, value in given.items():
@@ -70,21 +108,6 @@ def serve(sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     command = [sys.executable, "-m", "ellm_sgl.serve.launch", *arguments]
     sys.stdout.flush()
     os.execve(sys.executable, command, {**SERVER_ENVIRONMENT, **os.environ})
-
-
-def _check(given: dict[str, str]) -> None:
-    """Refuse settings that make no sense before SGLang is imported, which takes seconds."""
-    values: dict[str, Any] = {"policy": given["ellm_policy"]}
-    try:
-        for flag in FLAGS:
-            if (text := given.get("ellm_" + flag.field)) is not None:
-                try:
-                    values[flag.field] = flag.parse(text)
-                except ValueError:
-                    raise ConfigError(f"{flag.option} {shown(text)}: give {flag.kind}") from None
-        resolve(values)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
 
 
 @main.command()
@@ -148,7 +171,18 @@ def doctor(as_json: bool) -> None:
     sys.exit(0 if healthy else 1)
 
 
-for command in (verify, policies, calibrate, compare, bench, simulate, paper, kernels, memory):
+for command in (
+    advise,
+    verify,
+    policies,
+    calibrate,
+    compare,
+    bench,
+    simulate,
+    paper,
+    kernels,
+    memory,
+):
     main.add_command(command)
 
 if __name__ == "__main__":

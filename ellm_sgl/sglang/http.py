@@ -7,21 +7,36 @@ from typing import Any
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.config.ranges import check_finite, shown
+from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.slo import SloFields
 
 CONTROL = "ellm/"
 """Prefix of the methods that `state.control` answers in the scheduler."""
 
 
-def serve_routes(*_: Any, **__: Any) -> None:
-    """Hook after `TokenizerManager.__init__`: where this process serves HTTP, it serves eLLM's
-    routes too. Whoever serves HTTP has imported SGLang's module for it by then."""
+def serve_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
+    """Hook after `TokenizerManager.__init__`: note whether eLLM is on here; and where this process
+    serves HTTP, it serves eLLM's routes too. Whoever serves HTTP has imported SGLang's module for
+    it by then."""
+    enabling.note(manager)
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is None or EllmConfig.from_env() is None:
         return
     if not getattr(http_server.app.state, "ellm", False):
         http_server.app.state.ellm = True
         add_routes(http_server)
+
+
+async def ask_scheduler(manager: Any, method: str, body: dict[str, Any]) -> Any:
+    """What `state.control` answers: with `success`, `response` and `error`.
+
+    Args:
+        manager: SGLang's `TokenizerManager`.
+    """
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+
+    request = DumperControlReqInput(method=CONTROL + method, body=body)
+    return (await manager.dumper_control(request))[0]
 
 
 def add_routes(http_server: Any) -> None:
@@ -32,15 +47,13 @@ def add_routes(http_server: Any) -> None:
     """
     from fastapi import Body
     from fastapi.responses import JSONResponse
-    from sglang.srt.managers.io_struct import DumperControlReqInput
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     app = http_server.app
     app.add_middleware(SloFields)
 
     async def control(method: str, body: dict[str, Any]) -> Any:
-        request = DumperControlReqInput(method=CONTROL + method, body=body)
-        return (await http_server._global_state.tokenizer_manager.dumper_control(request))[0]
+        return await ask_scheduler(http_server._global_state.tokenizer_manager, method, body)
 
     @app.get("/ellm/state")
     async def ellm_state(integrity: bool = False) -> Any:

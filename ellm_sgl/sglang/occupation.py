@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.config import RECOMPUTE, EllmConfig
+from ellm_sgl.config import RECOMPUTE
 from ellm_sgl.config.ranges import shown
 from ellm_sgl.memory.arena import trim_heap
+from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.scheduler import EllmScheduler, Released, scheduler_of
 
@@ -26,10 +27,10 @@ KV = "kv_cache"
 """SGLang's tag."""
 
 
-def check(_: Any, request: Any, *__: Any, **___: Any) -> None:
+def check(manager: Any, request: Any, *__: Any, **___: Any) -> None:
     """Before both, where clients ask for them: only KV can be released. SGLang answers the
     ValueError with a 400; its scheduler would end."""
-    settings = EllmConfig.from_env()
+    settings = enabling.settings_of(manager)
     if settings is None:
         return
     if settings.mode == RECOMPUTE:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.config import EllmConfig
+from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.slo import check_slos
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> Non
 def check_request(manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
     """Hook before `TokenizerManager._validate_one_request`; a ValueError, of `check` or about an
     SLO that makes no sense, becomes a 400."""
-    if EllmConfig.from_env() is None:
+    if enabling.settings_of(manager) is None:
         return
     check_slos(getattr(request, "sampling_params", None))
     check(request, input_ids, manager.model_config.vocab_size)

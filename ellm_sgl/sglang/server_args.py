@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ellm_sgl.config import ELLM, ConfigError, EllmConfig
 from ellm_sgl.config.flags import FLAGS, Flag
 from ellm_sgl.config.ranges import shown
-from ellm_sgl.config.resolve import resolve
-from ellm_sgl.sglang import cuda
+from ellm_sgl.config.resolve import OFF, resolve
+from ellm_sgl.sglang import cuda, enabling
 from ellm_sgl.sglang.arguments import refusal, table
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
 from ellm_sgl.sglang.versions import VERSIONS, adapter, installed, turn_off, untested
@@ -20,7 +20,6 @@ from ellm_sgl.sglang.versions.signatures import differences
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-OFF = "off"
 PREFIX_CACHE = "ellm"
 
 ARCHITECTURES = frozenset({
@@ -149,8 +148,8 @@ def check_adapted(args: ServerArgs) -> None:
     decided = adapter().resolved(args)
     if (decided.page_size, decided.radix_cache_backend) != (config.block_tokens, PREFIX_CACHE):
         _refuse(
-            "these ServerArgs were made before eLLM was enabled; call load_plugins() of "
-            "sglang.srt.plugins, then make them"
+            "these ServerArgs were made before eLLM was enabled; make them, too, in "
+            "`with ellm_sgl.enabled(...):`"
         )
 
 
@@ -191,5 +190,8 @@ def _parser(flag: Flag) -> Callable[[str], Any]:
 
 
 def _refuse(message: str) -> NoReturn:
+    """A program gets an exception, a shell one line and status 2."""
+    if enabling.from_a_program():
+        raise ConfigError(message)
     print(f"ellm-sgl: error: {message}", file=sys.stderr)
     sys.exit(2)

@@ -195,10 +195,19 @@ def _switch(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
     return []
 
 
+def _come_to(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """As `adjust` with `ellm_device_kv_tokens`, for whoever wants to know why not."""
+    _, units = _wanted(scheduler, {DEVICE_TOKENS: body["tokens"]})
+    assert units is not None
+    _resize(scheduler, units)
+    return []
+
+
 _CONTROLS: dict[str, Callable[[Scheduler, dict[str, Any]], list[dict[str, Any]]]] = {
     "state": _state,
     "steps": lambda scheduler, _: _steps(context_of(scheduler)),
     "policy": _switch,
+    "resize": _come_to,
 }
 
 

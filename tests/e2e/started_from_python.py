@@ -1,20 +1,21 @@
 """Servers and engines as a training framework starts them: in a child process, from Python.
 
-Run as a script: `python started_from_python.py WHAT [PORT]`, WHAT one of `WAYS`.
+Run as a script: `python started_from_python.py WHAT [PORT]`, WHAT one of `WAYS`. It prepares
+nothing: importing `ellm_sgl` does.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-from ellm_sgl.sglang.platform.torchvision_ops import declare
-
-declare()
+import ellm_sgl
 
 OUTSIDE = 10**6
 """Not a token id of the demo model."""
@@ -27,46 +28,40 @@ def arguments(port: int) -> dict[str, Any]:
     return {"model_path": str(DEMO_MODEL), "dtype": "float32", "port": port}
 
 
-def enable() -> None:
-    """What a framework does before it makes its `ServerArgs`."""
-    from sglang.srt.plugins import load_plugins
-
-    from ellm_sgl.config.resolve import resolve
-
-    resolve({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
-    load_plugins()
+SETTINGS: dict[str, Any] = {"policy": "fixed-ratio", "device_kv_tokens": 4096}
+FULL, HALF = 32_000, 1_000
+"""Tokens of KV: more than the prompts below need, and less than half of it."""
 
 
 def server(port: int) -> None:
-    """SGLang's `launch_server_process`."""
-    enable()
-    _server(port)
+    """`sglang.Runtime`."""
+    import sglang
+
+    with ellm_sgl.enabled(**SETTINGS):
+        runtime = sglang.Runtime(**arguments(port))
+    print(runtime.url, flush=True)
+    signal.pause()
 
 
 def unprepared(port: int) -> None:
-    """The same, with arguments made before SGLang loaded its plugins."""
-    from ellm_sgl.config.resolve import resolve
-
-    resolve({"policy": "fixed-ratio", "device_kv_tokens": 4096}).to_env()
-    _server(port)
-
-
-def _server(port: int) -> None:
+    """SGLang's `launch_server_process`, with arguments made before eLLM was on."""
     from sglang.srt.entrypoints.http_server_engine import launch_server_process
     from sglang.srt.server_args import ServerArgs
 
-    launch_server_process(ServerArgs(**arguments(port))).join()
+    args = ServerArgs(**arguments(port))
+    with ellm_sgl.enabled(**SETTINGS):
+        launch_server_process(args).join()
 
 
 def trusting(port: int) -> None:
     """A server whose tokenizing process lets everything through."""
     from sglang.srt.server_args import ServerArgs
 
-    enable()
-    args = ServerArgs(**arguments(port))
-    process = multiprocessing.Process(target=_launch_trusting, args=(args,))
-    process.start()
-    process.join()
+    with ellm_sgl.enabled(**SETTINGS):
+        args = ServerArgs(**arguments(port))
+        process = multiprocessing.Process(target=_launch_trusting, args=(args,))
+        process.start()
+        process.join()
 
 
 def _launch_trusting(args: Any) -> None:
@@ -83,18 +78,60 @@ def _launch_trusting(args: Any) -> None:
 
 
 def engine(port: int) -> None:
-    """`sglang.Engine` in a child process; prints what it answered."""
-    enable()
-    process = multiprocessing.Process(target=_run_engine, args=(arguments(port),))
-    process.start()
-    process.join()
+    """Engines in child processes, one after the other; prints what they answered."""
+    said: dict[str, Any] = {}
+    for way in (_stock_and_elastic, _enabled_engine):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            said |= process.submit(way, arguments(port)).result()
+    print(json.dumps(said), flush=True)
 
 
-def _run_engine(values: dict[str, Any]) -> None:
+def _stock_and_elastic(values: dict[str, Any]) -> dict[str, Any]:
+    """A stock engine, then one of ours in the same process."""
+    import sglang
+
+    said: dict[str, Any] = {}
+    bad: dict[str, dict[str, Any]] = {
+        "unknown": {"ellm_polcy": "fcfs"},
+        "bad": {"ellm_overlap": "perhaps"},
+        "unsupported": {"ellm_policy": "fcfs", "enable_memory_saver": True},
+    }
+    for name, setting in bad.items():
+        refuse(said, name, partial(ellm_sgl.Engine, **values, **setting))
+    with sglang.Engine(**values, max_total_tokens=FULL) as stock:
+        said["stock"] = [generate(stock, prompt) for prompt in (PROMPT, PROMPT[::-1])]
+        said["stock batch"] = batch(stock)
+    with ellm_sgl.Engine(
+        **values, ellm_policy="fcfs", ellm_device_kv_tokens=HALF, ellm_max_device_kv_tokens=FULL
+    ) as ours:
+        said["ours"] = [generate(ours, prompt) for prompt in (PROMPT, PROMPT[::-1])]
+        said["ours batch"] = batch(ours)
+        said["state"] = ours.ellm_state(integrity=True)
+        said["steps"] = len(ours.ellm_steps())
+        ours.set_policy("fixed-ratio", ratio=0.25)
+        refuse(said, "no policy", lambda: ours.set_policy("none"))
+        said["ratio batch"] = batch(ours)
+        said["grown"] = ours.resize(FULL)
+        refuse(said, "too large", lambda: ours.resize(10 * FULL))
+        said["later"] = ours.ellm_state(integrity=True)
+    return said
+
+
+def batch(started: Any) -> list[list[int]]:
+    """Sixteen requests at once: 3,000 tokens."""
+    inputs = [PROMPT[i:] + PROMPT * 2 for i in range(16)]
+    params = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    return [a["output_ids"] for a in started.generate(input_ids=inputs, sampling_params=params)]
+
+
+def _enabled_engine(values: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's own engine, made in the block and used after it."""
     import sglang
     import torch
 
-    with sglang.Engine(**values) as started:
+    with ellm_sgl.enabled(**SETTINGS):
+        started = sglang.Engine(**values)
+    with started:
         said: dict[str, Any] = {}
         refuse(said, "outside", lambda: generate(started, [65, OUTSIDE]))
         refuse(
@@ -113,7 +150,8 @@ def _run_engine(values: dict[str, Any]) -> None:
         said["new"] = generate(started, PROMPT)
         started.flush_cache()
         said["flushed"] = generate(started, PROMPT)
-    print(json.dumps(said), flush=True)
+        said["policy"] = started.get_server_info()["internal_states"][0]["ellm"]["policy"]["name"]
+    return said
 
 
 def refuse(said: dict[str, Any], name: str, call: Callable[[], Any]) -> None:

@@ -92,9 +92,43 @@ def test_the_scheduler_refuses_what_went_past_the_process_that_tokenizes(tmp_pat
         assert state["running"] == state["waiting"] == 0
 
 
-def test_an_engine_in_a_child_process_checks_requests_and_forgets_old_weights() -> None:
+@pytest.fixture(scope="module")
+def engines() -> dict[str, Any]:
+    """What engines in child processes answered."""
     done = run("engine")
-    said = json.loads(done.stdout.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return said
+
+
+def test_an_engine_with_little_memory_answers_as_a_stock_one(engines: dict[str, Any]) -> None:
+    said = engines
+    assert said["ours"] == said["stock"]
+    assert said["ours batch"] == said["ratio batch"] == said["stock batch"]
+    assert said["later"]["evicted_units_total"] > 0 and said["steps"] > 0
+    assert said["state"]["policy"]["name"] == "fcfs"
+    assert said["later"]["policy"]["name"] == "fixed-ratio"
+    assert said["state"]["integrity"] == said["later"]["integrity"] == "ok"
+    assert said["grown"]["outcome"] == "applied"
+    assert said["later"]["device_units_total"] > 30 * said["state"]["device_units_total"]
+
+
+def test_an_engines_bad_settings_are_named(engines: dict[str, Any]) -> None:
+    for name, told in {
+        "unknown": "ellm_polcy is no setting of eLLM; did you mean ellm_policy?",
+        "bad": "--ellm-overlap 'perhaps': give on or off",
+        "unsupported": "--enable-memory-saver",
+        "no policy": "no policy 'none'",
+        "too large": "ellm_device_kv_tokens 320000",
+    }.items():
+        assert told in engines[name]
+
+
+def test_an_engine_of_sglangs_checks_requests_and_forgets_old_weights(
+    engines: dict[str, Any],
+) -> None:
+    said = engines
+    assert said["policy"] == "fixed-ratio"
     assert OUTSIDE in said["outside"] and "positional_embed_overrides" in said["embeddings"]
     assert said["updated"][0], said["updated"]
     assert said["new"] == said["flushed"] != said["old"]
@@ -102,8 +136,8 @@ def test_an_engine_in_a_child_process_checks_requests_and_forgets_old_weights() 
 
 def test_arguments_that_eLLM_has_not_seen_are_refused() -> None:  # noqa: N802 (its name)
     done = run("unprepared")
-    told = [line for line in done.stderr.splitlines() if line.startswith("ellm-sgl: error")]
-    assert len(told) == 1 and "load_plugins()" in told[0]
+    [told] = [line for line in done.stderr.splitlines() if "ConfigError:" in line]
+    assert "before eLLM was enabled" in told and "ellm_sgl.enabled" in told
 
 
 def run(way: str) -> subprocess.CompletedProcess[str]:

@@ -37,7 +37,13 @@ LAYERS = (
 )
 """From the lowest; a module imports its own layer and lower ones. The longest prefix counts."""
 
-UPWARD: dict[tuple[str, str], str] = {}
+_PUBLIC = "a public name, imported when it is asked for"
+UPWARD: dict[tuple[str, str], str] = {
+    ("", "config"): _PUBLIC,
+    ("", "sglang.enabling"): _PUBLIC,
+    ("", "sglang.offline_engine"): _PUBLIC,
+    ("", "sglang.platform.torchvision_ops"): "called when torchvision is about to be imported",
+}
 """Imports of a higher layer that are known, and why they are still there."""
 
 CIRCLES: dict[tuple[str, ...], str] = {}

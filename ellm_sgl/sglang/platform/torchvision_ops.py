@@ -1,6 +1,6 @@
 """Lets SGLang import torchvision where only its Python half works.
 
-No registry has a torchvision whose C++ operators load beside the CPU build of PyTorch, and
+Few registries have a torchvision whose C++ operators load beside the CPU build of PyTorch, and
 torchvision's Python code registers fake kernels for two of those operators on import. Declared
 here, without an implementation, the import succeeds; nothing SGLang does for text calls them.
 """
@@ -8,24 +8,39 @@ here, without an implementation, the import succeeds; nothing SGLang does for te
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import torch
 
+_called = False
 _LIBRARY: torch.library.Library | None = None
 
 
 def declare() -> None:
     """Declare `torchvision::nms` and `::qnms` if this PyTorch is a CPU build.
 
-    Call it in every process before SGLang is first imported. Does nothing where torchvision's
-    own operators can load (a CUDA or ROCm build of PyTorch), and nothing the second time.
+    Importing `ellm_sgl` has it called in time. Does nothing where torchvision's own operators can
+    load (a CUDA or ROCm build of PyTorch), and nothing the second time.
     """
-    global _LIBRARY
-    if _LIBRARY is not None or torch.version.cuda or torch.version.hip:
+    global _called, _LIBRARY
+    if _called or torch.version.cuda or torch.version.hip:
         return
-    if importlib.util.find_spec("torchvision") is None:
+    _called = True  # by now: looking for torchvision asks for this again
+    found = importlib.util.find_spec("torchvision")
+    if found is None or any(map(_loads, found.submodule_search_locations or ())):
         return
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _LIBRARY = library
+
+
+def _loads(folder: str) -> bool:
+    """Whether torchvision's operators load, which torchvision itself then does once more."""
+    for path in Path(folder).glob("_C*.so"):
+        try:
+            torch.ops.load_library(path)
+        except OSError:
+            continue
+        return True
+    return False

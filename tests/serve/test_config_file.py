@@ -1,0 +1,128 @@
+"""`--config FILE`, the environment, and which of them counts; shell completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ellm_sgl.serve.cli import main
+
+ADVISE = ("advise", "--device", "l4", "--json")
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner(env=environment).invoke(main, list(arguments))
+
+
+def kv_tokens(*arguments: str, **environment: str) -> int:
+    done = run(*arguments, **environment)
+    assert done.exit_code == 0, done.output
+    return int(json.loads(done.stdout)["kv_tokens"])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "ellm.toml"
+    path.write_text("[advise]\nkv-tokens = 3000\nprompt_tokens = 100\n")
+    return path
+
+
+def test_the_command_line_counts_before_the_environment_and_that_before_the_file(
+    file: Path,
+) -> None:
+    of_file = ("--config", str(file))
+    said = {"ELLM_SGL_ADVISE_KV_TOKENS": "4000"}
+    assert kv_tokens(*of_file, *ADVISE) == 3000
+    assert kv_tokens(*ADVISE, ELLM_SGL_CONFIG_FILE=str(file)) == 3000
+    assert kv_tokens(*of_file, *ADVISE, **said) == 4000
+    assert kv_tokens(*of_file, *ADVISE, "--kv-tokens", "5000", **said) == 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[advice]\n", "'advice' is not known here; did you mean advise?"),
+        ("[advise]\nkv_token = 1\n", "[advise]: 'kv_token' is not known here; did you mean kv_t"),
+        ("[serve]\nellm_ratios = 0.5\n", "did you mean ellm_ratio?"),
+        ("[sglang]\nmodel_pth = 'a'\n", "'model_pth' is no argument of SGLang's; did you mean mod"),
+        ("[advise]\nkv_tokens = true\n", "'on' is not a valid integer"),
+        ("[advise]\nkv_tokens = 0\n", "0 is not in the range"),
+        ("[advise]\nas_json = 1\n", "as_json 1: give true or false"),
+        ("[advise]\nkv_tokens = [1]\n", "kv_tokens [1]: give a text"),
+        ("advise = 1\n", "advise is a command; write a table, [advise]"),
+        ("[bench.overheads]\n", "'overheads' is not known here; did you mean overhead?"),
+        ("[advise\n", "cannot be read"),
+    ],
+)
+def test_what_makes_no_sense_is_named(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "ellm.toml"
+    path.write_text(text)
+    done = run("--config", str(path), *ADVISE)
+    assert done.exit_code in (1, 2)
+    assert named in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_not_there() -> None:
+    assert "cannot be read" in run("--config", "/no/such.toml", "doctor").stderr
+
+
+def test_serve_takes_both_projects_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is given on the command line comes last, which is what SGLang takes."""
+    path = tmp_path / "ellm.toml"
+    path.write_text(
+        "[serve]\nellm_host_kv_tokens = 2000\nellm_overlap = false\nellm_layer_group = 2\n"
+        'ellm_policy_options = {rotate = false}\n[sglang]\nmodel_path = "DIR"\n'
+        "port = 31000\nenable_metrics = true\nlog_requests = false\n"
+        'served-model-name = "chat"\n'
+    )
+    said: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: said.append(arguments))
+    done = run(
+        "--config", str(path), "serve", "--port", "32000", ELLM_SGL_SERVE_ELLM_LAYER_GROUP="1"
+    )
+    assert done.exit_code == 0, done.output
+    [(program, command, _)] = said
+    assert program == sys.executable
+    line = " ".join(command[3:])
+    assert line.startswith(
+        "--model-path DIR --port 31000 --enable-metrics --served-model-name chat --port 32000 "
+    )
+    for flag in (
+        "--ellm-policy fcfs",
+        "--ellm-host-kv-tokens 2000",
+        "--ellm-overlap off",
+        "--ellm-layer-group 1",
+        '--ellm-policy-options {"rotate": false}',
+    ):
+        assert flag in line
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_names_the_command(shell: str) -> None:
+    assert "_ELLM_SGL_COMPLETE" in run("completion", shell).stdout
+
+
+def test_commands_and_options_are_completed() -> None:
+    for words, expected in {
+        "ellm-sgl si": "simulate",
+        "ellm-sgl serve --ellm-pol": "--ellm-p",
+    }.items():
+        done = CliRunner().invoke(
+            main,
+            [],
+            prog_name="ellm-sgl",
+            env={
+                "_ELLM_SGL_COMPLETE": "bash_complete",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(len(words.split()) - 1),
+            },
+        )
+        assert expected in done.output
