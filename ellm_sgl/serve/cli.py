@@ -85,8 +85,8 @@ def ellm_options(command: Any) -> Any:
 )
 @ellm_options
 @click.argument("sglang_arguments", nargs=-1, type=click.UNPROCESSED)
-@click.pass_obj
-def serve(of_file: list[str] | None, sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
+@click.pass_context
+def serve(ctx: click.Context, /, sglang_arguments: tuple[str, ...], **ellm: Any) -> None:
     """Start SGLang's server with eLLM.
 
     Takes every argument of `python -m sglang.launch_server` beside those below. Without
@@ -100,7 +100,7 @@ def serve(of_file: list[str] | None, sglang_arguments: tuple[str, ...], **ellm: 
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     # Of an argument that is there twice SGLang takes the last.
-    arguments = [*(of_file or ()), *sglang_arguments]
+    arguments = [*(ctx.obj or ()), *sglang_arguments]
     if not any(a.split("=")[0] in ("--model-path", "--model", "--config") for a in arguments):
         arguments += DEMO_ARGUMENTS
     for name, value in given.items():

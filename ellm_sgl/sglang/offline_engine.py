@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from multiprocessing.util import Finalize
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
@@ -21,7 +22,8 @@ RESIZE_S = 60.0
 class Engine(SglangEngine):
     """SGLang's `Engine` with eLLM: the same methods, and those below.
 
-    `Engine(model_path=..., ellm_policy="fcfs", ellm_host_kv_tokens=20_000, ...)`.
+    `Engine(model_path=..., ellm_policy="fcfs", ellm_host_kv_tokens=20_000, ...)`. Unless it is shut
+    down before, it ends with the process that made it, one of multiprocessing's included.
 
     Args:
         kwargs: the flags of `ellm-sgl serve` by their names, with underscores: `ellm_...` are
@@ -44,6 +46,9 @@ class Engine(SglangEngine):
         theirs = {name: value for name, value in kwargs.items() if name not in ours}
         with enabled(**{name.removeprefix(PREFIX): value for name, value in ours.items()}):
             super().__init__(**theirs)
+        # A process that multiprocessing has started runs no atexit functions, and would wait for
+        # the engine's own processes for ever.
+        Finalize(None, self.shutdown, exitpriority=0)
 
     @property
     def ellm_settings(self) -> EllmConfig | None:
