@@ -14,7 +14,7 @@ STAMP  := $(VENV)/.setup-done
 TWO    := --numprocesses 2 --dist loadfile
 
 # Debian's packages that some tests run, by the command that they bring. Tests say what they lack.
-PROGRAMS := prometheus:prometheus
+PROGRAMS := prometheus:prometheus chromium:chromium chromedriver:chromium-driver
 
 .PHONY: help system setup demo test test-fast lint format wheel clean
 .DEFAULT_GOAL := help

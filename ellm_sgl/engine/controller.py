@@ -15,6 +15,24 @@ from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
 from ellm_sgl.policies.planned import latency_seen
 
+LAST_DECISIONS = 16
+"""Kept for those who watch."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision, when it was made, and on what."""
+
+    at_s: float
+    """Of the server's clock."""
+    seconds: float
+    """That it took."""
+    running: int
+    waiting: int
+    decision: Decision
+    replaced: bool
+    """The policy's answer was."""
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -48,6 +66,7 @@ class Controller:
         """How long each of the last decisions took, in seconds;"""
         self.decisions = 0
         """and how many there have been, of this policy and those before."""
+        self.last: deque[Decided] = deque(maxlen=LAST_DECISIONS)
         self._fallbacks: Counter[str] = Counter()
 
     @property
@@ -87,13 +106,14 @@ class Controller:
 
     def decide(self, state: SystemState) -> Decision:
         """Ask about one iteration; never fails, never takes much longer than the budget."""
-        began = time.perf_counter()
+        began, failures = time.perf_counter(), self.guard.failures.total()
         answer, last = self.guard.answer(state), self.steps.last
-        self.decision_s.append(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.decision_s.append(seconds)
         self.decisions += 1
         batch, ratios = answer.batch, answer.ratios
         keeps_all = not batch.pause and not ratios.running.any()
-        return Decision(
+        decision = Decision(
             admit=batch.admit,
             pause=frozenset(batch.pause),
             ratios=tuple(ratios.running.tolist()),
@@ -102,3 +122,7 @@ class Controller:
             fetch_ahead_s=0.0 if last is None else LINK_SHARE * last.seconds,
             stands=self.guard.idle_without_pressure and keeps_all,
         )
+        replaced = self.guard.failures.total() > failures
+        known = len(state.running), len(state.waiting)
+        self.last.append(Decided(state.now_s, seconds, *known, decision, replaced))
+        return decision

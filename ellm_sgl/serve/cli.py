@@ -28,6 +28,7 @@ from ellm_sgl.serve.cli_memory import memory
 from ellm_sgl.serve.cli_paper import paper
 from ellm_sgl.serve.cli_policies import policies
 from ellm_sgl.serve.cli_simulate import simulate
+from ellm_sgl.serve.cli_top import top
 from ellm_sgl.serve.cli_verify import verify
 
 
@@ -182,6 +183,7 @@ for command in (
     paper,
     kernels,
     memory,
+    top,
 ):
     main.add_command(command)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -81,13 +82,8 @@ def _units(scene: Scene) -> Values:
 
 
 def _bytes(scene: Scene) -> Values:
-    ours, hidden = scene.ours, scene.ours.executor.hidden
-    owners = {
-        "device_kv": ours.pool.bytes_behind(scene.statistics.units_committed),
-        "host_kv": ours.table.host.kv_units * ours.pool.unit_bytes,
-        "hidden_states": 0 if hidden is None else hidden.nbytes,
-    }
-    return {(owner,): nbytes for owner, nbytes in owners.items()}
+    owners = dataclasses.asdict(scene.ours.memory.describe())
+    return {(owner,): nbytes for owner, nbytes in owners.items() if nbytes is not None}
 
 
 def _target_ratio(scene: Scene) -> float:
@@ -148,7 +144,7 @@ GAUGES = (
            _one(lambda s: s.statistics.uncached_tokens)),
     Family("ellm_units", "Units of KV (a block of one layer group) by where they are", _units,
            ("placement",)),
-    Family("ellm_memory_bytes", "Memory by owner", _bytes, ("owner",)),
+    Family("ellm_memory_bytes", "Memory of one rank by owner; left: nobody's", _bytes, ("owner",)),
     Family("ellm_device_committed_bytes", "Memory that the device pool has of the machine",
            _one(lambda s: s.ours.pool.bytes_behind(s.statistics.units_committed))),
     Family("ellm_device_reserved_bytes", "Addresses that the device pool has",

@@ -8,6 +8,7 @@ from typing import Any
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.config.ranges import check_finite, shown
 from ellm_sgl.sglang import enabling
+from ellm_sgl.sglang.page import add_page
 from ellm_sgl.sglang.slo import SloFields
 
 CONTROL = "ellm/"
@@ -40,7 +41,8 @@ async def ask_scheduler(manager: Any, method: str, body: dict[str, Any]) -> Any:
 
 
 def add_routes(http_server: Any) -> None:
-    """`GET /ellm/state`, `GET /ellm/steps`, `POST /ellm/policy`, and the SLO fields of requests.
+    """`GET /ellm/state`, `/ellm/steps`, `/ellm/requests`, `POST /ellm/policy`, the page that shows
+    them (`page.py`), and the SLO fields of requests.
 
     Args:
         http_server: SGLang's module of that name.
@@ -66,6 +68,14 @@ def add_routes(http_server: Any) -> None:
         """The last measured steps beside what the latency models predicted."""
         answer = await control("steps", {})
         return answer.response
+
+    @app.get("/ellm/requests")
+    async def ellm_requests() -> Any:
+        """Requests with what of each is cached, the last decisions, and what steps do of late."""
+        answer = await control("requests", {})
+        return answer.response[0]
+
+    add_page(app)
 
     @app.post("/ellm/policy")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)

@@ -22,6 +22,7 @@ from ellm_sgl.policies import Policy
 from ellm_sgl.policies.registry import create
 from ellm_sgl.sglang.context import Context, context_of
 from ellm_sgl.sglang.http import CONTROL
+from ellm_sgl.sglang.request_views import describe_requests
 from ellm_sgl.sglang.scheduler import scheduler_of
 from ellm_sgl.sglang.start import switch_policy
 
@@ -53,6 +54,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "policy": _policy(ours),
         "hardware": None if ours.hardware is None else dataclasses.asdict(ours.hardware),
         "layer_group": ours.table.shape.layer_group,
+        "layer_groups": ours.table.shape.num_groups,
         "block_tokens": ours.table.shape.block_tokens,
         "device_units_total": statistics.units_total,
         "device_units_free": statistics.units_free,
@@ -206,6 +208,7 @@ def _come_to(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]
 _CONTROLS: dict[str, Callable[[Scheduler, dict[str, Any]], list[dict[str, Any]]]] = {
     "state": _state,
     "steps": lambda scheduler, _: _steps(context_of(scheduler)),
+    "requests": lambda scheduler, _: [describe_requests(scheduler)],
     "policy": _switch,
     "resize": _come_to,
 }

@@ -1,9 +1,11 @@
-"""A server under load, as those see it who watch it: Prometheus, and Grafana's dashboard."""
+"""A server under load, as those see it who watch it: Prometheus, Grafana's dashboard, and whoever
+opens its page in a browser."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, free_port
+from tests.e2e import browser
+from tests.e2e.browser import Browser
 from tests.e2e.load import ask, greedy, prompts
 from tests.sglang.test_metrics import queries
 
@@ -28,6 +32,10 @@ ARGUMENTS = (
     "--ellm-layer-group", "1",
     "--enable-metrics", "--admin-api-key", ADMIN_KEY,
 )  # fmt: skip
+
+ARTIFACTS = Path(__file__).parents[2] / "out"
+"""Screenshots stay there."""
+RID = "<img src=x onerror=document.title='broken'>"
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +137,147 @@ def answered(prometheus: str, query: str) -> bool:
         return bool(results(prometheus, query))
     except httpx.TransportError:  # it has not started yet
         return False
+
+
+@pytest.fixture(scope="module")
+def opened(watched: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser on the server's page."""
+    if (problem := browser.lacking()) is not None:
+        pytest.skip(problem)
+    with browser.chromium(tmp_path_factory.mktemp("browser") / "log") as window:
+        window.size(1280, 1000)
+        window.open(f"{watched.url}/ellm/")
+        window.wait("return document.getElementById('link').dataset.state === 'live'")
+        yield window
+
+
+BARS = """
+return [...document.querySelectorAll('#list li')].map((item) => [
+    item.querySelector('.rid').title,
+    ...[...item.querySelectorAll('.bar i')].map((span) => [span.className, span.style.flexGrow]),
+])
+"""
+MOVED = f"""
+const before = new Map(arguments[0].map(([name, ...spans]) => [name, JSON.stringify(spans)]));
+const now = (() => {{ {BARS} }})();
+const moved = ([name, ...spans]) => before.get(name) !== JSON.stringify(spans);
+return now.some((bar) => before.has(bar[0]) && moved(bar));
+"""
+
+
+@pytest.fixture
+def load(watched: ServerProcess) -> Iterator[None]:
+    """While a test looks at the page."""
+    stop = threading.Event()
+
+    def run() -> None:
+        odd = greedy(prompts(1, 90, 90)[0], 60) | {"rid": RID}
+        while not stop.is_set():
+            bodies = [greedy(p, 100) for p in prompts(18, 100, 150)]
+            ask(watched.url, [*bodies, odd])
+
+    with ThreadPoolExecutor(1) as background:
+        running = background.submit(run)
+        yield
+        stop.set()
+        running.result()
+
+
+@pytest.mark.usefixtures("load")
+def test_the_page_shows_what_happens(opened: Browser) -> None:
+    opened.wait("return document.querySelectorAll('.bar i.host, .bar i.lost').length > 0")
+    seen = opened.run(BARS)
+    opened.wait(MOVED, seen)
+    device = "return document.querySelector('#device .used').offsetWidth"
+    assert opened.run(device) > 0
+    opened.wait("return document.getElementById('decisions').children.length > 3")
+    opened.wait("return document.getElementById('decoding').textContent > '0'")
+    assert opened.run("return document.getElementById('policy-name').textContent") == "fcfs"
+    assert opened.run("return getComputedStyle(document.querySelector('.bar')).display") == "flex"
+    for scheme in ("dark", "light"):
+        opened.prefer(scheme)
+        opened.screenshot(ARTIFACTS / f"page-{scheme}.png")
+    opened.size(360, 780, 2)
+    try:
+        wide = "return document.documentElement.scrollWidth - window.innerWidth"
+        assert opened.run(wide) <= 0, "a phone would scroll sideways"
+        opened.screenshot(ARTIFACTS / "page-phone.png")
+    finally:
+        opened.size(1280, 1000)
+
+
+@pytest.mark.usefixtures("load")
+def test_names_that_clients_give_are_text(opened: Browser) -> None:
+    names = "return [...document.querySelectorAll('.rid')].map((rid) => rid.title)"
+    opened.wait(f"return (() => {{ {names} }})().some((name) => name.startsWith('<img'))")
+    assert opened.run("return document.querySelectorAll('main img').length") == 0
+    assert opened.run("return document.title") == "eLLM"
+
+
+def test_the_colours_are_those_of_the_system(opened: Browser) -> None:
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    colours = set()
+    for scheme in ("dark", "light"):
+        opened.prefer(scheme)
+        colours.add(opened.run(ground))
+    assert len(colours) == 2
+
+
+def test_the_keyboard_reaches_and_changes_everything(
+    opened: Browser, watched: ServerProcess
+) -> None:
+    """The wrong key first: nothing changes, and the page says so."""
+    opened.run("document.activeElement.blur(); window.scrollTo(0, 0)")
+    reached = tab_to(opened, "pool")
+    assert {"hold", "key", "policy", "options"} <= set(reached)
+    opened.run("document.getElementById('pool').select()")
+    opened.press("1600", "Enter")
+    outcome = "return document.getElementById('outcome').textContent"
+    assert "admin key" in opened.wait(outcome)
+    assert watched.state(integrity=False)["resize"]["wanted_tokens"] == 2400
+    refused = opened.log("browser")
+    assert all("401" in entry["message"] for entry in refused), refused
+    tab_to(opened, "key")
+    opened.press(ADMIN_KEY)
+    tab_to(opened, "pool")
+    opened.run("document.getElementById('pool').select()")
+    opened.press("1600", "Enter")
+    opened.wait(f"{outcome}.includes('goes to 1,600')")
+    assert watched.state(integrity=False)["resize"]["wanted_tokens"] == 1600
+    tab_to(opened, "policy")
+    opened.press("stock")
+    tab_to(opened, "options")
+    opened.press("Enter")
+    opened.wait(f"{outcome}.includes('stock')")
+    assert watched.state(integrity=False)["policy"]["name"] == "stock"
+    opened.wait("return document.getElementById('policy-name').textContent === 'stock'")
+
+
+def test_a_page_that_is_held_asks_for_nothing(opened: Browser) -> None:
+    opened.run("document.getElementById('hold').click()")
+    time.sleep(1.5)  # what was under way
+    opened.requested()
+    time.sleep(2.5)
+    assert opened.requested() == []
+    opened.run("document.getElementById('hold').click()")
+    opened.wait("return document.getElementById('link').dataset.state === 'live'")
+
+
+def test_the_page_needs_nothing_from_outside(opened: Browser, watched: ServerProcess) -> None:
+    opened.open(f"{watched.url}/ellm/")
+    opened.wait("return document.getElementById('link').dataset.state === 'live'")
+    asked = {url for url in opened.requested() if not url.startswith("data:")}
+    assert {f"{watched.url}/ellm/{name}" for name in ("", "page.js", "state")} <= asked
+    assert {url for url in asked if not url.startswith(f"{watched.url}/")} == set()
+    assert [entry for entry in opened.log("browser") if entry["level"] != "DEBUG"] == []
+
+
+def tab_to(window: Browser, wanted: str) -> list[str]:
+    """What the focus comes by on its way to the element of this id."""
+    reached: list[str] = []
+    for _ in range(60):
+        window.press("Tab")
+        reached.append(window.run("return document.activeElement.id"))
+        if reached[-1] == wanted:
+            return reached
+    raise AssertionError(f"the keyboard does not reach {wanted}: {reached}")

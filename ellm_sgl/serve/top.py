@@ -1,0 +1,247 @@
+"""A running server in a terminal: what its page shows, from the same two routes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+BESIDE = 62
+"""Characters beside a request's bar."""
+BARS = (10, 80)
+"""Least and most characters of a bar."""
+CELLS = {"cached": ("■", "green"), "host": ("▨", "yellow"), "lost": ("□", "red")}
+SPARKS = "▁▂▃▄▅▆▇█"
+KEPT = 60
+"""Looks that the history shows."""
+DECISIONS_SHOWN = 5
+TOTALS = (
+    "evicted_units_total", "fetched_units_total", "recomputed_tokens_total", "pauses_total",
+    "retractions_total",
+)  # fmt: skip
+
+
+class TopError(RuntimeError):
+    """The server gives no answer that can be shown; the message says why, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A server at one moment."""
+
+    state: Mapping[str, Any]
+    """`GET /ellm/state`."""
+    seen: Mapping[str, Any]
+    """`GET /ellm/requests`."""
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Both, as JSON has them."""
+        return {"state": self.state, **self.seen}
+
+    def count(self, *states: str) -> int:
+        """Requests that do one of these things, of those told of."""
+        return sum(request["state"] in states for request in self.seen["requests"])
+
+    def tier(self, name: str) -> tuple[int, int]:
+        """(used, total) tokens of KV on the "device", or the "host"."""
+        per_unit = self.state["block_tokens"] / self.state["layer_groups"]
+        total, free = (self.state[f"{name}_units_{which}"] for which in ("total", "free"))
+        return round((total - free) * per_unit), round(total * per_unit)
+
+    def tpot_ms(self) -> float:
+        """Mean time per output token of those that decode; nan of none."""
+        known = [r["tpot_ms"] for r in self.seen["requests"] if r["state"] == "decoding"]
+        measured = [tpot for tpot in known if tpot is not None]
+        return sum(measured) / len(measured) if measured else math.nan
+
+
+def look(client: httpx.Client) -> Look:
+    """Ask once.
+
+    Raises:
+        TopError: no answer, or none that makes sense.
+    """
+    return Look(_ask(client, "/ellm/state"), _ask(client, "/ellm/requests"))
+
+
+def _ask(client: httpx.Client, path: str) -> dict[str, Any]:
+    where = str(client.base_url).rstrip("/")
+    try:
+        answer = client.get(path)
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise TopError(f"{where}: the server wants its API key; give --api-key")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise TopError(f"{where}{path}: not there; is eLLM on (--ellm-policy), and as new?")
+        found: dict[str, Any] = answer.raise_for_status().json()
+    except (httpx.HTTPError, ValueError) as error:
+        told = str(error) or type(error).__name__
+        raise TopError(f"{where}: no answer ({told}); is a server there? give --url") from None
+    return found
+
+
+def draw(
+    now: Look, cached: Sequence[float], width: int = 100, height: int = 1000
+) -> RenderableType:
+    """The picture of one moment.
+
+    Args:
+        cached: mean cached ratio at every look so far, oldest first.
+        width, height: characters and lines that there are.
+    """
+    longest = min(max(width - BESIDE, BARS[0]), BARS[1])
+    decisions = now.seen["decisions"][:DECISIONS_SHOWN]
+    room = max(height - 17 - len(decisions), 3)
+    parts: list[RenderableType] = [_figures(now), Text(""), _tiers(now, cached, longest), Text("")]
+    parts.append(_requests(now, room, longest))
+    if decisions:
+        parts += [Text(""), _decisions(decisions)]
+    parts += [Text(""), _totals(now)]
+    policy = now.state["policy"]["name"]
+    return Panel(Group(*parts), title=Text(f"eLLM, policy {policy}"), title_align="left")
+
+
+def _figures(now: Look) -> RenderableType:
+    steps, slo = now.seen["steps"], now.seen["tpot_slo_ms"]
+    busy = bool(now.seen["requests"])
+    figures = {
+        "decoding": f"{now.count('decoding', 'prefilling')}",
+        "paused": f"{now.count('paused')}",
+        "waiting": f"{now.state['waiting']}",
+        "cached": f"{now.state['cached_ratio_mean']:.0%}",
+        "r": f"{now.seen['uncached_ratio']:.2f}",
+        "batch": f"{steps['batch']:.1f}",
+        "tokens/s": f"{steps['tokens_per_s']:,.0f}" if busy else "-",
+        "TPOT": _ms(now.tpot_ms()),
+        "SLO": "none" if slo is None else _ms(slo),
+        "step": _ms(steps["mean_ms"]) if busy else "-",
+        "predicted": _ms(steps["predicted_ms"]) if busy else "-",
+    }
+    lines: list[RenderableType] = []
+    every = list(figures.items())
+    for those in (every[:6], every[6:]):
+        grid = Table.grid(padding=(0, 2))
+        for _ in those:
+            grid.add_column(no_wrap=True, min_width=9)
+        grid.add_row(*(Text(name, "dim") for name, _ in those))
+        grid.add_row(*(Text(value, "bold") for _, value in those))
+        lines.append(grid)
+    return Group(*lines)
+
+
+def _tiers(now: Look, cached: Sequence[float], width: int) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for name, style in (("device", "green"), ("host", "yellow")):
+        used, total = now.tier(name)
+        if total:
+            filled = round(width * used / total)
+            bar = Text.assemble(("█" * filled, style), ("░" * (width - filled), "dim"))
+            grid.add_row(name, bar, f"{used:,} of {total:,} tokens")
+    line = "".join(SPARKS[round(ratio * (len(SPARKS) - 1))] for ratio in cached[-KEPT:])
+    if line:
+        grid.add_row("cached", Text(line[-width:], "green"), Text("over time", "dim"))
+    return grid
+
+
+def _requests(now: Look, room: int, bar_width: int) -> RenderableType:
+    requests = now.seen["requests"]
+    if not requests:
+        return Text("Nobody is being served.", "dim")
+    shown = requests[: room - 2] if len(requests) > room - 1 else requests
+    longest = max(request["tokens"] for request in shown)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, max_width=12)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, width=bar_width)
+    grid.add_column(no_wrap=True, justify="right")
+    grid.add_column(no_wrap=True, justify="right")
+    headings = ("request", "does", "KV", "cached", "TPOT")
+    grid.add_row(*(Text(heading, "dim") for heading in headings))
+    for request in shown:
+        spans = [(count, now.seen["kinds"][kind]) for count, kind in request["spans"]]
+        cached = sum(count for count, kind in spans if kind == "cached")
+        width = max(round(bar_width * request["tokens"] / max(longest, 1)), 1)
+        grid.add_row(
+            Text(_printable(request["rid"])),
+            request["state"],
+            bar(spans, width),
+            f"{cached:,}/{request['tokens']:,}" if spans else f"{request['tokens']:,}",
+            _tpot(request, now.seen["tpot_slo_ms"]),
+        )
+    hidden = len(requests) - len(shown) + now.seen["left_out"]
+    legend = "■ cached  ▨ missing, on the host  □ missing, to recompute"
+    return Group(grid, Text(f"and {hidden:,} more; {legend}" if hidden else legend, "dim"))
+
+
+def bar(spans: Sequence[tuple[int, str]], width: int) -> Text:
+    """Spans of tokens in so many characters, each of the kind of the token in its middle."""
+    total = sum(count for count, _ in spans)
+    drawn = Text("" if total else "·" * width, "" if total else "dim")
+    ends: list[tuple[int, str]] = []
+    for count, kind in spans:
+        ends.append(((ends[-1][0] if ends else 0) + count, kind))
+    for cell in range(width if total else 0):
+        middle = (cell + 0.5) * total / width
+        drawn.append(*CELLS[next(kind for end, kind in ends if middle < end)])
+    return drawn
+
+
+def _tpot(request: Mapping[str, Any], server_slo_ms: float | None) -> Text:
+    tpot = request["tpot_ms"]
+    if tpot is None:
+        return Text("")
+    slos = [slo for slo in (request["tpot_slo_ms"], server_slo_ms) if slo is not None]
+    over = any(tpot > slo for slo in slos)
+    return Text(f"> SLO {_ms(tpot)}" if over else _ms(tpot), "red" if over else "")
+
+
+def _decisions(decisions: Iterable[Mapping[str, Any]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for made in decisions:
+        grid.add_row(
+            Text(f"{_ms(made['ago_ms'])} ago", "dim"),
+            f"admit {made['admitted']}, pause {made['paused']}",
+            f"r {made['uncached_ratio']:.2f}",
+            f"{made['swap_layers']}:{made['recompute_layers']}, δ {made['delta']:.0%}",
+            f"in {_ms(made['took_ms'])}",
+            Text("replaced", "red") if made["replaced"] else "",
+        )
+    return grid
+
+
+def _totals(now: Look) -> RenderableType:
+    named = [f"{name.removesuffix('_total').replace('_', ' ')} {now.state[name]:,}"
+             for name in TOTALS]  # fmt: skip
+    fallbacks = now.state["policy"].get("fallbacks", {})
+    named += [f"fallbacks {', '.join(f'{k} {n:,}' for k, n in fallbacks.items()) or 'none'}"]
+    return Text("  ".join(named), "dim")
+
+
+def _ms(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value / 1e3:.1f} s" if value >= 1000 else f"{value:.1f} ms"
+
+
+def _printable(name: str) -> str:
+    """Without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in name)
+
+
+class History:
+    """Of the looks so far."""
+
+    def __init__(self) -> None:
+        self._cached: deque[float] = deque(maxlen=KEPT)
+
+    def after(self, now: Look) -> list[float]:
+        self._cached.append(min(max(now.state["cached_ratio_mean"], 0.0), 1.0))
+        return list(self._cached)

@@ -1,0 +1,130 @@
+"""`ellm-sgl top`: a server that answers, one that does not, and names that clients chose."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from ellm_sgl.serve.cli import main
+from ellm_sgl.serve.top import CELLS, Look, bar, draw
+
+STATE: dict[str, Any] = {
+    "policy": {"name": "fcfs", "fallbacks": {"late": 2}},
+    "waiting": 1,
+    "cached_ratio_mean": 0.75,
+    "block_tokens": 16,
+    "layer_groups": 2,
+    "device_units_total": 100,
+    "device_units_free": 25,
+    "host_units_total": 0,
+    "host_units_free": 0,
+    "evicted_units_total": 7,
+    "fetched_units_total": 0,
+    "recomputed_tokens_total": 0,
+    "pauses_total": 0,
+    "retractions_total": 0,
+}
+RUNS: dict[str, Any] = {
+    "rid": "\x1b[31m[red]chat", "state": "decoding", "tokens": 40, "tpot_ms": 60.0,
+    "tpot_slo_ms": None, "spans": [[16, 2], [24, 0]],
+}  # fmt: skip
+WAITS: dict[str, Any] = RUNS | {"rid": "other", "state": "waiting", "tpot_ms": None, "spans": []}
+MADE = {
+    "ago_ms": 12.0, "took_ms": 0.5, "running": 1, "waiting": 1, "admitted": 0, "paused": 0,
+    "uncached_ratio": 0.25, "swap_layers": 1, "recompute_layers": 0, "delta": 0.5, "replaced": True,
+}  # fmt: skip
+SEEN: dict[str, Any] = {
+    "requests": [RUNS, WAITS],
+    "left_out": 3,
+    "kinds": ["cached", "host", "lost"],
+    "tpot_slo_ms": 50.0,
+    "uncached_ratio": 0.25,
+    "decisions": [MADE],
+    "steps": {"total": 9, "mean_ms": 8.0, "predicted_ms": 7.5, "batch": 1, "tokens_per_s": 120.0},
+}
+KEY = "secret"
+
+
+class Served(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        known = self.headers.get("Authorization") == f"Bearer {KEY}"
+        body = json.dumps({"/ellm/state": STATE, "/ellm/requests": SEEN}[self.path]).encode()
+        self.send_response(200 if known else 401)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Served) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def top(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["top", *arguments])
+
+
+def test_it_says_what_the_page_says(url: str) -> None:
+    done = top("--url", url, "--once", "--api-key", KEY)
+    assert done.exit_code == 0
+    for text in ("policy fcfs", "24/40", "> SLO 60.0 ms", "and 3 more", "replaced", "late 2",
+                 "evicted units 7", "75%"):  # fmt: skip
+        assert text in done.output, text
+    assert "600 of 800" in done.output and "\x1b" not in done.output
+
+
+def test_json_is_one_document(url: str) -> None:
+    done = top("--url", url, "--json", "--api-key", KEY)
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == {"state": STATE, **SEEN}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [((), "give --api-key"), (("--url", "http://127.0.0.1:9"), "give --url"),
+     (("--url", "http://[::1"), "Error"), (("--interval-s", "0"), "--interval-s")],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(url: str, arguments: tuple[str, ...], remedy: str) -> None:
+    done = top("--once", *(arguments if "--url" in arguments else ("--url", url, *arguments)))
+    assert done.exit_code != 0 and remedy in done.output and "Traceback" not in done.output
+    assert isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize("height", [10, 24, 60])
+def test_the_picture_fits_the_terminal(height: int) -> None:
+    many = SEEN | {"requests": [RUNS | {"rid": f"r{i}"} for i in range(200)]}
+    console = Console(width=140, height=height, file=None, record=True)
+    lines = console.render_lines(draw(Look(STATE, many), [0.5] * 100, 140, height))
+    assert len(lines) <= max(height, 24)
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.sampled_from(list(CELLS))), max_size=20),
+       st.integers(1, 60))  # fmt: skip
+def test_bars_are_as_wide_as_asked(spans: list[tuple[int, str]], width: int) -> None:
+    drawn = bar(spans, width)
+    assert len(drawn) == width
+    kinds = {CELLS[kind][0] for _, kind in spans}
+    assert set(drawn.plain) <= (kinds or {"·"})
+
+
+def test_times_that_are_not_known_are_left_out() -> None:
+    idle = SEEN | {"requests": [], "decisions": [], "left_out": 0, "tpot_slo_ms": None}
+    assert isinstance(Look(STATE, idle).tpot_ms(), float)
+    console = Console(width=120, file=None)
+    with console.capture() as captured:
+        console.print(draw(Look(STATE, idle), []))
+    assert "Nobody is being served." in captured.get() and "nan" not in captured.get()
