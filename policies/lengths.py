@@ -156,8 +156,12 @@ class OutputLengths:
 
 def _between(cumulative: FloatArray, generated: IntArray, ahead: IntArray) -> FloatArray:
     """Hazard of requests with these cumulative hazards at every edge; [times, requests]."""
-    later = np.interp(generated + ahead[:, None], EDGES, cumulative)
-    return np.asarray(later - np.interp(generated, EDGES, cumulative))
+    # Those that wait come last, and have mostly generated nothing: they are alike.
+    alike = len(generated) - (int(generated.nonzero()[0].max(initial=-1)) + 2)
+    distinct = generated[: len(generated) - max(alike, 0)]
+    now, later = np.interp(distinct, EDGES, cumulative), distinct + ahead[:, None]
+    hazard = np.interp(later, EDGES, cumulative) - now
+    return hazard if alike <= 0 else np.append(hazard, np.repeat(hazard[:, -1:], alike, 1), 1)
 
 
 def _summed(hazard: FloatArray) -> FloatArray:

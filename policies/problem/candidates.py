@@ -153,8 +153,13 @@ def evicted_at(candidates: Candidates, share: float, block_tokens: int) -> IntAr
     and a request's blocks stay as they are while share and length do.
     """
     blocks = candidates.evictable // block_tokens
-    rounded = np.floor(share * blocks + candidates.request_id * GOLDEN % 1.0).astype(np.int64)
+    rounded = np.floor(share * blocks + _spread(candidates)).astype(np.int64)
     return np.minimum(rounded, blocks) * block_tokens
+
+
+def _spread(candidates: Candidates) -> FloatArray:
+    """A number in [0, 1) that belongs to each request; spread evenly over requests."""
+    return np.asarray(candidates.request_id * GOLDEN % 1.0)
 
 
 TOLERANCE = 0.005
@@ -172,9 +177,11 @@ def share_for(candidates: Candidates, tokens: float, block_tokens: int) -> float
         return 1.0
     guess, error = tokens / evictable, len(candidates.tokens) * block_tokens / evictable
     low, high = max(0.0, guess - error), min(1.0, guess + error)
+    blocks, needed = candidates.evictable // block_tokens, tokens / block_tokens
+    spread = _spread(candidates)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if evicted_at(candidates, middle, block_tokens).sum() >= tokens:
+        if np.minimum(np.floor(middle * blocks + spread), blocks).sum() >= needed:
             high = middle
         else:
             low = middle
@@ -196,6 +203,8 @@ def work_of(candidates: Candidates, evicted: IntArray) -> StepWork:
 def prompts_s(state: SystemState, waiting: slice | IntArray) -> FloatArray:
     """Time to compute the prompts of the first, the first two, ... of these waiting requests."""
     tokens, shared = state.waiting.tokens[waiting], state.waiting.shared_tokens[waiting]
+    if not len(tokens):
+        return np.zeros(0)
     rows, pairs = (tokens - shared).cumsum(), ((tokens - shared) * (tokens + shared) / 2).cumsum()
     work = StepWork(0, 0, prefill_rows=rows, prefill_pairs=pairs)
     return np.broadcast_to(state.latency.step_seconds(work), rows.shape)
@@ -236,4 +245,5 @@ def slack_s(state: SystemState, share: float) -> FloatArray:
     further = np.maximum(running.tokens - running.prompt_tokens - 1, 0)  # tokens after the first
     allowed_s = np.full(len(running), np.inf)
     np.multiply(slo_s, further, out=allowed_s, where=np.isfinite(slo_s))
-    return np.asarray(allowed_s - np.nan_to_num(running.tpot_s) * further - running.waited_s)
+    tpot_s = np.where(np.isnan(running.tpot_s), 0.0, running.tpot_s)
+    return np.asarray(allowed_s - tpot_s * further - running.waited_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -71,9 +72,8 @@ class Forecast:
     """The least SLO on the time per token, [b]."""
     ahead_s: FloatArray
     """`slack_s` of each running request, [running]: ascending,"""
-    ends: FloatArray
-    """and how many of the first n of these are expected to end up to each time ahead but 0 and
-    after the one before it, [times - 1, n from 0]."""
+    going_on: FloatArray
+    """and how likely each of these goes on, [times, running]."""
     pace: float
     """`SystemState.pace`."""
     free: float
@@ -98,32 +98,32 @@ class Forecast:
         generated = requests.tokens - requests.prompt_tokens
         left = np.maximum(requests.max_new_tokens - generated, 1)
         steps = _times(left)
-        bounded = steps[:, None] < left
         hazard = state.lengths.cumulative_hazard(generated, requests.priority, steps)
+        bounded = steps[:, None] < left
         tokens, shared = requests.tokens + steps[:, None], requests.shared_tokens
-        evict = evictable(tokens, shared, block)
-        charged = charge(tokens, shared, block)
+        evict = evictable(tokens, shared, block).astype(np.float64)
+        charged = charge(tokens, shared, block).astype(np.float64)
         goes_on = np.exp(-hazard) * bounded
         evicts, holds = goes_on * evict, goes_on * charged
-        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, in_doubt, most = _sums(
-            fewest,
-            goes_on,
-            goes_on * tokens,
-            evicts,
-            evicts * evict,
-            evicts * shared,
-            holds,
-            holds * (charged - holds),
-            holds * hazard,
-            bounded * charged,
+        rows, all_tokens, evictable_tokens, squares, prefix, held, variance, in_doubt, most = (
+            _first_sums(
+                fewest,
+                (goes_on, None),
+                (goes_on, tokens),
+                (evicts, None),
+                (evicts, evict),
+                (evicts, shared[None]),
+                (holds, None),
+                (holds, charged - holds),
+                (holds, hazard),
+                (bounded, charged),
+            )
         )
         deviation = np.sqrt(DEVIATIONS**2 * variance + (state.lengths.doubt * in_doubt) ** 2)
         free = state.memory.device_tokens - unowned_tokens(state)
         prompts = np.append(np.zeros(len(state.running) + 1), prompts_s(state, slice(waiting)))
         slack = slack_s(state, 1.0)
         order = np.argsort(slack)
-        ends = np.zeros((len(steps) - 1, len(order) + 1))
-        np.cumsum(-np.diff(goes_on[:, order], axis=0), axis=1, out=ends[:, 1:])
         return cls(
             steps=steps,
             memory=state.memory,
@@ -137,7 +137,7 @@ class Forecast:
             prompts_s=prompts[fewest:],
             slo_s=slos_s(state, waiting)[fewest:],
             ahead_s=slack[order],
-            ends=ends,
+            going_on=goes_on[:, order],
             pace=state.pace,
             free=float(free),
             short=np.minimum(held + deviation, most) - free,
@@ -156,13 +156,11 @@ class Forecast:
         Returns:
             b; `fewest` if none is possible.
         """
-        restoring_s, possible = self._restoring()
-        share, pausing_s = self._pausing()
-        pauses = may_pause & (~possible | (pausing_s < share * restoring_s))
-        value = self._rate(np.where(pauses, pausing_s / share, restoring_s))
-        value[~(possible | pauses).all(axis=0)] = 0.0
+        steps = self._steps(may_pause)
+        value = self._rate(steps.seconds / steps.decodes)
+        value[~(steps.possible | steps.pauses).all(axis=0)] = 0.0
         if keep_slo:
-            value[~self._in_time(np.where(pauses, pausing_s, restoring_s), pauses)] = 0.0
+            value[~self._in_time(steps, value > 0.0)] = 0.0
         if most is not None:
             value[most + 1 - self.fewest :] = 0.0
         cached = np.flatnonzero((value > 0.0) & (self.short <= 0.0).all(axis=0))
@@ -178,13 +176,26 @@ class Forecast:
         Returns:
             b; less than `fewest` if not even these do.
         """
-        restoring_s, possible = self._restoring()
-        decodes, pausing_s = self._pausing()
-        pauses = ~possible | (pausing_s < decodes * restoring_s)
-        spent_s = self.pace * self.summed(np.where(pauses, pausing_s, restoring_s))
-        allowed_s = share * self.slo_s * self.summed(np.where(pauses, decodes, 1.0))
+        steps = self._steps(may_pause=True)
+        spent_s = self.pace * self.summed(steps.seconds)
+        allowed_s = share * self.slo_s * self.summed(steps.decodes)
         in_time = (spent_s <= allowed_s).all(axis=0) & self._others_in_time(spent_s - allowed_s)
         return self.fewest - 1 + int(np.logical_and.accumulate(in_time).sum())
+
+    def _steps(self, may_pause: bool) -> _Steps:
+        """What a step does where memory is short, by whichever is faster."""
+        seconds, possible = self._restoring()
+        decodes, pauses = np.ones(seconds.shape), np.zeros(seconds.shape, np.bool_)
+        short = np.flatnonzero((self.short > 0.0).any(axis=0)) if may_pause else ()
+        if len(short):
+            # Where nothing is short nobody has to pause; those sizes are mostly the first ones.
+            sizes = slice(int(short[0]), None)
+            share, pausing_s = self._pausing(sizes)
+            better = ~possible[:, sizes] | (pausing_s < share * seconds[:, sizes])
+            pauses[:, sizes] = better
+            np.copyto(decodes[:, sizes], share, where=better)
+            np.copyto(seconds[:, sizes], pausing_s, where=better)
+        return _Steps(seconds, decodes, pauses, possible)
 
     def _restoring(self) -> tuple[FloatArray, BoolArray]:
         """T with the least Σ n_i that fits into memory, the same share of each request's e_i, and
@@ -202,15 +213,15 @@ class Forecast:
         )
         return self.latency.step_seconds(work), possible
 
-    def _pausing(self) -> tuple[FloatArray, FloatArray]:
+    def _pausing(self, sizes: slice) -> tuple[FloatArray, FloatArray]:
         """If those pause for whom memory is short, each of whom keeps a block: the share that
-        decodes, and T of a step of these."""
-        rows, short = self.rows, self.short
+        decodes, and T of a step of these; at these positions of [b]."""
+        rows, short = self.rows[:, sizes], self.short[:, sizes]
         room = self.free - self.memory.block_tokens * rows
         runs = np.floor(rows * room / np.maximum(room + short, 1.0))
         runs = np.where(short > 0.0, np.maximum(runs, np.minimum(rows, 1.0)), rows)
         share = np.divide(runs, rows, out=np.ones_like(rows), where=rows > 0.0)
-        work = StepWork(decode_rows=runs, decode_tokens=share * self.tokens)
+        work = StepWork(decode_rows=runs, decode_tokens=share * self.tokens[:, sizes])
         return share, self.latency.step_seconds(work)
 
     def _rate(self, seconds: FloatArray) -> FloatArray:
@@ -218,38 +229,52 @@ class Forecast:
         then: whoever ends has made room for others, and few steps should pay for none.
 
         Args:
-            seconds: of a step, [times, b].
+            seconds: per row that decodes at that time all of them do, [times, b].
         """
         left = self.rows / self.rows[0]
-        return np.asarray(self.summed(left * self.rows)[-1] / self.summed(left * seconds)[-1])
+        made, spent = self._between(left * self.rows), self._between(left * seconds)
+        return np.asarray(made.sum(axis=0) / spent.sum(axis=0))
 
-    def _in_time(self, seconds: FloatArray, pauses: BoolArray) -> BoolArray:
+    def _in_time(self, steps: _Steps, asked: BoolArray) -> BoolArray:
         """Whether those who come keep the SLO, [b], even if it is they who pause; and of the
         running requests, which their prompts hold up, no more than `MISSES` for each of them are
         expected to end behind theirs because of it. And nobody should have to pause at once.
 
         Args:
-            seconds: of a step, [times, b], in which
-            pauses: those who come pause.
+            asked: of these sizes, [b]; of others anything may be answered.
         """
-        spent_s = self.pace * self.summed(seconds)
+        spent_s = self.pace * self.summed(steps.seconds)
         slo_s = SLO_SHARE * self.slo_s
-        decodes = ~pauses[1:]
-        decodes[-1] = True  # nobody pauses for ever
-        own = (self.summed(np.where(pauses, 0.0, 1.0)) >= spent_s / slo_s) | ~decodes
-        allowed_s = slo_s * self.steps[1:, None]
-        return np.asarray(own.all(axis=0) & self._others_in_time(spent_s - allowed_s) & ~pauses[0])
+        ahead = self.steps[1:, None]
+        if steps.pauses.any():
+            decodes = ~steps.pauses[1:]
+            decodes[-1] = True  # nobody pauses for ever
+            taken = self.summed(np.where(steps.pauses, 0.0, 1.0))
+            own = ((taken >= spent_s / slo_s) | ~decodes).all(axis=0) & ~steps.pauses[0]
+        else:
+            own = (ahead >= spent_s / slo_s).all(axis=0)
+        still = np.flatnonzero(own & asked)
+        if not len(still):
+            return own
+        up_to = int(still[-1]) + 1
+        behind_s = spent_s[:, :up_to] - slo_s[:up_to] * ahead
+        own[:up_to] &= self._others_in_time(behind_s)
+        return np.asarray(own)
 
     def _others_in_time(self, behind_s: FloatArray) -> BoolArray:
         """Whether, because of the prompts of those who come, no more than `MISSES` of the running
         requests for each of them are expected to end behind their SLO, [b].
 
         Args:
-            behind_s: by so much all fall behind from now to each time ahead but 0, [times - 1, b].
+            behind_s: by so much all fall behind from now to each time ahead but 0, [times - 1, b];
+                of all sizes, or of the first ones.
         """
-        behind_s = np.vstack((np.zeros(behind_s.shape[1]), behind_s))
-        missed = self._missed(behind_s + self.prompts_s) - self._missed(behind_s[:, :1])
-        return np.asarray(missed <= MISSES * np.arange(len(missed)))
+        times, count = behind_s.shape
+        late_s = np.empty((times + 1, count))
+        late_s[0], late_s[1:] = 0.0, behind_s
+        late_s += self.prompts_s[:count]
+        missed = self._missed(late_s)
+        return np.asarray(missed - missed[0] <= MISSES * np.arange(count))
 
     def _missed(self, behind_s: FloatArray) -> FloatArray:
         """Running requests that are expected to end behind their SLO, [b].
@@ -258,33 +283,76 @@ class Forecast:
             behind_s: by so much all fall behind from now to each time ahead, [times, b].
         """
         needed_s = np.maximum(behind_s[1:], behind_s[:-1])
-        return np.asarray(
-            np.take_along_axis(self.ends, np.searchsorted(self.ahead_s, needed_s), 1).sum(axis=0)
-        )
+        if not len(self.ahead_s) or needed_s.max() <= self.ahead_s[0]:
+            return np.zeros(needed_s.shape[1])
+        late = np.searchsorted(self.ahead_s, needed_s)
+        return np.asarray(self._ends[np.arange(len(late))[:, None], late].sum(axis=0))
+
+    @cached_property
+    def _ends(self) -> FloatArray:
+        """How many of the first n in the order of `ahead_s` are expected to end up to each time
+        ahead but 0 and after the one before it, [times - 1, n from 0]."""
+        ends = np.zeros((len(self.steps) - 1, len(self.ahead_s) + 1))
+        np.cumsum(self.going_on[:-1] - self.going_on[1:], axis=1, out=ends[:, 1:])
+        return ends
 
     def summed(self, of: FloatArray) -> FloatArray:
         """What a figure [times, ...] per step adds up to, from now to each time ahead but 0."""
-        between = (self.steps[1:] - self.steps[:-1])[:, None] * (of[1:] + of[:-1]) / 2
-        return np.cumsum(between, axis=0)
+        between = self._between(of)
+        return np.cumsum(between, axis=0, out=between)
+
+    def _between(self, of: FloatArray) -> FloatArray:
+        """What a figure [times, b] per step adds up to from each time to the next."""
+        half = np.diff(self.steps)[:, None] / 2.0
+        return np.asarray(half * (of[1:] + of[:-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Steps:
+    """Of a step at each time ahead, of each size: arrays [times, b]."""
+
+    seconds: FloatArray
+    """T."""
+    decodes: FloatArray
+    """Share of the requests that decode."""
+    pauses: BoolArray
+    """Where the others pause; else part of each is restored, if anything is short,"""
+    possible: BoolArray
+    """and this tells whether it can be."""
 
 
 def _fitting_now(state: SystemState, waiting: int) -> int:
     """With how many of up to so many waiting requests the next step fits into memory and SLO: it
     gets no easier until some have ended, and to look far ahead for a thousand takes time."""
-    problem = BatchProblem.of(state, waiting)
-    limit_s = SLO_SHARE / state.pace * slos_s(state, waiting)
-    sizes = np.arange(problem.fewest, problem.most + 1)
-    _, _, fits = replace(problem, limit_s=limit_s).least(sizes)
-    most = problem.fewest + int(np.logical_and.accumulate(fits[1:]).sum())
-    return max(min(most, problem.most) - len(state.running), 0)
+    # Those of the first ones that fit are mostly all that do.
+    for most in (2 * MANY, waiting):
+        first = min(most, waiting)
+        problem = BatchProblem.of(state, first)
+        limit_s = SLO_SHARE / state.pace * slos_s(state, first)
+        sizes = np.arange(problem.fewest, problem.most + 1)
+        _, _, fits = replace(problem, limit_s=limit_s).least(sizes)
+        leading = problem.fewest + int(np.logical_and.accumulate(fits[1:]).sum())
+        if leading < problem.most:
+            break
+    return max(min(leading, problem.most) - len(state.running), 0)
 
 
-def _sums(fewest: int, *figures: FloatArray | IntArray) -> FloatArray:
-    """Of figures [times, candidates] each, their sums over the first b, b from `fewest`: shape
-    [figures, times, b]."""
-    sums = np.stack([figure[:, fewest - 1 :] for figure in figures])
-    sums[..., 0] = [figure[:, :fewest].sum(axis=1) for figure in figures]
-    return np.cumsum(sums, axis=2)
+def _first_sums(
+    fewest: int, *products: tuple[FloatArray | BoolArray, FloatArray | IntArray | None]
+) -> FloatArray:
+    """Of products of two arrays [times, candidates] each (or one alone), their sums over the first
+    b, b from `fewest`: shape [products, times, b]."""
+    times, count = products[0][0].shape
+    sums = np.empty((len(products), times, count - fewest + 1))
+    for total, (one, other) in zip(sums, products, strict=True):
+        # Of those that are in any batch only the sum is needed: no array of all products is made.
+        first, rest = one[:, :fewest], one[:, fewest:]
+        if other is None:
+            total[:, 0], total[:, 1:] = first.sum(axis=1), rest
+        else:
+            total[:, 0] = (first * other[:, :fewest]).sum(axis=1)
+            np.multiply(rest, other[:, fewest:], out=total[:, 1:])
+    return np.cumsum(sums, axis=-1, out=sums)
 
 
 def _times(left: IntArray) -> IntArray:
@@ -292,7 +360,8 @@ def _times(left: IntArray) -> IntArray:
     at their bounds: `ENDS` of these at most, evenly spread. Memory is fullest before such an end.
     """
     further = max(math.ceil(math.log(int(left.max(initial=1)) / FIRST_STEPS, FACTOR)), 0)
-    ends = np.unique(left - 1)
+    ends = np.sort(left - 1)
+    ends = ends[np.append(True, ends[1:] > ends[:-1])]
     chosen = np.arange(ENDS) * (len(ends) - 1) // (ENDS - 1)
     times = {0, *(FIRST_STEPS * FACTOR**k for k in range(further + 1)), *ends[chosen].tolist()}
     return np.array(sorted(times))
