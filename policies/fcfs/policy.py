@@ -6,33 +6,21 @@ import numpy as np
 
 from ellm_sgl.config.ranges import shown
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, IntArray, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
 from ellm_sgl.policies.pausing.choice import Pausing
-from ellm_sgl.policies.pausing.rotation import (
-    ADMITTED_RATIO,
-    Rotation,
-    RotationDecision,
-    can_rotate,
-)
+from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision, can_rotate
 from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
-    evicted_at,
-    least_evicted,
     ratios_for,
     ratios_of,
-    share_for,
-    short_tokens,
     step_limit_s,
-    work_of,
 )
+from ellm_sgl.policies.problem.even_share import HOLD, EvenShare
 from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.work_split import plan_split
-
-HOLD = 1 / 32
-"""A share stays while what it evicts is enough, and at most this part more than enough."""
 
 SOLVE_EVERY = 16
 """Iterations after which the batch question is solved again though nothing else has changed. Till
@@ -92,7 +80,7 @@ class Fcfs(Policy):
         self._forecasts = forecast
         self._pausing = Pausing() if pause else None
         self._solve = BatchProblem.solve if solver == "scan" else Relaxation().solve
-        self._share = 0.0
+        self._even = EvenShare()
         self._answered: Standing[tuple[int, float]] | None = None
         """How many may be admitted, and the limit on a step's time. They may wait many steps for
         the server's own admission; and if nobody may, running requests only grow: it gets no
@@ -122,13 +110,11 @@ class Fcfs(Policy):
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         if self._rotated is not None:
-            rotated = self._evicted_in_rotation(state, batch, self._rotated)
-            ratios = ratios_of(rotated, state.running.tokens)
-            return Ratios(ratios, admitted=np.full(len(batch.admit), ADMITTED_RATIO))
+            return self._rotated.ratios(self._even)
         if batch.pause and self._pausing is not None:
             evicted = self._pausing.evicted(state, len(batch.pause))
             return Ratios(ratios_of(evicted, state.running.tokens), NOBODY)
-        shared = self._evicted(state, batch, Candidates.of(state, batch.admit))
+        shared = self._even.evicted(state, batch, Candidates.of(state, batch.admit))
         return ratios_for(state, batch, shared, eventually=self._forecasts)
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
@@ -153,52 +139,6 @@ class Fcfs(Policy):
             given = _question(state, admitted)
             self._answered = Standing((admitted, limit_s), *given, iterations=SOLVE_EVERY)
         return admitted
-
-    def _evicted_in_rotation(
-        self, state: SystemState, batch: Batch, rotated: RotationDecision
-    ) -> IntArray:
-        """n_i: of paused requests all; of active ones the same share, the least that fits; of
-        the resuming one nothing, so that its KV is fetched."""
-        candidates, active = Candidates.of(state), ~rotated.paused
-        evicted = np.where(rotated.evicted(), candidates.evictable, 0)
-        held = int((candidates.charged - evicted)[~active].sum())
-        partial = self._evicted(state, batch, candidates[active], held)
-        if partial is not None:
-            evicted[active] = partial
-        return evicted
-
-    def _evicted(
-        self, state: SystemState, batch: Batch, candidates: Candidates, held: int = 0
-    ) -> IntArray | None:
-        """n_i of each candidate; None if all is cached. Keeps or renews the share.
-
-        Args:
-            held: device tokens of running requests that are not among the candidates.
-        """
-        memory, block = state.memory, state.memory.block_tokens
-        short = short_tokens(state, candidates) + held
-        if short <= 0:
-            self._share = 0.0
-            return None
-        most = min(int(candidates.evictable.sum()), memory.max_restored_tokens) // block * block
-        least = min(float(least_evicted(memory, short)), most)
-        enough = min(least * HOLD, most - least)
-        evicted = evicted_at(candidates, self._share, block)
-        spare = evicted.sum() - least
-        if 0 <= spare <= block or (
-            0 <= spare <= enough and _in_time(state, batch, candidates, evicted)
-        ):
-            return evicted
-        self._share = share_for(candidates, least, block)
-        return evicted_at(candidates, self._share, block)
-
-
-def _in_time(state: SystemState, batch: Batch, candidates: Candidates, evicted: IntArray) -> bool:
-    """Whether the step keeps the SLO by the latency model's estimate."""
-    limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.admit)])[-1]
-    return limit_s == np.inf or bool(
-        state.latency.step_seconds(work_of(candidates, evicted)) <= limit_s
-    )
 
 
 def _question(state: SystemState, admitted: int) -> tuple[object, ...]:

@@ -18,10 +18,12 @@ pauses, whoever has least resumes: earliest deadline first, one at a time over t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies.base import Batch, BoolArray, FloatArray, IntArray, SystemState
+from ellm_sgl.policies.base import Batch, BoolArray, FloatArray, IntArray, Ratios, SystemState
 from ellm_sgl.policies.pausing.limits import (
     AHEAD,
     SLO_SHARE,
@@ -30,6 +32,8 @@ from ellm_sgl.policies.pausing.limits import (
     excess_share,
     full_step_s,
 )
+from ellm_sgl.policies.problem.candidates import Candidates, ratios_of
+from ellm_sgl.policies.problem.even_share import EvenShare
 from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
 
@@ -50,6 +54,40 @@ it so slowly that whoever has paused once for more than was foreseen misses it."
 NOBODY = -1
 
 
+@dataclass(frozen=True, eq=False)
+class Urgency:
+    """Levels: those of a higher one are less urgent, and pause first. Nobody pauses for anyone less
+    urgent, and whoever is more urgent than some that run is admitted at their expense."""
+
+    running: IntArray
+    """int64 [running]."""
+    waiting: IntArray
+    """int64 [waiting]."""
+
+    @classmethod
+    def alike(cls, state: SystemState) -> Urgency:
+        """Of requests that are all as urgent."""
+        running, waiting = len(state.running), len(state.waiting)
+        return cls(np.zeros(running, np.int64), np.zeros(waiting, np.int64))
+
+    def in_line(self, most: int, places: int) -> int:
+        """How many of the waiting requests may be admitted together: those as urgent as the first.
+
+        Args:
+            most: so many may if they are not more urgent than all that run;
+            places: otherwise.
+        """
+        if not len(self.waiting):
+            return 0
+        first = int(self.waiting[0])
+        alike = int(np.logical_and.accumulate(self.waiting == first).sum())
+        return max(min(places if self.overtakes(first) else most, alike), 0)
+
+    def overtakes(self, level: int) -> bool:
+        """Whether some that run are less urgent."""
+        return level < int(self.running.max(initial=0))
+
+
 class Rotation:
     """Remembers from one iteration to the next who is paused, and who of these is resuming."""
 
@@ -66,8 +104,13 @@ class Rotation:
         self._turns: Standing[int] | None = None
         """How many may run: it hardly changes with a step's tokens."""
 
-    def decide(self, state: SystemState) -> RotationDecision:
-        """Who is active in the next step, and how many are admitted."""
+    def decide(self, state: SystemState, urgency: Urgency | None = None) -> RotationDecision:
+        """Who is active in the next step, and how many are admitted.
+
+        Args:
+            state: those that wait are in the order in which they are to be admitted.
+            urgency: without it all are alike.
+        """
         ids = state.running.request_id
         paused = np.isin(ids, self._paused)
         found = np.flatnonzero(paused & (ids == self._resuming))
@@ -83,7 +126,12 @@ class Rotation:
             self._excess_share = excess_share(state)
         self._iterations += 1
         decision = RotationDecision(
-            state, paused, resuming, self._excess_share, self._most_running(state)
+            state,
+            urgency or Urgency.alike(state),
+            paused,
+            resuming,
+            self._excess_share,
+            self._most_running(state),
         )
         self._remember(state, decision)
         return decision
@@ -123,6 +171,7 @@ class RotationDecision:
     def __init__(
         self,
         state: SystemState,
+        urgency: Urgency,
         paused: BoolArray,
         resuming: int | None,
         excess: float,
@@ -134,6 +183,7 @@ class RotationDecision:
         self.resuming = resuming
         """and the position of that one of these whose KV is fetched meanwhile."""
         self._state = state
+        self._urgency = urgency
         self._memory = Memory.of(state, excess)
         self._deadlines = Deadlines.of(state, ~paused)
         self._expects = False
@@ -149,12 +199,20 @@ class RotationDecision:
         pause = tuple(np.flatnonzero(self.paused).tolist())
         return Batch(admit=tuple(range(self.admit)), pause=pause)
 
-    def evicted(self) -> BoolArray:
-        """Requests to evict as far as can be: the paused ones, but for the one that is fetched."""
-        evicted = self.paused.copy()
+    def ratios(self, even: EvenShare) -> Ratios:
+        """Of paused requests all is evicted; of active ones the same share, the least that fits; of
+        the resuming one nothing, so that its KV is fetched."""
+        state, batch, active = self._state, self.batch(), ~self.paused
+        candidates = Candidates.of(state)
+        evicted = np.where(self.paused, candidates.evictable, 0)
         if self.resuming is not None:
-            evicted[self.resuming] = False
-        return evicted
+            evicted[self.resuming] = 0
+        held = int((candidates.charged - evicted)[~active].sum())
+        partial = even.evicted(state, batch, candidates[active], held)
+        if partial is not None:
+            evicted[active] = partial
+        admitted = np.full(len(batch.admit), ADMITTED_RATIO)
+        return Ratios(ratios_of(evicted, state.running.tokens), admitted)
 
     def _make_room_to_grow(self) -> None:
         """Pause those with most slack until the active ones have room for AHEAD more steps."""
@@ -168,12 +226,18 @@ class RotationDecision:
     def _resume_in_time(self) -> None:
         """Fetch the one whose deadline is the earliest, if it cannot be put off any longer; others
         pause for it if they are further ahead."""
-        if self.resuming is not None or self._deadlines.spare_s(self.paused) > 0.0:
+        if self.resuming is not None or not self.paused.any():
             return
-        back = self._next()
-        pausing = self._to_pause(back)
+        back, level = self._next(), self._urgency.running
+        urgent = bool((level[~self.paused] > level[back]).any())
+        if not urgent and self._deadlines.spare_s(self.paused) > 0.0:
+            return
+        pausing = self._to_pause(back, level=int(level[back]))
+        if pausing is None:
+            return
         slack, fetch = self._deadlines.slack_s, self._deadlines.fetch_s
-        if pausing is None or (slack[pausing] - fetch[pausing] <= slack[back] + fetch[back]).any():
+        alike = pausing[level[pausing] == level[back]]
+        if (slack[alike] - fetch[alike] <= slack[back] + fetch[back]).any():
             return
         self.paused[pausing] = True
         self.resuming = back
@@ -181,17 +245,19 @@ class RotationDecision:
     def _admitted(self, most_running: int) -> int:
         """How many of the waiting requests are admitted. If there is time for one, but no room,
         those with most slack pause now, so that it is admitted in the next iteration."""
-        running, waiting = self._state.running, self._state.waiting
-        first = waiting.tokens[: max(most_running - len(running), 0)]
+        running, waiting = len(self._state.running), self._state.waiting
+        places = self._state.max_running - running
+        first = waiting.tokens[: self._urgency.in_line(most_running - running, places)]
         if not len(first):
             return 0
+        level = int(self._urgency.waiting[0])
         block = self._state.memory.block_tokens
         room = np.cumsum(((first + AHEAD) // block + 1) * block)
         seconds = self._prefill_seconds(first)
-        in_time = np.searchsorted(seconds, self._deadlines.spare_s(self.paused), side="right")
+        in_time = np.searchsorted(seconds, self._spare_s(self.paused, level), side="right")
         fitting = np.searchsorted(room, self._memory.free(self._present()), side="right")
         if in_time and not fitting:
-            self._make_way(int(room[0]), float(seconds[0]))
+            self._make_way(int(room[0]), float(seconds[0]), level)
         return int(min(in_time, fitting))
 
     def _resume_if_free(self) -> None:
@@ -202,17 +268,21 @@ class RotationDecision:
             if pausing is not None and not len(pausing):
                 self.resuming = back
 
-    def _make_way(self, tokens: int, seconds: float) -> None:
-        """Those with most slack pause for so many tokens, if they can be back in time though a
-        prefill of so many seconds holds all up."""
-        pausing = self._to_pause(self.resuming, tokens)
+    def _make_way(self, tokens: int, seconds: float, level: int) -> None:
+        """Those with most slack pause for so many tokens of a request of this level, if they can be
+        back in time though a prefill of so many seconds holds all up."""
+        pausing = self._to_pause(self.resuming, tokens, level)
         if pausing is None:
             return
         paused = self.paused.copy()
         paused[pausing] = True
-        kept = int(self._memory.kept[paused].sum())
-        if kept <= KEPT_SHARE * self._memory.room and self._deadlines.spare_s(paused) >= seconds:
+        few = int(self._memory.kept[paused].sum()) <= KEPT_SHARE * self._memory.room
+        if (few or self._urgency.overtakes(level)) and self._spare_s(paused, level) >= seconds:
             self.paused, self._expects = paused, True
+
+    def _spare_s(self, paused: BoolArray, level: int) -> float:
+        """`Deadlines.spare_s` of those that are paused and no less urgent than this level."""
+        return self._deadlines.spare_s(paused & (self._urgency.running <= level))
 
     def _prefill_seconds(self, tokens: IntArray) -> FloatArray:
         """Time of the prompts up to each of these."""
@@ -221,8 +291,10 @@ class RotationDecision:
         return self._state.latency.step_seconds(work)
 
     def _next(self) -> int:
-        """Of those who are paused, the one whose deadline is the earliest."""
-        return int(np.where(self.paused, self._deadlines.slack_s, np.inf).argmin())
+        """Of the most urgent who are paused, the one whose deadline is the earliest."""
+        paused = np.flatnonzero(self.paused)
+        keys = self._deadlines.slack_s[paused], self._urgency.running[paused]
+        return int(paused[np.lexsort(keys)[0]])
 
     def _present(self, resuming: int | None = None) -> BoolArray:
         """Those who are on the device, or are being fetched."""
@@ -232,12 +304,18 @@ class RotationDecision:
                 present[one] = True
         return present
 
-    def _to_pause(self, resuming: int | None, tokens: int = 0) -> IntArray | None:
-        """The fewest of those that are active, by slack, without which so many tokens are free
-        while this one is fetched; None if all but one are not enough."""
+    def _to_pause(self, resuming: int | None, tokens: int = 0, level: int = 0) -> IntArray | None:
+        """The fewest of those that are active, the least urgent first and then by slack, without
+        which so many tokens are free while this one is fetched; None if all but one are not enough.
+
+        Args:
+            level: of those that are no more urgent than this.
+        """
         short = tokens - self._memory.free(self._present(resuming))
         active = np.flatnonzero(~self.paused)
-        by_slack = active[np.argsort(-self._deadlines.slack_s[active], kind="stable")][:-1]
+        levels = self._urgency.running
+        by_slack = active[np.lexsort((-self._deadlines.slack_s[active], -levels[active]))][:-1]
+        by_slack = by_slack[levels[by_slack] >= level]
         freed = np.cumsum((self._memory.cached - self._memory.kept)[by_slack])
         count = 0 if short <= 0 else int(np.searchsorted(freed, short)) + 1
         stay = ~self.paused

@@ -160,7 +160,8 @@ class Forecast:
         value = self._rate(steps.seconds / steps.decodes)
         value[~(steps.possible | steps.pauses).all(axis=0)] = 0.0
         if keep_slo:
-            value[~self._in_time(steps, value > 0.0)] = 0.0
+            # Nobody should have to pause at once.
+            value[steps.pauses[0] | ~self._in_turns(steps, SLO_SHARE)] = 0.0
         if most is not None:
             value[most + 1 - self.fewest :] = 0.0
         cached = np.flatnonzero((value > 0.0) & (self.short <= 0.0).all(axis=0))
@@ -176,18 +177,15 @@ class Forecast:
         Returns:
             b; less than `fewest` if not even these do.
         """
-        steps = self._steps(may_pause=True)
-        spent_s = self.pace * self.summed(steps.seconds)
-        allowed_s = share * self.slo_s * self.summed(steps.decodes)
-        in_time = (spent_s <= allowed_s).all(axis=0) & self._others_in_time(spent_s - allowed_s)
+        in_time = self._in_turns(self._steps(may_pause=True), share)
         return self.fewest - 1 + int(np.logical_and.accumulate(in_time).sum())
 
     def _steps(self, may_pause: bool) -> _Steps:
         """What a step does where memory is short, by whichever is faster."""
         seconds, possible = self._restoring()
         decodes, pauses = np.ones(seconds.shape), np.zeros(seconds.shape, np.bool_)
-        short = np.flatnonzero((self.short > 0.0).any(axis=0)) if may_pause else ()
-        if len(short):
+        short = np.flatnonzero((self.short > 0.0).any(axis=0))
+        if may_pause and len(short):
             # Where nothing is short nobody has to pause; those sizes are mostly the first ones.
             sizes = slice(int(short[0]), None)
             share, pausing_s = self._pausing(sizes)
@@ -235,45 +233,27 @@ class Forecast:
         made, spent = self._between(left * self.rows), self._between(left * seconds)
         return np.asarray(made.sum(axis=0) / spent.sum(axis=0))
 
-    def _in_time(self, steps: _Steps, asked: BoolArray) -> BoolArray:
-        """Whether those who come keep the SLO, [b], even if it is they who pause; and of the
-        running requests, which their prompts hold up, no more than `MISSES` for each of them are
-        expected to end behind theirs because of it. And nobody should have to pause at once.
-
-        Args:
-            asked: of these sizes, [b]; of others anything may be answered.
-        """
+    def _in_turns(self, steps: _Steps, share: float) -> BoolArray:
+        """Whether those who come keep this share of their SLO, [b], if all take turns where some
+        have to pause (who is furthest ahead of its SLO does: `pausing.turns`); and of the running
+        requests no more than `MISSES` for each of them are expected to end behind theirs because
+        of their prompts."""
         spent_s = self.pace * self.summed(steps.seconds)
-        slo_s = SLO_SHARE * self.slo_s
-        ahead = self.steps[1:, None]
-        if steps.pauses.any():
-            decodes = ~steps.pauses[1:]
-            decodes[-1] = True  # nobody pauses for ever
-            taken = self.summed(np.where(steps.pauses, 0.0, 1.0))
-            own = ((taken >= spent_s / slo_s) | ~decodes).all(axis=0) & ~steps.pauses[0]
-        else:
-            own = (ahead >= spent_s / slo_s).all(axis=0)
-        still = np.flatnonzero(own & asked)
-        if not len(still):
-            return own
-        up_to = int(still[-1]) + 1
-        behind_s = spent_s[:, :up_to] - slo_s[:up_to] * ahead
-        own[:up_to] &= self._others_in_time(behind_s)
-        return np.asarray(own)
+        allowed_s = share * self.slo_s * self.summed(steps.decodes)
+        own = (spent_s <= allowed_s).all(axis=0)
+        return np.asarray(own & self._others_in_time(spent_s - allowed_s))
 
     def _others_in_time(self, behind_s: FloatArray) -> BoolArray:
         """Whether, because of the prompts of those who come, no more than `MISSES` of the running
         requests for each of them are expected to end behind their SLO, [b].
 
         Args:
-            behind_s: by so much all fall behind from now to each time ahead but 0, [times - 1, b];
-                of all sizes, or of the first ones.
+            behind_s: by so much all fall behind from now to each time ahead but 0, [times - 1, b].
         """
         times, count = behind_s.shape
         late_s = np.empty((times + 1, count))
         late_s[0], late_s[1:] = 0.0, behind_s
-        late_s += self.prompts_s[:count]
-        missed = self._missed(late_s)
+        missed = self._missed(late_s + self.prompts_s)
         return np.asarray(missed - missed[0] <= MISSES * np.arange(count))
 
     def _missed(self, behind_s: FloatArray) -> FloatArray:

@@ -91,13 +91,9 @@ def admit(
     order = levels.order[levels.waiting[levels.order] < below]
     if places <= 0 or len(order) == 0:
         return ()
-    most_urgent = levels.running.min(initial=LEVELS)
-    head = levels.waiting[order[0]]
-    if head > most_urgent and not budget.affords(float(prompts_s(state, order[:1])[0])):
-        order = order[levels.waiting[order] <= most_urgent]
-        if len(order) == 0:
-            return None
-    order = order[:places]
+    order = affordable(state, levels, budget, order)[:places]
+    if len(order) == 0:
+        return None
     level = levels.waiting[order]
     order = order[: _leading(level == level[0])]
     several = len(state.running) > 0 and bool((levels.running != level[0]).any())
@@ -107,16 +103,35 @@ def admit(
     if several and level[0] < levels.running.max():
         lower = np.flatnonzero(levels.running > level[0])
         count = max(count, _at_others_expense(line, lower, forecast))
-    if budget.contended:
-        held_up = level[0] > most_urgent
-        seconds = prompts_s(state, order)
-        limit_s = decode_seconds(state) if held_up else BRIEF_S
-        count = min(count, max(1, int(np.count_nonzero(seconds <= limit_s))))
-        if held_up:
-            budget.offer(line.waiting, np.diff(seconds, prepend=0.0))
-        elif not levels.several:
-            budget.offer(line.waiting, np.full(len(order), np.inf))
-    return tuple(order[: max(count, 0)].tolist())
+    return tuple(paced(state, levels, budget, order)[: max(count, 0)].tolist())
+
+
+def affordable(
+    state: SystemState, levels: Levels, budget: PrefillBudget, order: IntArray
+) -> IntArray:
+    """Of the requests at these positions in `state.waiting`, not empty, those that need not wait
+    for `budget`: all, or those that are as urgent as the most urgent that run."""
+    most_urgent = levels.running.min(initial=LEVELS)
+    head = levels.waiting[order[0]]
+    if head > most_urgent and not budget.affords(float(prompts_s(state, order[:1])[0])):
+        return np.asarray(order[levels.waiting[order] <= most_urgent])
+    return order
+
+
+def paced(state: SystemState, levels: Levels, budget: PrefillBudget, order: IntArray) -> IntArray:
+    """Of these requests of one level, not empty, the first ones whose prompts hold up those that
+    are, or may come to be, more urgent only for as long as they may; `budget` is told of them."""
+    if not budget.contended:
+        return order
+    held_up = levels.waiting[order[0]] > levels.running.min(initial=LEVELS)
+    seconds = prompts_s(state, order)
+    limit_s = decode_seconds(state) if held_up else BRIEF_S
+    first = select(state.waiting, order)
+    if held_up:
+        budget.offer(first, np.diff(seconds, prepend=0.0))
+    elif not levels.several:
+        budget.offer(first, np.full(len(order), np.inf))
+    return order[: max(1, int(np.count_nonzero(seconds <= limit_s)))]
 
 
 def _leading(true: BoolArray) -> int:

@@ -19,15 +19,23 @@ from ellm_sgl.policies.base import (
     WorkSplit,
 )
 from ellm_sgl.policies.pausing.choice import Pausing
-from ellm_sgl.policies.planned import evictable_tokens, running_and
+from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision, Urgency, can_rotate
+from ellm_sgl.policies.planned import evictable_tokens, running_and, select
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
     least_evicted,
     ratios_for,
     unowned_tokens,
 )
+from ellm_sgl.policies.problem.even_share import EvenShare
 from ellm_sgl.policies.problem.standing import Standing
-from ellm_sgl.policies.slo_priority.admission import PrefillBudget, admit
+from ellm_sgl.policies.slo_priority.admission import (
+    MOST_ADMITTED,
+    PrefillBudget,
+    admit,
+    affordable,
+    paced,
+)
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels, keep_weights, rank_levels
 from ellm_sgl.policies.slo_priority.program import EvictionCosts, EvictionProgram, whole_blocks
 from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
@@ -55,6 +63,8 @@ class SloPriority(Policy):
     - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
       Where restoring does not pay some of the least urgent pause until there is room, as those
       of `fcfs` do; nobody is admitted then but more urgent requests.
+    - Where `fcfs` rotates, so do these: the less urgent pause first, nobody for anyone less urgent,
+      and more urgent requests are admitted at the others' expense.
 
     Args:
         loss: share of tokens per second that pauses may cost in the mean while they are needed, by
@@ -72,6 +82,10 @@ class SloPriority(Policy):
         self._pausing = Pausing()
         self._evicted_of: IntArray | None = None
         """n_i of the running requests while some pause until there is room."""
+        self._rotation = Rotation()
+        self._rotated: RotationDecision | None = None
+        """This iteration's rotation; None where it does not apply."""
+        self._even = EvenShare()
         self._losses = Losses(loss)
         self._budget = PrefillBudget()
         self._scheduled: Standing[Schedule] | None = None
@@ -82,12 +96,17 @@ class SloPriority(Policy):
 
     def batch(self, state: SystemState) -> Batch:
         levels = self._levels(state)
+        self._rotated = None
+        if len(state.running) and can_rotate(state):
+            return self._rotate(state, levels)
         out = self._out_of_room(state, levels)
         admitted = self._admit(state, levels, int(levels.running[out].min(initial=LEVELS)))
         schedule = self._schedule(state, levels, queue=len(admitted) < len(state.waiting))
         return Batch(admitted, pause=tuple(sorted({*schedule.paused(state), *out.tolist()})))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        if self._rotated is not None:
+            return self._rotated.ratios(self._even)
         if batch.pause and self._evicted_of is not None:
             none = np.zeros(len(batch.admit), np.int64)
             return ratios_for(state, batch, np.concatenate((self._evicted_of, none)))
@@ -95,6 +114,21 @@ class SloPriority(Policy):
 
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         return plan_split(state, plan)
+
+    def _rotate(self, state: SystemState, levels: Levels) -> Batch:
+        """More requests run than memory holds, the less urgent in turn."""
+        self._budget.note(state, levels.several)
+        order = levels.order[:MOST_ADMITTED]
+        if len(order):
+            order = affordable(state, levels, self._budget, order)
+        if len(order):
+            head = levels.waiting[order] == levels.waiting[order[0]]
+            order = paced(state, levels, self._budget, order[np.logical_and.accumulate(head)])
+        line = replace(state, waiting=select(state.waiting, order))
+        urgency = Urgency(levels.running, levels.waiting[order])
+        self._rotated = self._rotation.decide(line, urgency)
+        batch = self._rotated.batch()
+        return replace(batch, admit=tuple(order[: len(batch.admit)].tolist()))
 
     def _levels(self, state: SystemState) -> Levels:
         ids = state.running.request_id, state.waiting.request_id

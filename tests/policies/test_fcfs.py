@@ -176,7 +176,9 @@ def test_who_is_admitted_must_fit_until_all_have_ended() -> None:
     state = scene(*both, 300, token_ms=1.0)
     assert answers(state, Fcfs(pause=False))[0] == 0
     assert answers(state, Fcfs())[0] == 1  # it pauses meanwhile,
-    assert answers(replace(state, tpot_slo_s=0.005), Fcfs())[0] == 0  # too long for its SLO
+    # In turn they take 4 ms a token each.
+    assert answers(replace(state, tpot_slo_s=0.0045), Fcfs())[0] == 1
+    assert answers(replace(state, tpot_slo_s=0.0040), Fcfs())[0] == 0
     assert answers(state, Fcfs(forecast=False, pause=False))[0] == 1
     # One that is nearly done grows no further.
     ending = replace(state, running=requests([102], max_new_tokens=8, prompt_tokens=95))

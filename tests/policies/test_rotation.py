@@ -10,12 +10,13 @@ import pytest
 
 from ellm_sgl.latency import HardwareProfile, LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
-from ellm_sgl.policies import SystemState
+from ellm_sgl.policies import Policy, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.pausing.limits import LINK_SHARE, SLO_SHARE, Deadlines
 from ellm_sgl.policies.pausing.rotation import can_rotate
 from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.testing import PROFILES, SHAPES, make_state, requests
 
 BLOCK = 16
@@ -40,6 +41,7 @@ class One:
     prompt: int
     output: int
     at_s: float
+    priority: int = 0
     tokens: int = 0
     missing: int = 0
     first_s: float = np.nan
@@ -50,7 +52,7 @@ class One:
 class Loop:
     """A server in plain numbers: blocks, a link, steps that take what the model says."""
 
-    def __init__(self, policy: Fcfs, device: int, link_tokens_per_s: float) -> None:
+    def __init__(self, policy: Policy, device: int, link_tokens_per_s: float) -> None:
         self.policy, self.device = policy, device
         bytes_per_s = link_tokens_per_s * SHAPES["tiny"].kv_bytes_per_token
         self.hardware: HardwareProfile = dataclasses.replace(
@@ -64,6 +66,8 @@ class Loop:
         self.overflow = 0
         """Steps in which more was on the device than it holds."""
         self.recomputed = 0
+        self.unjust = 0
+        """Decisions by which somebody pauses, not being fetched, while less urgent ones run."""
 
     def state(self, waiting: list[One]) -> SystemState:
         run = self.running
@@ -78,8 +82,14 @@ class Loop:
                 waited_s=[self.now_s - r.last_s for r in run],
                 max_new_tokens=4096,
                 tpot_s=gaps,
+                priority=[r.priority for r in run],
             ),
-            requests([r.prompt for r in waiting], request_id=[r.number for r in waiting]),
+            requests(
+                [r.prompt for r in waiting],
+                request_id=[r.number for r in waiting],
+                arrival_s=[r.at_s for r in waiting],
+                priority=[r.priority for r in waiting],
+            ),
             device_tokens=self.device,
             device_free_tokens=max(self.device - self._resident(), 0),
             host_tokens=10**6,
@@ -99,6 +109,9 @@ class Loop:
         ratios = self.policy.ratio(state, batch)
         check_ratios(state, batch, ratios)
         targets = planned_tokens(state.running, ratios.running, BLOCK)
+        runs = np.delete(state.running.priority, batch.pause)
+        kept_out = [i for i in batch.pause if targets[i] > 0]
+        self.unjust += bool((state.running.priority[kept_out, None] > runs).any())
         if batch.admit:
             self._prefill([waiting[w] for w in batch.admit], waiting)
         else:
@@ -180,6 +193,29 @@ def test_more_run_and_start_earlier_within_the_slo(seed: int, link: float) -> No
     assert rotating.now_s <= 1.03 * plain.now_s  # to serve the same tokens
     assert rotating.overflow == 0
     assert rotating.recomputed == 0, "somebody resumed before its KV was back"
+
+
+def test_slo_priority_rotates_as_fcfs_does_where_all_are_alike() -> None:
+    served = []
+    for policy in (Fcfs(), SloPriority()):
+        loop, those = Loop(policy, 3200, 1e6), load(30, 0, every_s=0.05)
+        loop.serve(those)
+        served.append([r.done for r in those])
+    assert served[0] == served[1]
+
+
+def test_the_urgent_come_first_and_pause_for_nobody_less_urgent() -> None:
+    waits = []
+    for policy in (Fcfs(), SloPriority()):
+        loop, those = Loop(policy, 3200, 1e6), load(40, 1, every_s=0.05)
+        for one in those[::5]:
+            one.priority = 1
+        loop.serve(those)
+        waits.append(max(r.first_s - r.at_s for r in those[::5]))
+        assert tpots(those[::5]).max() <= SLO_S
+    assert loop.most > 14  # it rotates: memory holds about so many
+    assert loop.unjust == 0
+    assert waits[1] < waits[0]
 
 
 def test_no_host_tier_or_no_slo_is_no_rotation() -> None:
