@@ -160,8 +160,10 @@ class Forecast:
         value = self._rate(steps.seconds / steps.decodes)
         value[~(steps.possible | steps.pauses).all(axis=0)] = 0.0
         if keep_slo:
+            turns = self.memory.host_tokens > 0  # else whoever pauses is prefilled again: too dear
+            in_time = self._in_turns if turns else self._sitting_out
             # Nobody should have to pause at once.
-            value[steps.pauses[0] | ~self._in_turns(steps, SLO_SHARE)] = 0.0
+            value[steps.pauses[0] | ~in_time(steps, SLO_SHARE)] = 0.0
         if most is not None:
             value[most + 1 - self.fewest :] = 0.0
         cached = np.flatnonzero((value > 0.0) & (self.short <= 0.0).all(axis=0))
@@ -242,6 +244,15 @@ class Forecast:
         allowed_s = share * self.slo_s * self.summed(steps.decodes)
         own = (spent_s <= allowed_s).all(axis=0)
         return np.asarray(own & self._others_in_time(spent_s - allowed_s))
+
+    def _sitting_out(self, steps: _Steps, share: float) -> BoolArray:
+        """`_in_turns` if it is those who come that sit out all steps in which some have to pause."""
+        spent_s, slo_s = self.pace * self.summed(steps.seconds), share * self.slo_s
+        decodes = ~steps.pauses[1:]
+        decodes[-1] = True  # nobody pauses for ever
+        taken = self.summed(np.where(steps.pauses, 0.0, 1.0))
+        own = ((taken >= spent_s / slo_s) | ~decodes).all(axis=0)
+        return np.asarray(own & self._others_in_time(spent_s - slo_s * self.steps[1:, None]))
 
     def _others_in_time(self, behind_s: FloatArray) -> BoolArray:
         """Whether, because of the prompts of those who come, no more than `MISSES` of the running

@@ -176,9 +176,11 @@ def test_who_is_admitted_must_fit_until_all_have_ended() -> None:
     state = scene(*both, 300, token_ms=1.0)
     assert answers(state, Fcfs(pause=False))[0] == 0
     assert answers(state, Fcfs())[0] == 1  # it pauses meanwhile,
-    # In turn they take 4 ms a token each.
-    assert answers(replace(state, tpot_slo_s=0.0045), Fcfs())[0] == 1
-    assert answers(replace(state, tpot_slo_s=0.0040), Fcfs())[0] == 0
+    assert answers(replace(state, tpot_slo_s=0.005), Fcfs())[0] == 0  # too long for its SLO
+    # With a host tier they take turns: 3 ms a token while both fit, then 4 ms, 3.4 in the mean.
+    host = replace(state, memory=replace(state.memory, host_tokens=1000))
+    assert answers(replace(host, tpot_slo_s=0.0038), Fcfs(rotate=False))[0] == 1
+    assert answers(replace(host, tpot_slo_s=0.0035), Fcfs(rotate=False))[0] == 0
     assert answers(state, Fcfs(forecast=False, pause=False))[0] == 1
     # One that is nearly done grows no further.
     ending = replace(state, running=requests([102], max_new_tokens=8, prompt_tokens=95))
