@@ -246,7 +246,7 @@ class Forecast:
         return np.asarray(own & self._others_in_time(spent_s - allowed_s))
 
     def _sitting_out(self, steps: _Steps, share: float) -> BoolArray:
-        """`_in_turns` if it is those who come that sit out all steps in which some have to pause."""
+        """`_in_turns` if those who come sit out all steps in which some have to pause."""
         spent_s, slo_s = self.pace * self.summed(steps.seconds), share * self.slo_s
         decodes = ~steps.pauses[1:]
         decodes[-1] = True  # nobody pauses for ever
