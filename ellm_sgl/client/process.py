@@ -27,11 +27,17 @@ CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """No bound on connections: a request that waits for one has not arrived. A new one for each: a
 server may close one that is idle just when a request is sent on it, and httpx's asynchronous pool
 (httpcore 1.0) itself closes some on which another task has begun to send, a ReadError there."""
-SERVER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
+SERVER_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 """Unless the user says otherwise. Threads that spin while they wait take the core that another
 thread needs to finish: with one more busy process on two cores, 5 times the tokens per second.
 PyTorch's larger tensors lie in huge pages: a KV pool in small ones costs decode attention up to
-40 % (docs/performance.md)."""
+40 % (docs/performance.md). Threads that NumPy and SciPy start when they are imported, for products
+of a size that no server has, would keep a server's processes from being copies of one
+(sglang/processes.py)."""
 
 
 def has_tokenizer(model: str | Path) -> bool:

@@ -1,7 +1,8 @@
 """Runs SGLang's server: `python -m ellm_sgl.serve.launch [SGLang's arguments]`.
 
-Importing this module prepares the process for SGLang; SGLang's worker processes, which Python
-spawns by importing the main module again, are prepared by the same import.
+Importing this module prepares the process for SGLang; SGLang's worker processes are copies of it
+(`sglang/processes.py`), or Python spawns them by importing the main module again, which prepares
+them as well.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from ellm_sgl.sglang.processes import may_be_copied
+
     try:
         server_args = prepare_server_args(argv)
     except (AssertionError, OSError, ValueError) as error:
         # SGLang checks its arguments with exceptions; a user wants the sentence, not the stack.
         sys.exit(f"ellm-sgl: error: {error}")
+    may_be_copied()
     try:
         run_server(server_args)
     finally:

@@ -29,7 +29,10 @@ class When(Enum):
     PLATFORM = "platform"
     """On hosts where the CPU platform is offered, with any version."""
     ENABLED = "enabled"
-    """Where eLLM is enabled when plugins are loaded: SGLang's worker processes."""
+    """Where eLLM is enabled when plugins are loaded: SGLang's worker processes. Where those are
+    copies of another process (`processes.py`), in that one, once its arguments enable eLLM."""
+    COPIED = "copied"
+    """In a process whose copies SGLang's worker processes may be."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Hook:
         return pkgutil.resolve_name(f"{__package__}.{self.ours}")
 
 
-_ANY_VERSION, _ALWAYS, _PLATFORM, _ENABLED = When
+_ANY_VERSION, _ALWAYS, _PLATFORM, _ENABLED, _COPIED = When
 _SRT = "sglang.srt"
 _ARGS = f"{_SRT}.server_args.ServerArgs"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
@@ -96,6 +99,9 @@ HOOKS: tuple[Hook, ...] = (
          _PLATFORM, "the CPU platform's attention backend has a name SGLang does not know"),
     Hook(f"{_ALLOC}.get_last_loc", "AROUND", "platform.attention:last_locations",
          _PLATFORM, "same: it has a list of its own"),
+    # the process of `ellm-sgl serve`
+    Hook(f"{_SRT}.entrypoints.engine._set_envs_and_config", "AFTER", "processes:fork_if_alone",
+         _COPIED, "worker processes as copies of this one, which has imported all that they need"),
     # memory: the pool, and who owns which block
     Hook(f"{_POOLS}._resolve_memory_pool_config", "AFTER", "memory:widen_logical_capacity",
          _ENABLED, "SGLang hands out more token slots than the device holds"),

@@ -7,6 +7,8 @@ never by process, and each is on a function that only processes of its role call
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.sglang.hooks import When, hooks_of
 from ellm_sgl.sglang.platform_entry import activate
@@ -15,8 +17,6 @@ from ellm_sgl.sglang.versions import VERSIONS, installed, turn_off, untested
 
 def register() -> None:
     """Register the hooks for what is enabled here; SGLang applies them."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     sglang = installed()
     known, on_cpu = sglang in VERSIONS, activate() is not None
     enabled = EllmConfig.from_env() is not None
@@ -29,16 +29,29 @@ def register() -> None:
         When.PLATFORM: on_cpu,
         When.ENABLED: enabled,
     }
-    for hook in hooks_of(sglang):
-        if wanted[hook.when]:
-            HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+    register_hooks(when for when in wanted if wanted[when])
     if on_cpu:
         from ellm_sgl.sglang.platform import attention as cpu_attention
 
         cpu_attention.register_backend()
     if enabled:
-        from ellm_sgl.sglang.attention import register_backend
-        from ellm_sgl.sglang.prefix_cache import register_prefix_cache
+        register_backends()
 
-        register_backend()
-        register_prefix_cache()
+
+def register_hooks(wanted: Iterable[When]) -> None:
+    """Those of some times, in the order of the table."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    chosen = frozenset(wanted)
+    for hook in hooks_of(installed()):
+        if hook.when in chosen:
+            HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+
+
+def register_backends() -> None:
+    """eLLM's attention and prefix cache, under their names."""
+    from ellm_sgl.sglang.attention import register_backend
+    from ellm_sgl.sglang.prefix_cache import register_prefix_cache
+
+    register_backend()
+    register_prefix_cache()

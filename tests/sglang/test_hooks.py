@@ -209,3 +209,9 @@ def test_off_registers_only_what_stock_sglang_needs(monkeypatch: pytest.MonkeyPa
     plugin.register()
     off = [When.ANY_VERSION, When.ALWAYS, *([When.PLATFORM] if activate() else [])]
     assert registered == [hook.target for hook in HOOKS if hook.when in off]
+
+
+def test_hooks_of_different_times_stand_in_different_places() -> None:
+    """SGLang applies all hooks on a function at once, so later ones would be left out."""
+    places = [{hook.target for hook in HOOKS if hook.when is when} for when in When]
+    assert sum(map(len, places)) == len(set().union(*places))

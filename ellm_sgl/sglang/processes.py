@@ -1,0 +1,55 @@
+"""A server's worker processes as copies of its first one: what all of them import is imported once.
+
+SGLang has Python spawn its scheduler and its detokenizer, so that each imports torch, transformers
+and all of SGLang again: 7 s of a core per process, more than half of what a start costs on a CPU
+host. Where `ellm-sgl serve` starts a server the first process has nothing else to do, and workers
+are forked from it. A device's driver does not survive that, and neither do threads: there, and
+wherever a process has a second thread, SGLang's way stands.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.sglang import plugin
+from ellm_sgl.sglang.hooks import When, hooks_of
+from ellm_sgl.sglang.platform_entry import activate
+from ellm_sgl.sglang.versions import VERSIONS, installed
+
+logger = logging.getLogger(__name__)
+
+
+def may_be_copied() -> None:
+    """This process does nothing but serve, and its arguments are known: let workers be copies of
+    it. A copy does not load SGLang's plugins again, so what workers need is installed here.
+
+    Does nothing where another plugin has hooks in the places of ours: SGLang applies all hooks on
+    a function at once, and ours would be left out.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    sglang = installed()
+    if activate() is None or sglang not in VERSIONS:
+        return
+    enabled = EllmConfig.from_env() is not None
+    wanted = (When.COPIED, When.ENABLED) if enabled else (When.COPIED,)
+    places = (hook.target for hook in hooks_of(sglang) if hook.when in wanted)
+    if not HookRegistry._patched.isdisjoint(places):
+        return
+    plugin.register_hooks(wanted)
+    if enabled:
+        plugin.register_backends()
+    HookRegistry.apply_hooks()
+
+
+def fork_if_alone(*_: Any) -> None:
+    """Hook after `_set_envs_and_config`, which has just said "spawn"."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads == 1:
+        multiprocessing.set_start_method("fork", force=True)
+    else:
+        logger.info("%d threads: worker processes are spawned, and import all again", threads)
