@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, free_port
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
 pytestmark = pytest.mark.slow
@@ -39,14 +39,16 @@ def test_plain_launch_server(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "sglang.launch_server", *DEMO_ARGUMENTS]
-    command += ["--port", "28765", "--ellm-policy", "fixed-ratio", "--ellm-ratio", "0.5"]
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command += ["--port", str(port), "--ellm-policy", "fixed-ratio", "--ellm-ratio", "0.5"]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         try:
-            wait_until_up("http://127.0.0.1:28765", process)
-            answer = ask("http://127.0.0.1:28765", [greedy(prompts(1, 100, 100)[0], 16)])
-            state = httpx.get("http://127.0.0.1:28765/ellm/state").json()
+            wait_until_up(url, process)
+            answer = ask(url, [greedy(prompts(1, 100, 100)[0], 16)])
+            state = httpx.get(f"{url}/ellm/state").json()
         finally:
             process.terminate()
     assert len(answer[0]["output_ids"]) == 16
