@@ -157,6 +157,7 @@ return [...document.querySelectorAll('#list li')].map((item) => [
     ...[...item.querySelectorAll('.bar i')].map((span) => [span.className, span.style.flexGrow]),
 ])
 """
+MISSING = "return document.querySelectorAll('.bar i.host, .bar i.lost').length > 0"
 MOVED = f"""
 const before = new Map(arguments[0].map(([name, ...spans]) => [name, JSON.stringify(spans)]));
 const now = (() => {{ {BARS} }})();
@@ -185,7 +186,7 @@ def load(watched: ServerProcess) -> Iterator[None]:
 
 @pytest.mark.usefixtures("load")
 def test_the_page_shows_what_happens(opened: Browser) -> None:
-    opened.wait("return document.querySelectorAll('.bar i.host, .bar i.lost').length > 0")
+    opened.wait(MISSING)
     seen = opened.run(BARS)
     opened.wait(MOVED, seen)
     device = "return document.querySelector('#device .used').offsetWidth"
@@ -196,6 +197,7 @@ def test_the_page_shows_what_happens(opened: Browser) -> None:
     assert opened.run("return getComputedStyle(document.querySelector('.bar')).display") == "flex"
     for scheme in ("dark", "light"):
         opened.prefer(scheme)
+        opened.wait(MISSING)
         opened.screenshot(ARTIFACTS / f"page-{scheme}.png")
     opened.size(360, 780, 2)
     try:
