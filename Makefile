@@ -83,8 +83,10 @@ format: setup
 	@$(BIN)/ruff format .
 
 wheel: setup
-	@rm -rf build
+	@rm -rf build dist/ellm_sgl-*
 	@$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist dist/*-linux_x86_64.whl
+	@rm dist/*-linux_x86_64.whl
 	@ls dist/*
 
 clean:

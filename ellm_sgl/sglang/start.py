@@ -24,6 +24,7 @@ from ellm_sgl.sglang.calibration import calibrate, model_shape
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.metrics import metrics_of
 from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
+from ellm_sgl.sglang.start_screen import screen
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -82,8 +83,8 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     ours.scheduler.metrics = metrics_of(scheduler)
     if ours.sizing is not None and scheduler.ps.tp_rank == 0:
         ours.sizing.start(scheduler, ours.scheduler.resizer)
-    logger.info("eLLM policy %s; %s", settings.policy, ours.hardware)
-    logger.info("eLLM bytes: %s", ours.memory.summary())
+    if scheduler.ps.tp_rank == 0:
+        logger.info("%s", screen(scheduler, ours))
 
 
 def switch_policy(scheduler: Scheduler, name: str, policy: Policy) -> None:

@@ -16,7 +16,7 @@ from ellm_sgl.serve.cli import main
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
-    for pattern in ("README.md", "docs/*.md", "requirements/*.md", "examples/*/*.md")
+    for pattern in ("README.md", "SECURITY.md", "docs/*.md", "requirements/*.md", "examples/*/*.md")
     for path in ROOT.glob(pattern)
 )
 LONGEST = {"README.md": 130, "docs/performance.md": 150, "docs/evaluation.md": 150}

@@ -5,6 +5,7 @@ Everything happens in copies under pytest's temporary folder; no registry is ask
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -164,6 +165,71 @@ def test_wheel_and_editable_install_hold_the_cpp_kernels(
     for name, built in {"wheel": wheel, "editable": editable}.items():
         env = Environment(tmp_path / name, dependencies, built)
         assert LIBRARY in run(env.python, "-c", code, cwd=tmp_path)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_wheel_is_one_for_many_linuxes(wheel: Path, tmp_path: Path) -> None:
+    """It needs nothing but the system's libraries, and nothing is put into it. As `make wheel`."""
+    pytest.importorskip("auditwheel")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    repair = (sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", tmp_path, wheel)
+    run(*repair, cwd=tmp_path, PATH=path)
+    [repaired] = tmp_path.glob("*.whl")
+    assert "-cp311-abi3-manylinux_2_" in repaired.name
+    with zipfile.ZipFile(repaired) as archive, zipfile.ZipFile(wheel) as before:
+        assert {f"ellm_sgl/kernels/cpu/{LIBRARY}"} == {n for n in archive.namelist() if ".so" in n}
+        assert set(archive.namelist()) == set(before.namelist())
+        library = archive.read(f"ellm_sgl/kernels/cpu/{LIBRARY}")
+    for instructions in (b"portable", b"avx2", b"avx512"):
+        assert instructions in library
+
+
+def test_it_works_beside_a_plain_sglang(wheel: Path, dependencies: Path, tmp_path: Path) -> None:
+    """What `doctor` sees of the wheel in an environment with SGLang's packages."""
+    env = Environment(tmp_path / "venv", dependencies, wheel)
+    done = subprocess.run(
+        [env.python, "-m", "ellm_sgl.serve.cli", "doctor", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {each["name"]: each for each in json.loads(done.stdout)["findings"]}
+    assert set(found) >= {"python", "torch", "sglang", "platform", "attention", "hooks"}
+    for name in ("python", "torch", "sglang", "hooks", "demo model"):
+        assert found[name]["ok"], found[name]
+    assert str(env.site) in found["demo model"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("3.10", False), ("3.11", True), ("3.12", True), ("3.13", False)]
+)
+def test_each_python(wheel: Path, tmp_path: Path, version: str, fits: bool) -> None:
+    """Where the pinned packages exist it installs and compiles; elsewhere pip says why not."""
+    python = interpreter(version)
+    run(python, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    own = tmp_path / "venv/bin/python"
+    install = (sys.executable, "-m", "pip", "--python", own, "install", "-q", "--no-index")
+    if not fits:
+        with pytest.raises(AssertionError, match="requires a different Python"):
+            run(*install, "--no-deps", wheel, cwd=tmp_path)
+        return
+    run(*install, "--no-deps", wheel, cwd=tmp_path)
+    site = next((tmp_path / "venv").glob("lib/python3*/site-packages"))
+    run(own, "-W", "error", "-m", "compileall", "-q", site / "ellm_sgl", cwd=tmp_path)
+    run(own, "-c", "import ellm_sgl; assert ellm_sgl.__version__ != '0+checkout'", cwd=tmp_path)
+
+
+def interpreter(version: str) -> Path:
+    """Of this version, if the machine has one that runs."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    on_path = shutil.which(f"python{version}")
+    found = [] if on_path is None else [Path(on_path)]
+    for each in (*found, *pyenv.glob(f"{version}.*/bin/python")):
+        said = subprocess.run([each, "-V"], capture_output=True, text=True, check=False)
+        if said.returncode == 0 and said.stdout.startswith(f"Python {version}."):
+            return each
+    pytest.skip(f"no Python {version} here")
 
 
 def test_installs_without_a_compiler(checkout: Path, dependencies: Path, tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Two servers behind SGLang's router, and one of them is killed under load."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from ellm_sgl.client.process import SERVER_ENVIRONMENT, ServerProcess, free_port
+from tests.e2e.conftest import SERVER_ARGUMENTS, STRICT
+from tests.e2e.load import ask, greedy, prompts, token_ids
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("sglang_router", exc_type=ImportError)
+
+PATIENCE_S = 180.0
+START = (
+    "import ellm_sgl, runpy; runpy.run_module('sglang_router.launch_router', run_name='__main__')"
+)
+"""The router imports SGLang, so on a CPU host `ellm_sgl` comes first."""
+
+
+@contextmanager
+def router(*workers: str) -> Iterator[str]:
+    """URL of a router with these workers, all of which it has found to be healthy."""
+    port, metrics = free_port(), free_port()
+    command = [
+        sys.executable, "-W", "ignore", "-c", START, "--worker-urls", *workers,
+        "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics),
+        "--policy", "cache_aware", "--health-check-interval-secs", "1",
+        "--health-failure-threshold", "1", "--retry-max-retries", "5", "--log-level", "warn",
+    ]  # fmt: skip
+    environment = {**SERVER_ENVIRONMENT, **os.environ, "NO_PROXY": "127.0.0.1"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: healthy(url) == len(workers), "the router does not find its workers")
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def healthy(url: str) -> int:
+    """Workers that the router sends requests to."""
+    try:
+        found: list[dict[str, Any]] = httpx.get(f"{url}/workers", timeout=10).json()["workers"]
+    except (httpx.TransportError, ValueError, KeyError):
+        return 0
+    return sum(worker["is_healthy"] for worker in found)
+
+
+def wait_until(holds: Any, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def test_a_server_that_dies_behind_a_router_costs_no_answer(server: ServerProcess) -> None:
+    """Requests of its are sent to the other one, and all answers are those of one server alone."""
+    assert f"look at  {server.url}/ellm/state" in server.log.read_text()
+    bodies = [greedy(prompt, 150) for prompt in prompts(24, 40, 120, seed=41)]
+    expected = token_ids(ask(server.url, bodies))
+    with ServerProcess(SERVER_ARGUMENTS, STRICT) as other, router(server.url, other.url) as url:
+        answers: list[list[int]] = []
+        thread = threading.Thread(target=lambda: answers.extend(token_ids(ask(url, bodies))))
+        thread.start()
+
+        def both_run() -> bool:
+            return all(s.state(integrity=False)["running"] > 0 for s in (server, other))
+
+        wait_until(both_run, "the router does not use both")
+        os.killpg(other.pid, signal.SIGKILL)
+        thread.join(PATIENCE_S)
+        assert answers == expected
+        wait_until(lambda: healthy(url) == 1, "the router does not notice")
+        assert token_ids(ask(url, bodies[:4])) == expected[:4]
