@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +141,19 @@ def test_arguments_that_eLLM_has_not_seen_are_refused() -> None:  # noqa: N802 (
 
 
 def run(way: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), way, str(free_port())],
-        capture_output=True,
+    """The script to its end; whatever happens none of its processes stays."""
+    command = [sys.executable, str(SCRIPT), way, str(free_port())]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=START_TIMEOUT_S,
         env=ENVIRONMENT,
-        check=False,
-    )
+        start_new_session=True,
+    ) as process:
+        try:
+            out, error = process.communicate(timeout=2 * START_TIMEOUT_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, out, error)

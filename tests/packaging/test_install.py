@@ -178,7 +178,8 @@ def test_the_wheel_is_one_for_many_linuxes(wheel: Path, tmp_path: Path) -> None:
     assert "-cp311-abi3-manylinux_2_" in repaired.name
     with zipfile.ZipFile(repaired) as archive, zipfile.ZipFile(wheel) as before:
         assert {f"ellm_sgl/kernels/cpu/{LIBRARY}"} == {n for n in archive.namelist() if ".so" in n}
-        assert set(archive.namelist()) == set(before.namelist())
+        files = {name for name in archive.namelist() if not name.endswith("/")}
+        assert files == set(before.namelist())
         library = archive.read(f"ellm_sgl/kernels/cpu/{LIBRARY}")
     for instructions in (b"portable", b"avx2", b"avx512"):
         assert instructions in library
@@ -194,6 +195,7 @@ def test_it_works_beside_a_plain_sglang(wheel: Path, dependencies: Path, tmp_pat
         text=True,
         check=False,
     )
+    assert done.stdout, done.stderr
     found = {each["name"]: each for each in json.loads(done.stdout)["findings"]}
     assert set(found) >= {"python", "torch", "sglang", "platform", "attention", "hooks"}
     for name in ("python", "torch", "sglang", "hooks", "demo model"):
@@ -211,7 +213,7 @@ def test_each_python(wheel: Path, tmp_path: Path, version: str, fits: bool) -> N
     own = tmp_path / "venv/bin/python"
     install = (sys.executable, "-m", "pip", "--python", own, "install", "-q", "--no-index")
     if not fits:
-        with pytest.raises(AssertionError, match="requires a different Python"):
+        with pytest.raises(AssertionError, match="different Python|not a supported wheel"):
             run(*install, "--no-deps", wheel, cwd=tmp_path)
         return
     run(*install, "--no-deps", wheel, cwd=tmp_path)
