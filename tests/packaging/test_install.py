@@ -213,7 +213,7 @@ def test_each_python(wheel: Path, tmp_path: Path, version: str, fits: bool) -> N
     own = tmp_path / "venv/bin/python"
     install = (sys.executable, "-m", "pip", "--python", own, "install", "-q", "--no-index")
     if not fits:
-        with pytest.raises(AssertionError, match="different Python|not a supported wheel"):
+        with pytest.raises(AssertionError, match=r"different Python|not a supported wheel"):
             run(*install, "--no-deps", wheel, cwd=tmp_path)
         return
     run(*install, "--no-deps", wheel, cwd=tmp_path)
