@@ -64,9 +64,9 @@ class Streams:
         self._threads.shutdown()
         self.outcomes = self._replay.result()
 
-    def gaps(self, begin: float, end: float) -> list[float]:
-        """Times between two tokens of a stream, in seconds, of which any part lies in this span;
-        known after the context.
+    def gaps(self, begin: float, end: float, whole: bool = False) -> list[float]:
+        """Times between two tokens of a stream, in seconds, of which any part lies in this span, or
+        all; known after the context.
 
         Raises:
             MeasurementError: a stream had ended by then.
@@ -76,6 +76,9 @@ class Streams:
             at = np.array(outcome.token_s) + self._began
             if not len(at) or at[-1] < end:
                 raise MeasurementError("a stream ended too soon: it was to decode meanwhile")
-            inside = (at[1:] > begin) & (at[:-1] < end)
+            first, second = at[:-1], at[1:]
+            inside = (
+                (first >= begin) & (second <= end) if whole else (second > begin) & (first < end)
+            )
             found += np.diff(at)[inside].tolist()
         return found

@@ -288,7 +288,9 @@ def _times(taken: Sequence[Change]) -> dict[str, float]:
 
 def _paused(streams: Streams, quiet: tuple[float, float], taken: Sequence[Change]) -> Taken:
     """What streams saw meanwhile, beside what they saw before, in an undisturbed span."""
-    before = streams.gaps(*quiet)
+    before = streams.gaps(*quiet, whole=True)
+    if not before:
+        raise MeasurementError("no step was over before the pool changed: is the machine busy?")
     meanwhile = [gap for change in taken for gap in streams.gaps(change.begin, change.end)]
     step = statistics.median(before)
     figures = {

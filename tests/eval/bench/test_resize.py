@@ -32,13 +32,14 @@ def test_a_gap_counts_if_any_part_of_it_lies_in_the_span() -> None:
     seen = Seen([1.0, 2.0, 5.0, 6.0], [1.5, 2.5, 9.0])
     assert seen.gaps(2.2, 4.0) == [3.0, 1.0, 6.5]
     assert seen.gaps(5.0, 5.5) == [1.0, 6.5]
+    assert seen.gaps(1.0, 5.0, whole=True) == [1.0, 3.0, 1.0]
     with pytest.raises(MeasurementError, match="ended too soon"):
         seen.gaps(5.0, 7.0)
 
 
 def test_the_longest_pause_is_told_in_steps() -> None:
     times = [0.0, 1.0, 2.0, 3.0, 4.0, 9.0, 10.0]
-    found = _paused(Seen(times), (0.5, 3.5), [Change(5.0, 6.0)]).figures
+    found = _paused(Seen(times), (0.0, 3.5), [Change(5.0, 6.0)]).figures
     assert found == {"step_s": 1.0, "pause_steps": 5.0, "p99_of_before": 5.0}
     assert _times([Change(0, 1), Change(2, 5), Change(6, 8)]) == {"seconds": 2.0, "slowest": 3.0}
     assert statistics.median(Seen(times).gaps(0.5, 3.5)) == 1.0
