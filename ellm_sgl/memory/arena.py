@@ -19,6 +19,8 @@ import sys
 import weakref
 from typing import Protocol
 
+import torch
+
 HUGE_PAGE = 2 << 20
 """Bytes; memory comes and goes in whole ones, since to give back part of one would split it."""
 
@@ -37,8 +39,9 @@ class Arena(Protocol):
     granule: int
     """Bytes that come and go together; offsets given to `commit` and `decommit` are multiples of
     it, or `nbytes`."""
-    memory: memoryview
-    """All that is reserved; what of it is committed may be read and written."""
+
+    def tensor(self) -> torch.Tensor:
+        """All that is reserved, as bytes; what of it is committed may be read and written."""
 
     def commit(self, low: int, high: int, lazily: bool = False) -> None:
         """Bytes [low, high) may be used when this returns; what they hold is undefined. For a
@@ -75,7 +78,12 @@ class CpuArena:
         )
         self._begin = -(-address // granule) * granule
         self.memory = memoryview(pages).cast("B")[self._begin - address :][:nbytes]
+        """All that is reserved."""
         self._call("madvise", 0, nbytes, mmap.MADV_HUGEPAGE)  # an error: the machine has none
+
+    def tensor(self) -> torch.Tensor:
+        """See `Arena.tensor`; it keeps the addresses, whoever has the arena."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def _reserve(self, length: int) -> int:
         """The first of so many addresses behind which there is no memory."""

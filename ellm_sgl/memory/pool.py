@@ -48,22 +48,19 @@ class KVPool:
         # Not zeroed: nothing is read before it is written (the kernel tests poison the rest), and
         # on a CPU host memory that no request has used yet is not taken from the others.
         size = (num_units + 1, shape.layer_group, 2, shape.block_tokens, kv_heads, head_dim)
+        self.unit_bytes = math.prod(size[1:]) * dtype.itemsize
         if reserve is None:
             self.buffer = _buffer(size, dtype, device, path, pinned)
         else:
             self.arena = reserve(math.prod(size) * dtype.itemsize)
-            self.buffer = torch.frombuffer(self.arena.memory, dtype=dtype).view(size)
             first = self.bytes_behind(self.lazy_units)
             self.arena.commit(0, first, lazily=True)
+            self.buffer = self.arena.tensor().view(dtype).view(size)
 
     @staticmethod
     def bytes_per_unit(shape: PoolShape, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Size of one unit of such a pool."""
         return shape.layer_group * 2 * shape.block_tokens * kv_heads * head_dim * dtype.itemsize
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.buffer[0].nbytes
 
     def commit(self, low: int, high: int) -> None:
         """Units 1..`high` have memory when this returns, of which 1..`low` had it before. See

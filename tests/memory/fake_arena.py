@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 
 SPOILED = 0xFF
 """What bytes without memory hold: no number in any type of KV."""
@@ -31,6 +32,9 @@ class FakeArena:
         self.bytes[:] = SPOILED
         self.committed = 0
         self.room = nbytes
+
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(self.memory, dtype=torch.uint8)
 
     def commit(self, low: int, high: int, lazily: bool = False) -> None:
         self._expect(low == self.committed < high, f"commit of [{low}, {high})")
