@@ -126,8 +126,9 @@ class ServerProcess:
             if self._process.poll() is not None:
                 raise ServerError(f"the server exited while starting:\n{self.last_words()}")
             if time.monotonic() > deadline:
-                self.stop()
-                raise ServerError(f"no answer after {START_TIMEOUT_S:.0f} s:\n{self.last_words()}")
+                said = self.last_words()
+                self.stop()  # its log goes with it
+                raise ServerError(f"no answer after {START_TIMEOUT_S:.0f} s:\n{said}")
             time.sleep(0.25)
         self._serves = True
         self._freeze_gc()
