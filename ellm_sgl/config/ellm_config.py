@@ -96,6 +96,7 @@ class EllmConfig:
     idle_release_s: float | None = None
     idle_keep_prefixes: bool = True
     host_kv_tokens: int = 0
+    host_scaling: bool = False
     host_path: str | None = None
     host_keeps: str = "kv"
     hidden_on: str = HOST
@@ -198,6 +199,10 @@ class EllmConfig:
             raise ConfigError(
                 f"{_flag(given)} {getattr(self, given)}: mode {RECOMPUTE} leaves memory to SGLang; "
                 "leave it out"
+            )
+        if self.host_scaling and not self.host_kv_tokens:
+            raise ConfigError(
+                "--ellm-host-scaling on needs --ellm-host-kv-tokens, the size of the host tier"
             )
         if not self.idle_keep_prefixes and self.idle_release_s is None:
             raise ConfigError("--ellm-idle-keep-prefixes off needs --ellm-idle-release-s")

@@ -85,6 +85,9 @@ FLAGS: tuple[Flag, ...] = (
          "Whether an idle server keeps them, too. Default on."),
     Flag("host_kv_tokens", int, "a whole number", "N",
          "Tokens of KV that host memory holds for what left the device. Default 0: none."),
+    Flag("host_scaling", _switch, "on or off", "on|off",
+         "Let policies count on less of the host tier while tokens come too slowly for their SLO, "
+         "and on more while first tokens do. Default off."),
     Flag("host_path", str, "a file", "FILE",
          "Keep the host tier in a new file of this name, mapped into memory: it takes its whole "
          "size at once, and is gone with the server. Default: in memory."),

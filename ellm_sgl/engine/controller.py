@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from ellm_sgl.engine.decision import Decision
+from ellm_sgl.engine.host_buffer import HostBuffer
 from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.engine.step_log import KEPT_STEPS, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape
@@ -44,6 +45,8 @@ class ServerLimits:
     tpot_slo_s: float
     max_restored_tokens: int
     """As `MemoryState.max_restored_tokens`."""
+    host_scaling: bool = False
+    """Whether the host tier's logical size follows violations of SLOs."""
 
 
 class Controller:
@@ -62,6 +65,7 @@ class Controller:
         self.steps = steps
         self.limits = limits
         self.guard = PolicyGuard(policy, budget_s)
+        self.host_buffer = HostBuffer(limits.tpot_slo_s) if limits.host_scaling else None
         self.decision_s: deque[float] = deque(maxlen=KEPT_STEPS)
         """How long each of the last decisions took, in seconds;"""
         self.decisions = 0
@@ -89,6 +93,8 @@ class Controller:
         lengths: OutputLengths,
     ) -> SystemState:
         """The state a policy is asked about."""
+        if self.host_buffer is not None:
+            memory = self.host_buffer.observe(running, waiting, memory)
         return SystemState(
             now_s=now_s,
             running=running,

@@ -129,6 +129,9 @@ def _read_baselines(_: click.Context, __: click.Parameter, text: str) -> tuple[s
     type=click.IntRange(1, 10**6),
     help="Decode steps per decision, at most; 1 is a server's.",
 )
+@click.option(
+    "--host-scaling", is_flag=True, help="eLLM counts on as much of host memory as SLOs allow."
+)
 @click.option("--seed", type=SEED, default=0)
 @json_flag
 def simulate(
@@ -155,7 +158,15 @@ def simulate(
             for name in ("latency_model", "max_running", "conservativeness", "stride")
         }
         settings = [
-            Settings("ellm", policy, options, restore, tpot_slo_s=slo, **shared),
+            Settings(
+                "ellm",
+                policy,
+                options,
+                restore,
+                tpot_slo_s=slo,
+                host_scaling=given["host_scaling"],
+                **shared,
+            ),
             *(Settings(mode, admission=given["admission"], **shared) for mode in baselines),
         ]
         reports = []

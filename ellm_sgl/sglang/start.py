@@ -70,6 +70,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         max_running=scheduler.max_running_requests,
         tpot_slo_s=math.inf if settings.tpot_slo_ms is None else settings.tpot_slo_ms / 1e3,
         max_restored_tokens=ours.elastic.max_restored_tokens,
+        host_scaling=settings.host_scaling,
     )
     controller = Controller(
         policy_of(settings) if scheduler.ps.tp_rank == 0 else Stock(),

@@ -66,6 +66,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "evicted_units_total": totals.evicted_units,
         "host_units_total": statistics.host_units_total,
         "host_units_free": statistics.host_units_free,
+        "host_logical_tokens": _host_logical_tokens(ours),
         "saved_units_total": totals.saved_units,
         "fetched_units_total": totals.fetched_units,
         "fetched_ahead_units_total": totals.fetched_ahead_units,
@@ -92,6 +93,12 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "budget": None if ours.sizing is None else ours.sizing.describe(),
         "pool": dataclasses.asdict(statistics),
     }
+
+
+def _host_logical_tokens(ours: Context) -> int | None:
+    """What policies count on of the host tier (`engine/host_buffer.py`); None: all of it."""
+    buffer = None if ours.iteration is None else ours.iteration.controller.host_buffer
+    return None if buffer is None else buffer.tokens
 
 
 def _policy(ours: Context) -> dict[str, Any]:

@@ -92,6 +92,8 @@ class Settings:
     """Steps, and their seconds, that the policy's model has learnt from before."""
     lengths: Seen | None = None
     """Of answers: what the server knows of them instead of learning from those that end."""
+    host_scaling: bool = False
+    """As the server's --ellm-host-scaling."""
     stride: int = 8
     """Decode steps that one decision is good for, at most. 1 is what a server does; more is
     faster, and less exact: see `engine`."""
@@ -202,6 +204,7 @@ def build_mode(
             settings.max_running,
             settings.tpot_slo_s,
             max_restored,
+            settings.host_scaling,
         ),
     )
     built = Elastic(table, load, progress, controller, max_restored, clock)

@@ -50,6 +50,9 @@ class Configuration:
     step_rows: int | None = None
     """That there is memory for in one step; None: for as many as it likes."""
 
+    host_scaling: bool = False
+    """Policies count on as much of the host as SLOs allow."""
+
     @property
     def most_blocks(self) -> int:
         """Of the device."""
@@ -91,4 +94,5 @@ def draw(rng: random.Random) -> Configuration:
         conservativeness=rng.choice([0.0, 0.0, 0.2, 1.0]),
         growth_blocks=0 if streams else rng.choice([0, 0, device_blocks // 2, 2 * device_blocks]),
         step_rows=rng.choice([None, None, 6, 20, 40]),
+        host_scaling=host_blocks > 0 and rng.random() < 0.3,
     )

@@ -131,6 +131,7 @@ class Life:
             max_running=self.configuration.max_running,
             tpot_slo_s=0.1,
             max_restored_tokens=self.plane.elastic.max_restored_tokens,
+            host_scaling=self.configuration.host_scaling,
         )
         steps = StepLog(RooflineLatencyModel(model, hardware), self.clock.perf_counter)
         loop = Controller(self._policy(), math.inf, steps, limits)
