@@ -7,6 +7,7 @@ No torch, no SGLang in here. This module has what authors of policies need; to t
 from ellm_sgl.policies.base import (
     Batch,
     EndedRequest,
+    Growth,
     MemoryState,
     Policy,
     Ratios,
@@ -26,6 +27,7 @@ __all__ = [
     "EndedRequest",
     "Fcfs",
     "FixedRatio",
+    "Growth",
     "MemoryState",
     "Policy",
     "Ratios",

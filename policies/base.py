@@ -62,6 +62,23 @@ class Requests:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """What the device pool could come to hold beside what it does, by itself as requests need it
+    (servers that share a budget, and those that give memory back while they are idle)."""
+
+    tokens: int = 0
+    """KV tokens at once: of memory that nobody has,"""
+    with_idle_tokens: int = 0
+    """and as soon as other servers have given back what they have and do not need; no fewer."""
+    seconds_per_token: float = 0.0
+    """What growing costs, as measured when it last grew: memory is committed beside the steps. 0
+    before."""
+
+
+NO_GROWTH = Growth()
+
+
+@dataclass(frozen=True)
 class MemoryState:
     """Memory by tier. Token counts are over all layers: one token is its KV in every layer."""
 
@@ -80,6 +97,8 @@ class MemoryState:
     also where the host has copies: what there is no room to fetch is recomputed."""
     staging_overhead: float
     """M_o per restored token: device memory a step needs to restore one token, in KV tokens."""
+    growth: Growth = NO_GROWTH
+    """What it could become."""
 
 
 @dataclass(frozen=True)

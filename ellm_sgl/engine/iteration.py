@@ -28,6 +28,7 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.memory import ElasticMemory
 from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.policies import SystemState
+from ellm_sgl.policies.base import NO_GROWTH
 from ellm_sgl.step.executor import Executor
 from ellm_sgl.step.plan import StepPlan
 from ellm_sgl.step.planner import Planner
@@ -57,6 +58,8 @@ class Iteration:
         self.requests = RequestTable()
         self.attainment = Attainment()
         self.in_force = InForce()
+        self.growth = NO_GROWTH
+        """What the pool could come to hold beside what it does; who drives the loop knows."""
         self.clock = clock
         self._unit_bytes = unit_bytes
         self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
@@ -85,7 +88,7 @@ class Iteration:
             now,
             decoding,
             requests.waiting(waiting, now),
-            elastic.memory_state(seq_ids, reclaimable),
+            dataclasses.replace(elastic.memory_state(seq_ids, reclaimable), growth=self.growth),
             requests.lengths(decoding),
         )
 

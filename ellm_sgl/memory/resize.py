@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from enum import StrEnum
@@ -89,6 +90,8 @@ class Resizer:
         """As last asked for,"""
         self.outcome = Outcome.APPLIED
         """and what has become of it."""
+        self.commit_s_per_unit = 0.0
+        """What committing took when the pool last grew, in seconds; 0 before."""
 
     @property
     def limit_units(self) -> int:
@@ -218,6 +221,7 @@ class Resizer:
         table.commit_units(units)
         self._raise_limit()
         growth.end_at(most)
+        self.commit_s_per_unit = growth.seconds_per_unit or self.commit_s_per_unit
         if not over:
             return False
         self._growth = None
@@ -265,10 +269,12 @@ class _Growth:
         self._pool, self.last, self._spare = pool, last, spare
         self._chunk = max(COMMIT_BYTES // pool.unit_bytes, 1)
         self._end = last
+        self.seconds_per_unit = 0.0
+        """As measured so far."""
         self._future = submit(self._commit)
 
     def _commit(self) -> None:
-        first, spare = self.committed, self._spare()
+        first, spare, began = self.committed, self._spare(), time.perf_counter()
         while self.committed < self._end:
             end = min(self.committed + self._chunk, self.last)
             if (end - first) * self._pool.unit_bytes > spare:
@@ -276,6 +282,7 @@ class _Growth:
                 raise MemoryError(f"{left:,} bytes were left beside a step's activations")
             self._pool.commit(self.committed, end)
             self.committed = end
+            self.seconds_per_unit = (time.perf_counter() - began) / (end - first)
 
     def stop(self) -> None:
         """Commit no more than what has been begun."""

@@ -169,6 +169,7 @@ class EllmScheduler:
         self.iteration.elastic.coming_blocks = self.under_way().coming
         if (sizing := context_of(self.scheduler).sizing) is not None and self.asks:
             sizing.observe(self.scheduler, self.resizer)
+            self.iteration.growth = sizing.growth(self.resizer, self.iteration.elastic.table.shape)
         if self._decision_stands(batch):
             return
         running = [r for r in batch.reqs if not r.finished()]

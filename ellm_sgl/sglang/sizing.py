@@ -21,7 +21,10 @@ from ellm_sgl.budget.file import LedgerFile
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.memory import Alone, KVPool, Load, Outcome, PageTable, Report, Resizer, Sizer, Sizes
 from ellm_sgl.memory.arena import trim_heap
+from ellm_sgl.memory.shape import PoolShape
 from ellm_sgl.memory.sizer import Ledger, start_units
+from ellm_sgl.policies import Growth
+from ellm_sgl.policies.base import NO_GROWTH
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -127,6 +130,25 @@ class Sizing:
         )
         if needed > before.needed_units:
             self._woken.set()
+
+    def growth(self, resizer: Resizer, shape: PoolShape) -> Growth:
+        """On rank 0: what the pool could come to hold beside what it does."""
+        at_once = with_idle = self.most_units
+        if self.shares:
+            standing = self.standing or Standing(0, 0, 0)
+            if standing.share < standing.committed:  # others wait for what it has
+                return NO_GROWTH
+            reached = standing.committed + standing.free
+            at_once = min(self.sizes.units_in(reached), at_once)
+            with_idle = min(self.sizes.units_in(max(standing.share, reached)), with_idle)
+        if resizer.outcome is Outcome.CEILING:  # the machine has no more
+            return NO_GROWTH
+        now, token = resizer.limit_units, shape.num_groups / shape.block_tokens
+        return Growth(
+            shape.tokens_in(max(at_once - now, 0)),
+            shape.tokens_in(max(with_idle - now, 0)),
+            resizer.commit_s_per_unit * token,
+        )
 
     def released(self, away: bool, resizer: Resizer) -> None:
         """On every rank: all memory has been told to go, and to stay away, or may come back."""

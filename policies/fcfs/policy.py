@@ -7,6 +7,7 @@ import numpy as np
 from ellm_sgl.config.ranges import shown
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.policies.fcfs.growth import inflated
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
 from ellm_sgl.policies.pausing.choice import Pausing
 from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision, can_rotate
@@ -52,6 +53,9 @@ class Fcfs(Policy):
     it must, and falls when `HOLD` less would do, so that a steady load gives a steady ratio.
     There is no slack on top: every evicted block is computed again in every step.
 
+    Where the pool can grow for less than restoring costs, all that is decided as if it had
+    (`growth.inflated`).
+
     Args:
         forecast: whether to look ahead; False is the paper's problem.
         pause: whether running requests may pause; False is the paper's problem.
@@ -96,6 +100,7 @@ class Fcfs(Policy):
         return True
 
     def batch(self, state: SystemState) -> Batch:
+        state = inflated(state)
         count = len(state.running)
         self._rotated = None
         if count and self._rotation is not None and can_rotate(state):
@@ -109,6 +114,7 @@ class Fcfs(Policy):
         return Batch(admit=tuple(range(self._admitted(state, most) if most > 0 else 0)))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
+        state = inflated(state)
         if self._rotated is not None:
             return self._rotated.ratios(self._even)
         if batch.pause and self._pausing is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies.base import (
+    NO_GROWTH,
     Batch,
     EndedRequest,
     Policy,
@@ -190,7 +191,8 @@ def more_memory_never_less_cached(subject: Subject) -> None:
 
 
 def targets_fit_the_device(subject: Subject) -> None:
-    """Of running requests, wherever some ratios would fit. Asked of policies that adapt."""
+    """Of running requests, wherever some ratios would fit and the pool cannot grow. Asked of
+    policies that adapt."""
     if not _adapts(subject):
         raise DoesNotApplyError(
             "its ratios do not depend on memory: the server's eviction makes them fit"
@@ -199,6 +201,7 @@ def targets_fit_the_device(subject: Subject) -> None:
     for told, state in subject.states():
         if not some_ratios_fit(state):
             continue
+        state = replace(state, memory=replace(state.memory, growth=NO_GROWTH))
         with _on(told):
             batch, ratios, _ = checked_answers(policy, state)
             targets = planned_tokens(state.running, ratios.running, state.memory.block_tokens)

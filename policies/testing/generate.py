@@ -21,7 +21,15 @@ from ellm_sgl.latency import (
     PaperLatencyModel,
     RooflineLatencyModel,
 )
-from ellm_sgl.policies.base import IntArray, MemoryState, Requests, StepReport, SystemState
+from ellm_sgl.policies.base import (
+    NO_GROWTH,
+    Growth,
+    IntArray,
+    MemoryState,
+    Requests,
+    StepReport,
+    SystemState,
+)
 from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.planned import latency_seen
 
@@ -125,6 +133,7 @@ def make_state(
     host_tokens: int = 0,
     max_restored_tokens: int = LONGEST,
     staging_overhead: float = 0.0,
+    growth: Growth = NO_GROWTH,
     max_running: int = 256,
     model: ModelShape = SHAPES["llama2-7b"],
     hardware: HardwareProfile = PROFILES["h100"],
@@ -156,6 +165,7 @@ def make_state(
         host_free_tokens=max(0, host_tokens - int(running.uncached_on_host.sum())),
         max_restored_tokens=max_restored_tokens,
         staging_overhead=staging_overhead,
+        growth=growth,
     )
     if latency is None:
         latency = latency_seen(RooflineLatencyModel(model, hardware), running, memory)
@@ -256,6 +266,7 @@ def random_state(
         device_tokens=device_tokens,
         block_tokens=block_tokens,
         host_tokens=int(rng.integers(2)) * device_tokens,
+        growth=_growth(device_tokens, now_s),
         max_restored_tokens=max(int(uncached.sum()), int(rng.choice([1024, 8192, LONGEST]))),
         staging_overhead=float(rng.choice([0.0, 0.1, 0.4])),
         max_running=max(1, count_running, int(rng.integers(1, count + 2))),
@@ -266,6 +277,16 @@ def random_state(
         now_s=now_s,
     )
     return _some_on_host(rng, state) if state.memory.host_tokens else state
+
+
+def _growth(device_tokens: int, seed: float) -> Growth:
+    """None in half of the states. Draws from a generator of its own: the rest of a state is as it
+    was before there was growth."""
+    own = np.random.default_rng(int(1e6 * seed))
+    if own.random() < 0.5:
+        return NO_GROWTH
+    most = int(own.integers(0, 3 * device_tokens + 1))
+    return Growth(int(own.integers(0, most + 1)), most, float(own.choice([0.0, 1e-7, 1e-4])))
 
 
 def _some_on_host(rng: np.random.Generator, state: SystemState) -> SystemState:

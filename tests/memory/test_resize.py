@@ -358,6 +358,14 @@ def test_ranks_use_what_all_of_them_have(short: int, slow: int) -> None:
     assert limits == [(6 * GROUPS, Outcome.CEILING)] * 2
 
 
+def test_what_committing_takes_is_measured() -> None:
+    server = Server(start=4)
+    assert server.resizer.commit_s_per_unit == 0
+    server.ask(12)
+    server.steps()
+    assert 0 < server.resizer.commit_s_per_unit < 1
+
+
 @pytest.mark.parametrize(("blocks", "outcome"), [(3, Outcome.CEILING), (8, Outcome.APPLIED)])
 def test_growth_leaves_the_next_step_its_activations(blocks: int, outcome: Outcome) -> None:
     """The machine has room for 3 more blocks, or for as many as are asked for."""

@@ -13,9 +13,9 @@ import pytest
 import torch
 import zmq
 
-from ellm_sgl.budget import Member, path_of
+from ellm_sgl.budget import Member, Standing, path_of
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.memory import KVPool, Sizes
+from ellm_sgl.memory import KVPool, Outcome, Sizes
 from ellm_sgl.sglang import sizing as module
 from ellm_sgl.sglang import state
 from ellm_sgl.sglang.context import context_of
@@ -185,3 +185,26 @@ def test_a_ledger_that_breaks_leaves_the_server_what_it_has(
     assert "was removed or replaced; restart the servers" in server.sizing.problem
     assert server.table.unit_limit == ALL
     assert server.adjust(ellm_device_kv_tokens=160) and server.table.unit_limit == 10 * GROUPS
+
+
+def test_policies_are_told_what_the_pool_could_come_to_hold(tmp_path: Path) -> None:
+    """What nobody has at once; with what others do not need; nothing while they wait."""
+    server = SharingServer(tmp_path)
+    resizer, sizes = scheduler_of(server.scheduler).resizer, server.sizing.sizes
+    sizing = Sizing(EllmConfig(), "key", sizes, LEAST, ALL, server.member)  # nobody looks for it
+    resizer.ask(LEAST)
+    held = LEAST * UNIT
+
+    def growth(share: int, free: int) -> tuple[int, int]:
+        sizing.standing = Standing(share * UNIT, held, free * UNIT)
+        found = sizing.growth(resizer, SHAPE)
+        return found.tokens, found.with_idle_tokens
+
+    block = SHAPE.block_tokens
+    assert growth(LEAST, 0) == (0, 0)
+    assert growth(LEAST + 2 * GROUPS, 0) == (0, 2 * block)
+    assert growth(LEAST + 2 * GROUPS, 3 * GROUPS) == (3 * block, 3 * block)
+    assert growth(LEAST - GROUPS, 3 * GROUPS) == (0, 0)
+    assert growth(9 * ALL, 9 * ALL) == ((ALL - LEAST) // GROUPS * block,) * 2  # it holds no more
+    resizer.outcome = Outcome.CEILING
+    assert growth(9 * ALL, 9 * ALL) == (0, 0)
