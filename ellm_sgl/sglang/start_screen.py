@@ -20,7 +20,7 @@ def screen(scheduler: Scheduler, ours: Context) -> str:
     options = f" {json.dumps(settings.options)}" if settings.options else ""
     slo = "none: throughput decides (--ellm-tpot-slo-ms)"
     host = f"http://{args.host}:{args.port}"
-    metrics = f"{host}/metrics" if args.enable_metrics else "/metrics with --enable-metrics"
+    metrics = "/metrics" if args.enable_metrics else "/metrics with --enable-metrics"
     lines = {
         "model": f"{args.model_path} ({scheduler.model_config.dtype}, {shape.num_layers} layers, "
         f"{shape.num_groups} groups)",
@@ -29,7 +29,7 @@ def screen(scheduler: Scheduler, ours: Context) -> str:
         "policy": settings.policy + options,
         "SLO": slo if settings.tpot_slo_ms is None else f"{settings.tpot_slo_ms:g} ms per token",
         "machine": "" if ours.hardware is None else _rates(ours.hardware),
-        "look at": f"{host}/ellm/state, {metrics}",
+        "look at": f"{host}/ellm/ (a page), /ellm/state, {metrics}",
     }
     return "eLLM is on\n" + "\n".join(f"  {name:8} {text}" for name, text in lines.items())
 

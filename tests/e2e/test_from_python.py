@@ -136,7 +136,7 @@ def test_an_engine_of_sglangs_checks_requests_and_forgets_old_weights(
 
 def test_arguments_that_eLLM_has_not_seen_are_refused() -> None:  # noqa: N802 (its name)
     done = run("unprepared")
-    [told] = [line for line in done.stderr.splitlines() if "ConfigError:" in line]
+    [told] = [line for line in done.stderr.splitlines() if line.startswith("ellm-sgl: error")]
     assert "before eLLM was enabled" in told and "ellm_sgl.enabled" in told
 
 
