@@ -11,6 +11,12 @@ LOCKS  := requirements/cpu.lock requirements/cpu-nodeps.lock requirements/dev.lo
 BUILD  := pyproject.toml setup.py $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp) kernels/cpu/build.py
 STAMP  := $(VENV)/.setup-done
 
+# Other versions of SGLang: environments that see what .venv has, but for a few packages.
+VERSIONS := $(patsubst requirements/sglang-%.lock,%,$(wildcard requirements/sglang-*.lock))
+PURELIB  := import sysconfig; print(sysconfig.get_path("purelib"))
+
+SHORT    := tests/versions tests/sglang/test_hooks.py tests/sglang/test_arguments.py
+
 TWO    := --numprocesses 2 --dist loadfile
 
 # Debian's packages that some tests run, by the command that they bring. Tests say what they lack.
@@ -23,6 +29,7 @@ help:
 	@echo 'make demo       serve the demo model with too little KV memory, beside stock SGLang'
 	@echo 'make test       all tests that need no GPU: the fast ones, then the slow ones'
 	@echo 'make test-fast  only the fast ones'
+	@echo 'make test-versions  only the short ones on the other versions of SGLang'
 	@echo 'make system     as root on Debian: install what some tests run beside Python'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff rewrite'
@@ -51,12 +58,24 @@ $(STAMP): $(LOCKS) $(BUILD)
 	@touch $@
 	@echo 'setup: done'
 
+setup-versions: $(VERSIONS:%=.venv-%/.setup-done)
+
+.venv-%/.setup-done: requirements/sglang-%.lock $(STAMP)
+	@echo 'setup: sglang $* beside .venv'
+	@rm -rf .venv-$*
+	@$(BIN)/python -m venv --without-pip .venv-$*
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PURELIB)')')" > \
+	    "$$(.venv-$*/bin/python -c '$(PURELIB)')/zz_shared.pth"
+	@.venv-$*/bin/python -m pip --disable-pip-version-check --no-input -qq install --ignore-installed --no-deps -r $<
+	@.venv-$*/bin/python -c 'import importlib.metadata as m; assert m.version("sglang") == "$*"'
+	@touch $@
+
 demo: setup
 	@$(BIN)/ellm-sgl demo
 
-# Tests are of one busy thread each: two files at a time. Both stages run even when the first one
+# Tests are of one busy thread each: two files at a time. All stages run even when the first one
 # fails. pytest's exit status 5 (nothing selected) is accepted from one stage, not from both.
-test: setup
+test: setup setup-versions
 	@stage() { \
 	    local name=$$1 rc=0 start=$$SECONDS; shift; \
 	    echo "== $$name tests"; \
@@ -67,8 +86,17 @@ test: setup
 	summary= codes=; \
 	stage fast -m 'not slow and not gpu' $(TWO); \
 	stage slow -m 'slow and not gpu' $(TWO); \
-	printf '== summary\n%s' "$$summary"; \
-	case "$$codes" in ' 0 0'|' 0 5'|' 5 0') ;; *) exit 1;; esac
+	versions=ok; start=$$SECONDS; $(MAKE) test-versions || versions=FAILED; \
+	printf '== summary\n%s  other versions of SGLang: %s, %s s\n' "$$summary" $$versions \
+	    $$((SECONDS - start)); \
+	case "$$codes $$versions" in ' 0 0 ok'|' 0 5 ok'|' 5 0 ok') ;; *) exit 1;; esac
+
+# One at a time, each in its environment; what is recorded of a version, and a server with eLLM.
+test-versions: setup-versions
+	@status=0; for version in $(VERSIONS); do \
+	    echo "== sglang $$version"; \
+	    .venv-$$version/bin/python -m pytest --durations=3 $(SHORT) || status=1; \
+	done; exit $$status
 
 test-fast: setup
 	@$(BIN)/pytest -m 'not slow and not gpu' $(TWO)

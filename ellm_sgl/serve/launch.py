@@ -25,9 +25,12 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     from ellm_sgl.sglang.processes import may_be_copied
+    from ellm_sgl.sglang.versions import VERSIONS, adapter, installed
 
     try:
         server_args = prepare_server_args(argv)
+        if installed() in VERSIONS:
+            adapter().resolve(server_args)
     except (AssertionError, OSError, ValueError) as error:
         # SGLang checks its arguments with exceptions; a user wants the sentence, not the stack.
         sys.exit(f"ellm-sgl: error: {error}")

@@ -54,6 +54,8 @@ class Argument:
 
     @property
     def flag(self) -> str:
+        if self.field.startswith("_"):  # SGLang's own, without one
+            return self.field
         return self.option or "--" + self.field.replace("_", "-")
 
     def refusal(self, args: Any, defaults: Mapping[str, Any]) -> str | None:

@@ -264,8 +264,8 @@ class EllmAllocator(PagedSlots, BaseTokenToKVPoolAllocator):
                 return None
 
     def free(self, free_index: torch.Tensor) -> None:
-        if not self.is_not_in_free_group:
-            self.free_group.append(free_index)
+        if adapter().holds_frees(self):
+            self.free_group.append(free_index.clone())  # it may be part of a row in use
             return
         with self.ellm.elastic.totals.bookkeeping():
             self._table.release(torch.unique(free_index // self.page_size).cpu().numpy())

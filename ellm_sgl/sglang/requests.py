@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ellm_sgl.config.ranges import shown
 from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.slo import check_slos
 
@@ -31,11 +32,21 @@ def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> Non
     for name in _EMBEDDINGS:
         if getattr(request, name, None) is not None:
             raise ValueError(f"{name}: not supported with eLLM; send text or input_ids")
+    _check_beams(getattr(request, "sampling_params", None))
     if not input_ids:
         return
     for token_id in (min(input_ids), max(input_ids)):
         if not 0 <= token_id < vocabulary:
             raise ValueError(f"input_ids: {token_id} is not a token id, 0 <= id < {vocabulary}")
+
+
+def _check_beams(sampling_params: Any) -> None:
+    """Raise ValueError for beams (SGLang 0.5.20 and later): their rows belong to no request."""
+    for params in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
+        given = params.get("beam_width") if isinstance(params, dict) else None
+        width = given or getattr(params, "beam_width", None)
+        if width not in (None, 1):
+            raise ValueError(f"beam_width: {shown(width)} is not supported with eLLM; leave it out")
 
 
 def check_request(manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:

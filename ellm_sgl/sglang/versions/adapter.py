@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -21,7 +21,7 @@ class Adapter(ABC):
     """Of one version. Makes no decisions and keeps no state: each method is one difference."""
 
     version: str
-    moved: Mapping[str, str] = {}
+    moved: ClassVar[Mapping[str, str]] = {}
     """Targets of hooks (`hooks.py`) that this version has elsewhere, and where."""
 
     # -- recorded beside the module -----------------------------------------------------------
@@ -54,6 +54,10 @@ class Adapter(ABC):
         """The `ServerArgs` with what SGLang has decided; as they are before it has."""
 
     @abstractmethod
+    def resolve(self, args: Any) -> None:
+        """Let SGLang decide now, unless it has."""
+
+    @abstractmethod
     def is_resolved(self, args: Any) -> bool:
         """Whether SGLang has decided, so that nothing can be set any more."""
 
@@ -75,3 +79,7 @@ class Adapter(ABC):
     @abstractmethod
     def radix_key(self, tokens: Any, req: Req) -> RadixKey:
         """The key under which the prefix cache keeps so many tokens of a request."""
+
+    @abstractmethod
+    def holds_frees(self, allocator: Any) -> bool:
+        """Whether SGLang holds back what is freed until the end of a group (`free_group`)."""

@@ -26,6 +26,9 @@ class Sglang0517(Adapter):
     def resolved(self, args: Any) -> Any:
         return args
 
+    def resolve(self, args: Any) -> None:
+        pass
+
     def is_resolved(self, args: Any) -> bool:
         return False
 
@@ -42,6 +45,9 @@ class Sglang0517(Adapter):
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         return RadixKey(tokens, req.extra_key)
+
+    def holds_frees(self, allocator: Any) -> bool:
+        return not allocator.is_not_in_free_group
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

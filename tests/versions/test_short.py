@@ -1,0 +1,127 @@
+"""One server with eLLM on each other version of SGLang, beside stock of the same version.
+
+`make test-versions` runs it in an environment for each (docs/sglang-versions.md); on the first
+version all other tests run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.sglang.versions import VERSIONS, installed
+from tests.e2e.conftest import STRICT
+from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.e2e.scripted_policies import install
+from tests.e2e.test_memory_pressure import wait_for
+from tests.e2e.test_paused_requests import Stream
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(installed() == VERSIONS[0], reason="all other tests run on this version"),
+]
+
+POOL, HOST = 1024, 16_384
+BODIES = [greedy(p, 40) for p in prompts(10, 60, 260, seed=3)]
+"""3,000 tokens or so: the pool holds a third."""
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """What stock SGLang of this version answers, with memory for all."""
+    arguments = [*DEMO_ARGUMENTS, "--max-total-tokens", "8000", "--ellm-policy", "off"]
+    with ServerProcess(arguments, STRICT) as stock:
+        assert httpx.get(f"{stock.url}/ellm/state").status_code == 404
+        return token_ids(ask(stock.url, BODIES))
+
+
+@pytest.fixture(scope="module")
+def small(
+    expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """With host memory, chunked prompts and mixed steps; SGLang's strict checks after each step."""
+    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-layer-group", "1",
+                 "--ellm-device-kv-tokens", str(POOL), "--ellm-host-kv-tokens", str(HOST),
+                 "--chunked-prefill-size", "64", "--enable-mixed-chunk",
+                 "--ellm-policy-budget-ms", "1000"]  # fmt: skip
+    policies = install(tmp_path_factory.mktemp("policies"))
+    with ServerProcess(arguments, STRICT | policies) as server:
+        yield server
+        assert server.alive(), server.last_words()
+        assert server.state()["integrity"] == "ok"
+
+
+@pytest.fixture
+def server(small: ServerProcess) -> ServerProcess:
+    small.flush_cache()
+    return small
+
+
+def gained(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
+    return int(after[f"{name}_total"] - before[f"{name}_total"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("fixed-ratio", {"ratio": 0.75}),  # parts of all are restored in every step
+        ("turns", {"of": 3, "ratio": 0.5}),  # requests pause, and come back
+        ("fcfs", {}),
+    ],
+)
+def test_outputs_are_those_of_stock(
+    server: ServerProcess, expected: list[list[int]], policy: str, options: dict[str, Any]
+) -> None:
+    server.switch_policy(policy, **options)
+    before = server.state()
+    assert token_ids(ask(server.url, BODIES)) == expected
+    after = server.state()
+    assert after["integrity"] == "ok" and gained(before, after, "retractions") == 0
+    assert gained(before, after, "evicted_units") > 0
+    assert gained(before, after, "fetched_units") + gained(before, after, "recomputed_tokens") > 0
+    assert gained(before, after, "pauses") > 0 or policy != "turns"
+    server.flush_cache()
+    empty = server.state()
+    assert empty["device_units_free"] == empty["device_units_total"]
+    assert empty["host_units_free"] == empty["host_units_total"]
+
+
+def test_a_request_larger_than_the_pool_and_one_that_goes(server: ServerProcess) -> None:
+    """Each has the same answer again from what is cached, and the one that goes leaves nothing."""
+    server.switch_policy("fcfs")
+    [long, other] = prompts(2, 1500, 1600, seed=7)
+    [first] = ask(server.url, [greedy(long, 24)])
+    gone = Stream(server, greedy(other, 400), "gone")
+    wait_for(server, lambda state: state["running"] == 1)
+    httpx.post(f"{server.url}/abort_request", json={"rid": "gone"}, timeout=30)
+    assert gone.ended() and len(gone.output_ids) < 400
+    wait_for(server, lambda state: state["pool"]["sequences"] == 0)
+    assert token_ids(ask(server.url, [greedy(long, 24)])) == token_ids([first])
+    assert server.state()["integrity"] == "ok"
+
+
+def test_a_prefix_is_found_again(server: ServerProcess) -> None:
+    server.switch_policy("fixed-ratio", ratio=0.0)
+    [prompt] = prompts(1, 400, 400, seed=9)
+    [first] = ask(server.url, [greedy(prompt, 40)])
+    [again] = ask(server.url, [greedy(prompt, 40)])
+    assert again["output_ids"] == first["output_ids"]
+    assert first["meta_info"]["cached_tokens"] == 0 and again["meta_info"]["cached_tokens"] >= 384
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (greedy([65, 66], 4, beam_width=2), "beam_width"),
+        (greedy([65, 1_000_000], 4), "is not a token id"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    server: ServerProcess, body: dict[str, Any], told: str
+) -> None:
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert answer.status_code == 400 and told in answer.text
