@@ -39,7 +39,7 @@ FRAME_S = 0.25
 FLOOR = 1 / 8
 """Of the memory, that a server always keeps: enough to begin a burst with while the other still
 gives back what it has."""
-ROOM = 1.3
+ROOM = 1.1
 """The memory, of what a burst needs, and a granule for each server: what is left beside the other's
 floor holds it."""
 WARM_UP = ChatLoad(streams=2, output_tokens=16)
