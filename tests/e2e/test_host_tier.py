@@ -38,15 +38,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(folder: Path) -> Iterator[ServerProcess]:
     """A small device and a host tier, in a file, for all."""
-    file = str(folder / "host")
-    with start(HOST, "--chunked-prefill-size", "256", "--ellm-host-path", file) as server:
+    more = ["--chunked-prefill-size", "256", "--ellm-host-path", str(folder / "host")]
+    with start(HOST, *more, "--ellm-host-scaling", "on") as server:
         yield server
     assert os.listdir(folder) == []
 
 
 @pytest.fixture(scope="module")
 def bodies() -> list[dict[str, object]]:
-    return [greedy(p, 40) for p in prompts(10, 60, 260, seed=3)]
+    """Their first tokens come too late, most of them."""
+    return [greedy(p, 40) | {"ttft_slo_ms": 1} for p in prompts(10, 60, 260, seed=3)]
 
 
 def check_bytes(state: dict[str, Any]) -> None:
@@ -83,7 +84,9 @@ def check_that_requests_outgrow(
 def test_requests_that_outgrow_the_device_end_as_they_should(
     server: ServerProcess, small: ServerProcess, bodies: list[dict[str, object]]
 ) -> None:
-    check_bytes(check_that_requests_outgrow(server, small, bodies))
+    state = check_that_requests_outgrow(server, small, bodies)
+    check_bytes(state)
+    assert 16 < state["host_logical_tokens"] <= HOST  # it begins with a block
 
 
 def mapped_files(server: ServerProcess, folder: Path) -> list[list[str]]:
