@@ -97,7 +97,7 @@ def measure(case: Case, rounds: int) -> Result:
     runs = peers(case, step)
     stream, matrix = torch.ones(LIMIT_BYTES // 4), torch.ones(MATRIX, MATRIX)
     machine: dict[str, Run] = {"read": stream.sum, "multiply": lambda: matrix @ matrix}
-    times = interleave({**runs, **machine}, rounds, _seconds)
+    times = interleave({**runs, **machine}, rounds, seconds)
     own = times["cpu"]
     return Result(
         case=case,
@@ -120,12 +120,13 @@ def machine_limits(rounds: int) -> dict[str, float]:
         "multiply float32": lambda: single @ single,
         "multiply bfloat16": lambda: half @ half,
     }
-    times = {n: statistics.median(t) for n, t in interleave(runs, rounds, _seconds).items()}
+    times = {n: statistics.median(t) for n, t in interleave(runs, rounds, seconds).items()}
     work = {"read": LIMIT_BYTES, "copy": LIMIT_BYTES}
     return {name: work.get(name, MATRIX_FLOPS) / t / 1e9 for name, t in times.items()}
 
 
-def _seconds(run: Run) -> float:
+def seconds(run: Run) -> float:
+    """Wall time of one run."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin

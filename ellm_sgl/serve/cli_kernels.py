@@ -1,4 +1,4 @@
-"""`ellm-sgl kernels`: build the C++ attention kernels; measure these, or a CUDA device's."""
+"""`ellm-sgl kernels`: build the C++ kernels; measure these, or a CUDA device's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ellm_sgl.config.commands import answer, json_flag, told_in_a_line
 
 @click.group()
 def kernels() -> None:
-    """Build and measure the C++ attention kernels."""
+    """Build and measure the C++ kernels."""
 
 
 @kernels.command()
@@ -57,6 +57,7 @@ def bench(
     import torch
 
     from ellm_sgl.kernels import bench as benchmark
+    from ellm_sgl.kernels import bench_products
     from ellm_sgl.kernels.cpu.attention import instruction_set_for
     from ellm_sgl.kernels.cpu.library import load
 
@@ -81,14 +82,19 @@ def bench(
             case.name, f"{case.batch}×{case.context}", size, f"{ms:.2f}", read, multiply,
             result.prefetch, faster,
         )  # fmt: skip
+    products = []
+    for product in bench_products.cases():
+        click.echo(f"{product}", err=True)
+        products.append(bench_products.measure(product, rounds))
     document = {
         "instruction_set": instruction_set_for(64)[1],
         "threads": torch.get_num_threads(),
         "machine": limits,
         "results": [result.to_json() for result in results],
+        "products": [product.to_json() for product in products],
     }
     line = f"machine (GB/s, GFLOP/s): {_line(limits)}; {torch.get_num_threads()} threads"
-    answer(as_json, document, table, line)
+    answer(as_json, document, table, _product_table(products), line)
 
 
 def _bench_cuda(rounds: int, as_json: bool) -> None:
@@ -115,6 +121,17 @@ def _bench_cuda(rounds: int, as_json: bool) -> None:
         "results": [result.to_json() for result in results],
     }
     answer(as_json, document, table, _line(limits))
+
+
+def _product_table(products: list[Any]) -> Table:
+    table = _table("product: rows", "weight", "ms", "read", "times faster than")
+    for result in products:
+        case = result.case
+        ratios = ", ".join(f"{name} {ratio:.1f}" for name, ratio in result.ratio.items())
+        weight = f"{case.outputs}×{case.size} {case.dtype[0]}{case.dtype[-2:]}"
+        ms = f"{result.milliseconds['cpu']:.3f}"
+        table.add_row(str(case.rows), weight, ms, f"{result.read_share:.0%}", ratios)
+    return table
 
 
 def _table(*headings: str) -> Table:

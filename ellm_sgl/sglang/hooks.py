@@ -99,6 +99,11 @@ HOOKS: tuple[Hook, ...] = (
          _PLATFORM, "the CPU platform's attention backend has a name SGLang does not know"),
     Hook(f"{_ALLOC}.get_last_loc", "AROUND", "platform.attention:last_locations",
          _PLATFORM, "same: it has a list of its own"),
+    Hook(f"{_SRT}.layers.quantization.unquant.UnquantizedLinearMethod.apply", "AROUND",
+         "platform.linear:apply", _PLATFORM,
+         "products of few rows by kernels that read weights at memory speed"),
+    Hook(f"{_SRT}.layers.logits_processor.LogitsProcessor._compute_lm_head", "AROUND",
+         "platform.linear:lm_head", _PLATFORM, "same, of the language model's head"),
     # the process of `ellm-sgl serve`
     Hook(f"{_SRT}.entrypoints.engine._set_envs_and_config", "AFTER", "processes:fork_if_alone",
          _COPIED, "worker processes as copies of this one, which has imported all that they need"),

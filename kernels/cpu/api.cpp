@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "plan.h"
+#include "product.h"
 #include "run.h"
 #include "transfer.h"
 
@@ -70,6 +71,8 @@ EXPORT void ellm_attend(const std::vector<Plan>* plans, int64_t group, const Cal
                         int64_t rows) {
   attend((*plans)[group], *call, rows, *kTable[call->isa]);
 }
+
+EXPORT void ellm_multiply(const Product* product) { multiply(*product, *kTable[product->isa]); }
 
 EXPORT void ellm_copy_units(char* to, const int64_t* to_units, const char* from,
                             const int64_t* from_units, int64_t count, int64_t unit_bytes,

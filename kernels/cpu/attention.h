@@ -18,6 +18,7 @@ constexpr int kKeys = 64;          // keys between two updates of the running ma
 constexpr int kDecodeStep = 32;    // ... and K2
 constexpr int kDecodeKeys = 512;   // keys of one work item of a decode row
 constexpr int kColumns = 64;       // query rows × query heads of one work item of a row range
+constexpr int kProductRows = 32;   // of one matrix product, at most
 constexpr int kMostStepsAhead = 4; // of kDecodeStep tokens, between asking for KV and reading it
 
 // One attention call. Strides are in elements of the tensor they belong to.
@@ -40,6 +41,19 @@ struct Call {
   int32_t steps_ahead; // ... so many steps before it reads it, at most kMostStepsAhead; 0: never
   float scale;
   float delta;         // share of the threads that begin with row ranges
+};
+
+// One matrix product of few rows: out = x · weightᵀ (+ bias). All of one type.
+struct Product {
+  const void* x;       // [rows, size]
+  const void* weight;  // [outputs, size], contiguous
+  const void* bias;    // [outputs], or null
+  void* out;           // [rows, outputs], contiguous
+  int64_t x_stride;    // elements from row to row
+  int64_t rows, size, outputs;
+  int32_t type;
+  int32_t threads;
+  int32_t isa;
 };
 
 // Where the KV of one request's tokens is.
@@ -71,6 +85,12 @@ struct Kernels {
   // column c is row c / group, head c % group of the heads that share `kv_head`. Writes `out`.
   void (*tile)(const Call&, const Source&, int64_t row, int64_t position, int kv_head,
                int64_t first, int columns, float* scratch);
+
+  // Matrix products: rows of x as `multiply` wants them, product_floats(...) long; and outputs
+  // [first, last) of all rows.
+  int64_t (*product_floats)(const Product&);
+  void (*prepare)(const Product&, float* prepared);
+  void (*multiply)(const Product&, const float* prepared, int64_t first, int64_t last);
 };
 
 extern const Kernels kPortable;

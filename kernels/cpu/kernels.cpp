@@ -1,5 +1,6 @@
 // The vector kernels, compiled once per instruction set; ELLM_KERNELS names the table.
 #include "decode.h"
+#include "products.h"
 #include "tile.h"
 
 namespace {
@@ -45,8 +46,35 @@ void tile(const Call& call, const Source& source, int64_t row, int64_t position,
   }
 }
 
+// Calls work(T{}) for the type T of a product's elements.
+template <class F>
+void with_type(const ellm::Product& product, const F& work) {
+  if (product.type == ellm::kFloat32) return work(Float32{});
+  if (product.type == ellm::kFloat16) return work(Float16{});
+#ifdef __AVX512BF16__
+  work(BFloat16Dots{});
+#else
+  work(BFloat16Pairs{});
+#endif
+}
+
+int64_t product_floats(const ellm::Product& product) {
+  int64_t floats = 0;
+  with_type(product, [&](auto type) { floats = product.rows * padded<decltype(type)>(product.size); });
+  return floats;
+}
+
+void prepare(const ellm::Product& product, float* prepared) {
+  with_type(product, [&](auto type) { prepare_as<decltype(type)>(product, prepared); });
+}
+
+void multiply(const ellm::Product& product, const float* prepared, int64_t first, int64_t last) {
+  with_type(product, [&](auto type) { multiply_as<decltype(type)>(product, prepared, first, last); });
+}
+
 }  // namespace
 
 namespace ellm {
-extern const Kernels ELLM_KERNELS = {ELLM_NAME, W, scratch_floats, decode, tile};
+extern const Kernels ELLM_KERNELS = {
+    ELLM_NAME, W, scratch_floats, decode, tile, product_floats, prepare, multiply};
 }

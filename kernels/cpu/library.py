@@ -53,6 +53,16 @@ class PlanArguments(Structure):
     )
 
 
+class Product(Structure):
+    """`ellm::Product` of attention.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weight", "bias", "out")),
+        *((name, c_int64) for name in ("x_stride", "rows", "size", "outputs")),
+        *((name, c_int32) for name in ("type", "threads", "isa")),
+    )
+
+
 class TransferArguments(Structure):
     """`ellm::TransferArguments` of transfer.h."""
 
@@ -67,6 +77,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ellm_make_plans": (c_void_p, (POINTER(PlanArguments),)),
     "ellm_free_plans": (None, (c_void_p,)),
     "ellm_attend": (None, (c_void_p, c_int64, POINTER(Call), c_int64)),
+    "ellm_multiply": (None, (POINTER(Product),)),
     "ellm_copy_units": (None, (*[c_void_p] * 4, c_int64, c_int64, c_int)),
     "ellm_make_transfer": (c_void_p, ()),
     "ellm_transfer_start": (None, (c_void_p, POINTER(TransferArguments))),

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -12,6 +11,7 @@
 
 #include "attention.h"
 #include "convert.h"
+#include "memory.h"
 #include "plan.h"
 #include "run.h"
 #include "threads.h"
@@ -19,38 +19,12 @@
 namespace ellm {
 namespace {
 
-// Work for which it is worth waking another thread, in microseconds of one thread.
-constexpr double kWorthWaking = 30;
-// Rough speeds of one thread: only to compare work items and to choose a number of threads.
-constexpr double kBytesPerMicrosecond = 10e3, kFlopsPerMicrosecond = 40e3;
-
-enum class Use { kScratch, kPartials };
-
-// Memory that stays with its thread from call to call.
-template <Use use>
-float* thread_memory(int64_t floats) {
-  struct Free {
-    void operator()(float* p) const { std::free(p); }
-  };
-  thread_local std::unique_ptr<float, Free> memory;
-  thread_local int64_t size = 0;
-  if (floats > size) {
-    size = (floats + 15) / 16 * 16;
-    memory.reset(static_cast<float*>(std::aligned_alloc(64, size * sizeof(float))));
-  }
-  return memory.get();
-}
-
-int useful_threads(const Call& call, double microseconds) {
-  return std::max(1, std::min<int>(call.threads, 1 + static_cast<int>(microseconds / kWorthWaking)));
-}
-
 // Applies `each(begin, end)` to parts of [0, count), on several threads if that is worth it.
 template <class F>
 void split(const Call& call, int64_t count, double microseconds, const F& each) {
   constexpr int64_t kPart = 64;
   std::atomic<int64_t> next{0};
-  run_on_threads(useful_threads(call, microseconds), [&](int) {
+  run_on_threads(useful_threads(call.threads, microseconds), [&](int) {
     for (int64_t begin; (begin = next.fetch_add(kPart)) < count;) {
       each(begin, std::min(begin + kPart, count));
     }
@@ -136,7 +110,7 @@ class Work {
   }
 
   void run() {
-    const int threads = useful_threads(call_, microseconds_);
+    const int threads = useful_threads(call_.threads, microseconds_);
     const int on_tiles = static_cast<int>(std::lround(call_.delta * threads));
     run_on_threads(threads, [&](int thread) {
       const int64_t decode_floats = part_floats() + 16;

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ellm_sgl.kernels import bench, reference
+from ellm_sgl.kernels import bench, bench_products, reference
 from ellm_sgl.kernels.cpu import attention as cpu
 from ellm_sgl.kernels.cpu.library import load
 
@@ -43,3 +43,11 @@ def test_limits_of_the_machine() -> None:
     limits = bench.machine_limits(rounds=1)
     assert set(limits) == {"read", "copy", "multiply float32", "multiply bfloat16"}
     assert min(limits.values()) > 0
+
+
+def test_products_have_their_peers_and_positive_figures() -> None:
+    for dtype in ("float32", "bfloat16"):
+        result = bench_products.measure(bench_products.Case(3, 40, 64, dtype), rounds=1)
+        assert result.milliseconds.keys() >= {"cpu", "linear", "read"}
+        assert min(*result.milliseconds.values(), *result.ratio.values(), result.read_share) > 0
+        assert result.to_json()["case"]["rows"] == 3

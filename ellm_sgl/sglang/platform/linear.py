@@ -1,0 +1,50 @@
+"""The C++ kernels for matrix products of few rows, in the layers of SGLang's models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ellm_sgl.kernels.cpu.product import linear
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+
+def apply(
+    original: Callable[..., torch.Tensor],
+    method: Any,
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Hook around `UnquantizedLinearMethod.apply`."""
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    out = linear(x, weight, bias)
+    return original(method, layer, x, bias) if out is None else out
+
+
+def lm_head(
+    original: Callable[..., torch.Tensor],
+    processor: LogitsProcessor,
+    hidden_states: torch.Tensor,
+    head: Any,
+    embedding_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Hook around `LogitsProcessor._compute_lm_head`, whose own product is plain where the head has
+    a plain weight and nothing asks for another type."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+
+    plain = (
+        type(getattr(head, "quant_method", None)) is UnquantizedEmbeddingMethod
+        and not hasattr(head, "set_lora")
+        and not processor.use_fp32_lm_head
+        and processor.rl_on_policy_target is None
+        and embedding_bias is None
+    )
+    if plain and (out := linear(hidden_states, head.weight)) is not None:
+        return out
+    return original(processor, hidden_states, head, embedding_bias)

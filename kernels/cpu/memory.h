@@ -1,0 +1,38 @@
+// What the plain translation units share: memory that stays with its thread, and how many threads
+// work is worth. Not for the vector units (see attention.h).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+namespace ellm {
+
+// Work for which it is worth waking another thread, in microseconds of one thread.
+constexpr double kWorthWaking = 30;
+// Rough speeds of one thread: only to compare work items and to choose a number of threads.
+constexpr double kBytesPerMicrosecond = 10e3, kFlopsPerMicrosecond = 40e3;
+
+inline int useful_threads(int most, double microseconds) {
+  return std::max(1, std::min(most, 1 + static_cast<int>(microseconds / kWorthWaking)));
+}
+
+enum class Use { kScratch, kPartials, kPrepared };
+
+// Memory that stays with its thread from call to call; 64-byte aligned.
+template <Use use>
+float* thread_memory(int64_t floats) {
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<float, Free> memory;
+  thread_local int64_t size = 0;
+  if (floats > size) {
+    size = (floats + 15) / 16 * 16;
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, size * sizeof(float))));
+  }
+  return memory.get();
+}
+
+}  // namespace ellm

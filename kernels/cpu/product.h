@@ -1,0 +1,10 @@
+#pragma once
+
+#include "attention.h"
+
+namespace ellm {
+
+// out = x · weightᵀ (+ bias); at most kProductRows rows.
+void multiply(const Product& product, const Kernels& kernels);
+
+}  // namespace ellm

@@ -1,0 +1,123 @@
+"""Products of few rows agree with PyTorch's, and a row's does not depend on the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, ISA_VARIABLE, instruction_set, load
+from ellm_sgl.kernels.cpu.product import MOST_ROWS, linear
+
+pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
+
+
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = linear(x, weight, bias)
+    assert out is not None
+    return out
+
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = str(request.param)
+    found = instruction_set(64, name)
+    if found is None or found[1] != name:
+        pytest.skip(f"this processor has no {name}")
+    monkeypatch.setenv(ISA_VARIABLE, name)
+    return name
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    rows=st.integers(1, 16),
+    size=st.one_of(st.integers(1, 100), st.sampled_from((192, 512, 1024))),
+    outputs=st.one_of(st.integers(1, 40), st.sampled_from((300, 1111))),
+    dtype=st.sampled_from(TYPES),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_agrees_with_pytorch_in_double_precision(
+    isa: str, rows: int, size: int, outputs: int, dtype: torch.dtype, biased: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(rows, size).to(dtype), torch.randn(outputs, size).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    out = multiply(x, weight, bias)
+    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # Sums are fp32, bounded by those of magnitudes; the result is rounded once.
+    magnitude = functional.linear(x.double().abs(), weight.double().abs()) + 1
+    rounding = exact.abs() * torch.finfo(dtype).eps if dtype != torch.float32 else 0
+    assert out.dtype == dtype
+    assert ((out.double() - exact).abs() <= 4e-6 * magnitude + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("size", "outputs"), [(192, 37), (1031, 520)])
+def test_a_row_does_not_depend_on_the_others(
+    isa: str, dtype: torch.dtype, size: int, outputs: int
+) -> None:
+    most = MOST_ROWS if size >= 512 else 16
+    x, weight = torch.randn(most, size).to(dtype), torch.randn(outputs, size).to(dtype)
+    together = multiply(x, weight)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for count in (1, 2, 3, 4, 5, 8, most):
+                for first in range(0, most - count + 1, 5):
+                    rows = slice(first, first + count)
+                    assert torch.equal(multiply(x[rows], weight), together[rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_that_lie_apart_and_more_dimensions() -> None:
+    x, weight = torch.randn(6, 400), torch.randn(30, 100)
+    apart = x[:, 100:200]
+    assert torch.equal(multiply(apart, weight), multiply(apart.contiguous(), weight))
+    folded = multiply(x.view(2, 12, 100), weight)
+    assert torch.equal(folded.view(24, 30), multiply(x.view(24, 100), weight))
+    across = torch.randn(100, 6)
+    assert torch.equal(multiply(across.T, weight), multiply(across.T.contiguous(), weight))
+
+
+def test_large_and_special_values() -> None:
+    x = torch.tensor([[3e38, 3e38], [float("inf"), 1.0], [float("nan"), 0.0]])
+    out = multiply(x, torch.ones(1, 2))
+    assert out[0].isposinf()
+    assert out[1].isposinf()
+    assert out[2].isnan()
+
+
+def test_leaves_alone_what_it_cannot_do() -> None:
+    x, weight, bias = torch.randn(2, 64), torch.randn(8, 64), torch.randn(8)
+    assert linear(x, weight, bias) is not None
+    for case in (
+        (torch.randn(MOST_ROWS + 1, 64), weight),
+        (torch.randn(17, 64).bfloat16(), weight.bfloat16()),  # short sums: PyTorch is faster
+        (x[:0], weight),
+        (x[:, :0], weight[:, :0]),
+        (torch.tensor(1.0), weight),
+        (x.bfloat16(), weight),
+        (x.double(), weight.double()),
+        (x, torch.randn(8, 63)),
+        (x, torch.randn(8, 128)[:, ::2]),
+        (x, torch.randn(8, 64, requires_grad=True)),
+        (x.to("meta"), weight.to("meta")),
+        (x, weight, bias.bfloat16()),
+        (x, weight, bias[:7]),
+        (x, weight, torch.randn(16)[::2]),
+    ):
+        assert linear(*case) is None, case
+    with torch.no_grad():
+        assert linear(x, torch.randn(8, 64, requires_grad=True)) is not None
