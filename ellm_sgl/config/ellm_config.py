@@ -19,7 +19,7 @@ from ellm_sgl.config.ranges import (
     read_json,
     shown,
 )
-from ellm_sgl.config.sizes import MemoryBudget, read_budget
+from ellm_sgl.config.sizes import MemoryBudget, read_budget, read_size
 
 ENV = "ELLM_SGL_CONFIG"
 """Environment variable that carries the settings to SGLang's worker processes.
@@ -100,6 +100,9 @@ class EllmConfig:
     host_path: str | None = None
     host_keeps: str = "kv"
     hidden_on: str = HOST
+    kv_store: str | None = None
+    """A folder, see `ellm_sgl.store`."""
+    kv_store_size: str = "16GiB"
     overlap: bool = True
     fusion: bool = True
 
@@ -132,6 +135,7 @@ class EllmConfig:
             )
         self._check_most()
         self._check_budget()
+        self._check_store()
         if self.host_keeps not in HOST_KEEPS and not _is_layer_count(self.host_keeps):
             raise ConfigError(
                 f"--ellm-host-keeps {self.host_keeps[:80]}: give {', '.join(HOST_KEEPS)} or a "
@@ -217,6 +221,21 @@ class EllmConfig:
         if start is not None and least > start:
             raise ConfigError(
                 f"{flag}: the pool starts with --ellm-device-kv-tokens {start}; give fewer"
+            )
+
+    def _check_store(self) -> None:
+        try:
+            read_size(self.kv_store_size)
+        except ValueError as error:
+            raise ConfigError(f"--ellm-kv-store-size: {error}") from None
+        if self.kv_store is None:
+            if self.kv_store_size != EllmConfig.kv_store_size:
+                raise ConfigError(
+                    f"--ellm-kv-store-size {self.kv_store_size} needs --ellm-kv-store, a folder"
+                )
+        elif self.is_baseline:
+            raise ConfigError(
+                f"--ellm-kv-store {self.kv_store}: mode {self.mode} stores nothing; leave it out"
             )
 
     def _check_baseline(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ellm_sgl.config.ellm_config import HIDDEN_ON, HOST_KEEPS, LATENCY_MODELS, MODES, ConfigError
 from ellm_sgl.config.ranges import read_json, shown
-from ellm_sgl.config.sizes import read_budget
+from ellm_sgl.config.sizes import read_budget, read_size
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ def _switch(text: str) -> bool:
     if text not in ("on", "off"):
         raise ValueError(text)
     return text == "on"
+
+
+def _size(text: str) -> str:
+    read_size(text)
+    return text
 
 
 def _budget(text: str) -> str:
@@ -98,6 +103,12 @@ FLAGS: tuple[Flag, ...] = (
     Flag("hidden_on", str, f"{' or '.join(HIDDEN_ON)}", "WHERE",
          "Where hidden states are kept: in host memory, or in the device pool's own memory, which "
          "then holds less KV; half as much per token where no heads share KV. Default host."),
+    Flag("kv_store", str, "a folder", "DIR",
+         "Keep full blocks of KV in this folder: prompts and conversations seen before are read "
+         "from it instead of computed, after a restart too. One server's at a time. Default: "
+         "none."),
+    Flag("kv_store_size", _size, "a size, for instance 16GiB", "SIZE",
+         "Most that it takes; what was used longest ago goes first. Default 16GiB."),
     Flag("overlap", _switch, "on or off", "on|off",
          "Fetch from host memory while layers compute. Default on."),
     Flag("fusion", _switch, "on or off", "on|off",

@@ -4,6 +4,7 @@ that they name."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ellm_sgl import host_file
@@ -13,6 +14,7 @@ from ellm_sgl.config.flags import POLICY, read_settings
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.registry import create
+from ellm_sgl.store import check_folder
 
 DEFAULT_POLICY = "fcfs"
 OFF = "off"
@@ -50,6 +52,8 @@ def resolve(values: Mapping[str, Any]) -> EllmConfig:
     policy_of(config)
     if config.host_path is not None:
         host_file.check(host_file.file_of(config.host_path))
+    if config.kv_store is not None:
+        check_folder(Path(config.kv_store))
     if config.budget is not None:
         check_budget(config.budget)
     return config

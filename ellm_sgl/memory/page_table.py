@@ -463,6 +463,13 @@ class PageTable:
         # Of requests that share a block, one may hold less of it than the others.
         np.maximum.at(self._computed, last, tail)
 
+    def note_read(self, blocks: Blocks) -> None:
+        """The units of these blocks hold KV that was read from where a checked copy of it was."""
+        ids = np.asarray(blocks, np.int32)
+        if np.any(self._refs[ids] == 0) or self.misses_units(ids).any():
+            raise IntegrityError(f"KV read into blocks without units: {ids.tolist()}")
+        self._computed[ids] = self.shape.block_tokens
+
     def unmap(self, seq_id: int) -> None:
         """Forget a request; its blocks lose one reference each. Unknown ids are ignored."""
         sequence = self._sequences.pop(seq_id, None)

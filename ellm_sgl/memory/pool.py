@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ellm_sgl.host_file import map_file
 from ellm_sgl.memory.arena import Arena
-from ellm_sgl.memory.shape import PoolShape
+from ellm_sgl.memory.shape import IntArray, PoolShape
 
 
 class KVPool:
@@ -83,6 +85,20 @@ class KVPool:
         granule = self.arena.granule
         whole = -(-(units + 1) * self.unit_bytes // granule) * granule
         return min(whole, self.arena.nbytes)
+
+    def read(self, units: IntArray) -> npt.NDArray[np.uint8]:
+        """A copy of what blocks hold. `units`: [n, groups]. Returns [n, bytes of a block]; not for
+        pools on CUDA devices."""
+        flat = torch.from_numpy(units.astype(np.int64).reshape(-1))
+        data = self.buffer[flat].view(torch.uint8)
+        copy: npt.NDArray[np.uint8] = data.reshape(len(units), -1).numpy()
+        return copy
+
+    def write(self, units: IntArray, data: npt.NDArray[np.uint8]) -> None:
+        """Put back what `read` gave, into these units or others."""
+        flat = torch.from_numpy(units.astype(np.int64).reshape(-1))
+        kv = torch.from_numpy(data).view(self.buffer.dtype)
+        self.buffer[flat] = kv.view(len(flat), *self.buffer.shape[1:])
 
     def keys(self, layer: int) -> torch.Tensor:
         """K of one layer, a view `[units + 1, block_tokens, kv_heads, head_dim]`."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
+    from ellm_sgl.sglang.kv_store import StoredPrefixes
+
 
 class Context:
     """One per scheduler process. A request's `seq_id` is its row in SGLang's `req_to_token`.
@@ -74,6 +76,8 @@ class Context:
             settings.host_path is not None,
             ranks,
         )
+        self.stored: StoredPrefixes | None = None
+        """Prefixes on disk, where there is a store."""
         self.may_evict = True
         """Whether blocks that a step begins may take the place of others: not those of prompts,
         while requests decode."""

@@ -39,6 +39,8 @@ def problem(config: EllmConfig) -> str | None:
             "--ellm-host-path: a device cannot fetch from a mapped file; leave it out, and the "
             "host tier is in memory"
         )
+    if config.kv_store is not None:
+        return "--ellm-kv-store: on CPU hosts only so far; leave it out"
     return flashinfer.problem()
 
 

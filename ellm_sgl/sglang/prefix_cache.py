@@ -93,7 +93,10 @@ class EllmRadixCache(RadixCache):
         finally:
             self._match_all = False
         length = self._table.length_of(row_of(req))
-        context_of(self).map_request(req, self.req_to_token_pool.req_to_token, length)
+        ours = context_of(self)
+        ours.map_request(req, self.req_to_token_pool.req_to_token, length)
+        if ours.stored is not None:
+            ours.stored.keep(req)
 
     def cache_finished_req(
         self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
@@ -101,6 +104,8 @@ class EllmRadixCache(RadixCache):
         """Keep a finished request's blocks as far as they are all there."""
         tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
         key = adapter().radix_key(tokens, req).page_aligned(self.page_size)
+        if (stored := context_of(self).stored) is not None:
+            stored.end(req)
         context_of(self).forget_request(req)
         _note_end(self, req)
         super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
+FETCHED_AHEAD = 4
+"""Waiting requests whose prefixes are read from the store in a turn."""
+
 _ENTRY = "_ellm_entry"
 """Attribute of a `Req`: its entry in the request table."""
 
@@ -68,6 +71,8 @@ class EllmScheduler:
         in."""
         self.metrics: Metrics | None = None
         """Where SGLang tells its own."""
+        self.fetching: frozenset[Req] = frozenset()
+        """Waiting requests whose prefix is being read from the store; admitted once it is there."""
         self.released: Released | None = None
         self.prompt_ratio = 0.0
         """Uncached ratio that the prompt which SGLang computes in chunks was admitted at."""
@@ -111,6 +116,8 @@ class EllmScheduler:
 
     def rank(self, req: Req) -> int | None:
         """Place of a waiting request among those that may be admitted; None: it may not."""
+        if req in self.fetching:
+            return None
         return self.iteration.in_force.admit.get(getattr(req, _ENTRY, -1))
 
     def is_paused(self, req: Req) -> bool:
@@ -170,6 +177,9 @@ class EllmScheduler:
         if (sizing := context_of(self.scheduler).sizing) is not None and self.asks:
             sizing.observe(self.scheduler, self.resizer)
             self.iteration.growth = sizing.growth(self.resizer, self.iteration.elastic.table.shape)
+        self.fetching = frozenset()
+        if (stored := context_of(self.scheduler).stored) is not None:
+            stored.keep_running(batch.reqs)
         if self._decision_stands(batch):
             return
         running = [r for r in batch.reqs if not r.finished()]
@@ -190,6 +200,8 @@ class EllmScheduler:
         pause = frozenset(p for p in decision.pause if not running[p].to_finish)
         decision = dataclasses.replace(decision, pause=pause)
         self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
+        if stored is not None and decision.admit:
+            self.fetching = stored.fetch(self._first_admitted(), len(running))
         # SGLang stops looking at its queue once a batch is full.
         batch.batch_is_full = self.iteration.queue_closed(
             batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
@@ -199,6 +211,14 @@ class EllmScheduler:
         if self.metrics is not None:
             waiting = len(self.scheduler.waiting_queue)
             self.metrics.update(len(batch.reqs), waiting, self.iteration.clock(), idle)
+
+    def _first_admitted(self) -> list[Req]:
+        """Waiting requests that are about to be admitted, in order: as many as may find room in
+        this turn, and not all of a long queue."""
+        admitted = [
+            (r, req) for req in self.scheduler.waiting_queue if (r := self.rank(req)) is not None
+        ]
+        return [req for _, req in sorted(admitted, key=lambda pair: pair[0])[:FETCHED_AHEAD]]
 
     def under_way(self) -> UnderWay:
         """The prompt that SGLang computes in chunks, as far as it has come."""

@@ -91,6 +91,11 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
         _refuse(
             f"--radix-cache-backend {args.radix_cache_backend}: eLLM brings its own; leave it out"
         )
+    if args.disable_radix_cache and config.kv_store is not None:
+        _refuse(
+            f"--disable-radix-cache: what --ellm-kv-store {config.kv_store} has is found through "
+            "the prefix cache; leave out one of them"
+        )
     args.page_size = config.block_tokens
     args.radix_cache_backend = PREFIX_CACHE
     if cuda.available():

@@ -22,6 +22,7 @@ from ellm_sgl.engine.request_table import entries_array
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.sglang.calibration import calibrate, model_shape
 from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.fingerprint import open_prefixes
 from ellm_sgl.sglang.metrics import metrics_of
 from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
 from ellm_sgl.sglang.start_screen import screen
@@ -82,6 +83,8 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     warm_up(iteration)
     ours.iteration, ours.scheduler = iteration, EllmScheduler(iteration, scheduler)
     ours.scheduler.metrics = metrics_of(scheduler)
+    if settings.kv_store is not None:
+        ours.stored = open_prefixes(ours, scheduler, ours.scheduler.least_of_ranks)
     if ours.sizing is not None and scheduler.ps.tp_rank == 0:
         ours.sizing.start(scheduler, ours.scheduler.resizer)
     if scheduler.ps.tp_rank == 0:

@@ -91,6 +91,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
             "outcome": resizer.outcome,
         },
         "budget": None if ours.sizing is None else ours.sizing.describe(),
+        "kv_store": None if ours.stored is None else ours.stored.describe(),
         "pool": dataclasses.asdict(statistics),
     }
 

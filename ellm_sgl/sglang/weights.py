@@ -35,7 +35,11 @@ def update(
 
         answer = type(request).__name__.replace("ReqInput", "ReqOutput")
         return getattr(io_struct, answer)(success=False, message=problem)
-    return original(updater, request)
+    try:
+        return original(updater, request)
+    finally:
+        if (stored := context_of(updater.scheduler).stored) is not None:
+            stored.reopen()
 
 
 def check(

@@ -23,6 +23,7 @@ LAYERS = (
     ("config", "config"),
     ("budget", "budget"),
     ("host file", "host_file"),
+    ("store", "store"),
     ("latency", "latency"),
     ("policies", "policies"),
     ("settings", "config.resolve"),  # with the policy that they name

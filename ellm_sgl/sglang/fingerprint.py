@@ -1,0 +1,99 @@
+"""What KV depends on besides its tokens, in one number; and the store of what has it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ellm_sgl.config.sizes import read_size
+from ellm_sgl.host_file import file_of
+from ellm_sgl.kernels.cpu.library import instruction_set, load
+from ellm_sgl.memory import KVPool
+from ellm_sgl.sglang.kv_store import StoredPrefixes
+from ellm_sgl.store import BlockStore, StoreFolder
+from ellm_sgl.worker import Worker
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from ellm_sgl.sglang.context import Context
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of what is stored; another one where the layout of a unit or the kernels' rounding changes."""
+
+
+def open_prefixes(ours: Context, scheduler: Scheduler, least_of_ranks: Any) -> StoredPrefixes:
+    """The store that the settings name, for this rank's KV.
+
+    Raises:
+        ConfigError: its folder cannot be used.
+    """
+    settings, ranks = ours.settings, scheduler.ps
+    assert settings.kv_store is not None
+    path = file_of(settings.kv_store, ranks.tp_rank, ranks.tp_size)
+    size = read_size(settings.kv_store_size) // ranks.tp_size
+    folder = StoreFolder(Path(path), size)
+    worker = Worker("ellm-kv-store")
+
+    def opened() -> BlockStore:
+        began = time.monotonic()
+        mark = fingerprint(scheduler.tp_worker.model_runner.model, _facts(ours, scheduler))
+        store = BlockStore(folder, mark, _block_bytes(ours.pool), worker.submit)
+        logger.info(
+            "eLLM KV store %s: %d tokens of this model (fingerprint %s, %.1f s)",
+            path, len(store.index) * ours.table.shape.block_tokens, mark, time.monotonic() - began,
+        )  # fmt: skip
+        return store
+
+    cache: Any = ours.prefix_cache
+    return StoredPrefixes(opened, ours.elastic, ours.pool, cache, least_of_ranks)
+
+
+def fingerprint(model: nn.Module, facts: dict[str, Any]) -> str:
+    """32 hexadecimal digits of everything in `facts`, and of all weights and tables of the model,
+    such as RoPE's: read once, about a second per gigabyte."""
+    digest = hashlib.blake2b(
+        json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16
+    )
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        data = (tensor.to_dense() if tensor.is_mkldnn else tensor).cpu().contiguous()
+        crc = zlib.crc32(data.view(-1).view(torch.uint8).numpy().data) if data.numel() else 0
+        digest.update(f"{name} {data.dtype} {tuple(data.shape)} {crc}".encode())
+    return digest.hexdigest()
+
+
+def _facts(ours: Context, scheduler: Scheduler) -> dict[str, Any]:
+    """How KV is computed, and how it lies in a unit."""
+    import sglang
+
+    shape, buffer = ours.table.shape, ours.pool.buffer
+    model = dict(scheduler.model_config.hf_config.to_dict())
+    model.pop("_name_or_path", None)
+    kernels = instruction_set(buffer.shape[-1]) if load().library is not None else None
+    return {
+        "format": FORMAT,
+        "sglang": sglang.__version__,
+        "torch": torch.__version__,
+        "kernels": kernels and kernels[1],
+        "model": model,
+        "dtype": str(scheduler.model_config.dtype),
+        "kv": [str(buffer.dtype), *buffer.shape[1:]],
+        "layers": [shape.num_layers, shape.layer_group, shape.block_tokens],
+        "rank": [scheduler.ps.tp_rank, scheduler.ps.tp_size],
+    }
+
+
+def _block_bytes(pool: KVPool) -> int:
+    return pool.unit_bytes * pool.shape.num_groups

@@ -1,0 +1,18 @@
+"""KV on disk: full blocks, found again by their tokens after a restart.
+
+```
+ folder/lock                        held by the server that uses the folder
+ folder/<fingerprint>/blocks        slots of one block each
+ folder/<fingerprint>/journal       which block is in which slot, with a checksum of what it holds
+```
+
+A fingerprint stands for whatever a block's KV depends on besides its tokens. No SGLang and no torch
+in here.
+"""
+
+from ellm_sgl.store.chain import Chain
+from ellm_sgl.store.folder import StoreFolder, check_folder
+from ellm_sgl.store.index import StoreFullError
+from ellm_sgl.store.store import BlockStore
+
+__all__ = ["BlockStore", "Chain", "StoreFolder", "StoreFullError", "check_folder"]

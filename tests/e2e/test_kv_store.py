@@ -1,0 +1,102 @@
+"""The store on disk under a real server: killed, damaged and started anew, outputs are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.store import Chain
+from ellm_sgl.store.journal import read
+from tests.e2e.conftest import STRICT
+from tests.e2e.load import ask, greedy, prompts, token_ids
+
+pytestmark = pytest.mark.slow
+
+TOKENS = 4_000
+"""Of the pool: two of the prompts."""
+CHUNK = 512
+OUTPUT = 48
+PROMPTS = prompts(4, 1_800, 2_000, seed=5)
+BLOCK = 16
+BLOCK_BYTES = 65_536
+"""Of the demo model in fp32."""
+DAMAGED = 40
+"""Block of the first prompt that loses a bit."""
+
+
+def bodies(prompts: list[list[int]]) -> list[dict[str, object]]:
+    return [greedy(p, OUTPUT) for p in prompts]
+
+
+def serve(folder: Path) -> ServerProcess:
+    return ServerProcess(
+        [
+            *DEMO_ARGUMENTS, "--ellm-policy", "fcfs",
+            "--ellm-device-kv-tokens", str(TOKENS), "--chunked-prefill-size", str(CHUNK),
+            "--ellm-kv-store", str(folder), "--ellm-kv-store-size", "64MiB",
+        ],
+        STRICT,
+    )  # fmt: skip
+
+
+def damage(folder: Path, prompt: list[int], block: int) -> None:
+    """Flip a bit of what is stored of one block."""
+    (journal,) = folder.glob("*/journal")
+    chain = Chain(BLOCK)
+    chain.extend(np.array(prompt))
+    slot = dict(read(journal, 10**6))[chain.keys[block]].slot
+    with (journal.parent / "blocks").open("r+b") as file:
+        file.seek((slot - 1) * BLOCK_BYTES + 1_000)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_prompts_and_conversations_survive_the_server(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with serve(folder) as server:
+        first = [ask(server.url, [body])[0] for body in bodies(PROMPTS[:3])]
+        expected = token_ids(first)
+        turn = PROMPTS[0] + expected[0] + PROMPTS[3][:100]
+        expected += token_ids(ask(server.url, bodies([turn])))
+        again = ask(server.url, bodies(PROMPTS[:3]))
+        assert token_ids(again) == expected[:3]
+        state = server.state()
+        assert state["integrity"] == "ok"
+        # The pool holds two of them: a third comes from the disk.
+        assert state["kv_store"]["fetched_tokens_total"] >= 1_700
+        # Killed in the middle of a prompt and of an answer.
+        late = threading.Thread(target=lost, args=(server.url, PROMPTS[3]))
+        late.start()
+        time.sleep(0.5)
+        os.killpg(server.pid, signal.SIGKILL)
+        late.join()
+    damage(folder, PROMPTS[0], DAMAGED)
+    with serve(folder) as server:
+        answers = [ask(server.url, [body])[0] for body in bodies([PROMPTS[0], turn, PROMPTS[1]])]
+        assert token_ids(answers) == [expected[0], expected[3], expected[1]]
+        cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
+        assert cached[0] == DAMAGED * BLOCK
+        # What was found damaged has been computed and stored again.
+        assert cached[1] >= len(PROMPTS[0]) + OUTPUT - 2 * BLOCK
+        assert cached[2] >= len(PROMPTS[1]) - BLOCK - 1
+        # All at once, beside each other's decoding.
+        together = ask(server.url, bodies([*PROMPTS[:3], turn]))
+        assert token_ids(together) == expected
+        state = server.state()
+        assert state["kv_store"]["damaged_blocks_total"] == 1
+        assert state["kv_store"]["problem"] is None and state["integrity"] == "ok"
+
+
+def lost(url: str, prompt: list[int]) -> None:
+    """A request whose server is killed."""
+    with pytest.raises(httpx.TransportError):
+        httpx.post(f"{url}/generate", json=greedy(prompt, 2_000), timeout=60)
