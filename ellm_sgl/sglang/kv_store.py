@@ -111,6 +111,8 @@ class StoredPrefixes:
     def keep_running(self, reqs: Sequence[Req]) -> None:
         """Store what these requests have completed since the last step."""
         for req in reqs:
+            if req.finished():  # with overlap scheduling they stay in the batch for another step
+                continue
             stored = getattr(req, _STORED, None)
             blocks = (len(req.origin_input_ids) + len(req.output_ids)) // self._block_tokens
             if stored is None or (blocks > stored.kept and not stored.lost):
@@ -135,8 +137,7 @@ class StoredPrefixes:
 
     def end(self, req: Req) -> None:
         """The request leaves: what it has completed is stored, and all of it counts as used."""
-        if (stored := getattr(req, _STORED, None)) is None:
-            return
+        stored = self._stored(req)
         stored.kept, stored.lost = 0, False  # others may have taken the room of its first blocks
         self.keep(req)
         self.store.touch(stored.chain.keys, stored.stamp)

@@ -39,6 +39,8 @@ class Configuration:
     """The device runs behind the host, as a CUDA device does; else the host computes."""
     prefetch: bool = True
     """Units are fetched while earlier layers compute."""
+    store_blocks: int = 0
+    """Of the store on disk."""
     policy: str = "scripted"
     max_running: int = 6
     context: int = CONTEXT
@@ -72,6 +74,7 @@ def draw(rng: random.Random) -> Configuration:
     device_blocks = max(rng.choice([16, 32, 48, 64]) // block_tokens, 5)
     room_for_hidden = 2 * device_blocks > host_blocks + 8  # a hidden state is half of a token's KV
     streams = not keeps_hidden and rng.random() < 0.25
+    radix = rng.random() < 0.75
     return Configuration(
         layers=layers,
         layer_group=layer_group,
@@ -80,7 +83,7 @@ def draw(rng: random.Random) -> Configuration:
         host_blocks=host_blocks,
         hidden_layers=rng.randint(1, layers) if keeps_hidden else 0,
         hidden_on_device=keeps_hidden and room_for_hidden and rng.random() < 0.4,
-        radix=rng.random() < 0.75,
+        radix=radix,
         overlap=rng.random() < 0.5,
         chunk=None if chunk is None else max(chunk // block_tokens, 1) * block_tokens,
         mixed=chunk is not None and rng.random() < 0.6,
@@ -95,4 +98,6 @@ def draw(rng: random.Random) -> Configuration:
         growth_blocks=0 if streams else rng.choice([0, 0, device_blocks // 2, 2 * device_blocks]),
         step_rows=rng.choice([None, None, 6, 20, 40]),
         host_scaling=host_blocks > 0 and rng.random() < 0.3,
+        # One rank: what is written, and so what goes first, depends on how fast each one's disk is.
+        store_blocks=rng.choice([0, 0, 8, 200]) if radix and not streams and ranks == 1 else 0,
     )

@@ -60,6 +60,9 @@ EVERYTHING = (
     "policy failures",
     "samples of one prompt",
     "answers stopped",
+    "blocks stored",
+    "blocks read from the store",
+    "turns in which a prompt's prefix is being read",
 )
 
 
@@ -117,6 +120,8 @@ class Exercised:
 
     def turn(self) -> None:
         """A turn of the loop is over."""
+        reading = bool(scheduler_of(self._scheduler).fetching)
+        self._counts["turns in which a prompt's prefix is being read"] += reading
         if (outcome := self._resizer.outcome) is not self._outcome:
             self._outcome = outcome
             self._counts[f"resizes: {outcome}"] += 1
@@ -154,6 +159,9 @@ class Exercised:
 
     def end(self) -> None:
         """The life has ended."""
+        if (stored := self._plane.context.stored) is not None:
+            self._counts["blocks stored"] += stored.store.totals.stored_blocks
+            self._counts["blocks read from the store"] += stored.store.totals.read_blocks
         totals = self._plane.elastic.totals
         for name in ELASTIC:
             self._counts[name] += getattr(totals, name)

@@ -30,8 +30,12 @@ from ellm_sgl.policies import Policy
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.fixed_ratio import FixedRatio
+from ellm_sgl.sglang import kv_store
+from ellm_sgl.sglang.kv_store import StoredPrefixes
 from ellm_sgl.sglang.scheduler import EllmScheduler
 from ellm_sgl.sglang.state import DEVICE_TOKENS
+from ellm_sgl.store import BlockStore, StoreFolder
+from ellm_sgl.store.journal import RECORD_BYTES
 from tests.memory.fake_arena import FakeArena
 from tests.simulation import accounting, events
 from tests.simulation.clock import Clock
@@ -73,6 +77,7 @@ class Life:
         agreed: Agreement,
         host_path: Path | None = None,
         other: Plane | None = None,
+        store_path: Path | None = None,
     ) -> None:
         self.configuration = configuration
         self._other = other
@@ -91,6 +96,8 @@ class Life:
         self.scheduler = SimulatedScheduler(self.plane, self._receive, rank)
         self.scripted = Scripted()
         self._start_loop()
+        if store_path is not None:
+            self._open_store(store_path)
         accounting.watch_matches(self.plane)
         self._exercised = Exercised(self.totals, self.plane, self.scheduler)
         self.scheduler.observer = self._exercised
@@ -103,6 +110,8 @@ class Life:
             patches.enter_context(patch.object(ScheduleBatch, "prepare_for_extend", self._extend))
             patches.enter_context(patch("sglang.srt.utils.broadcast_pyobj", self._broadcast))
             patches.enter_context(patch("torch.distributed.all_reduce", self._least))
+            block = self.plane.pool.unit_bytes * self.plane.table.shape.num_groups
+            patches.enter_context(patch.object(kv_store, "FETCHED_BESIDE", 2 * block))
             if self.configuration.overlap:
                 self.scheduler.event_loop_overlap()
             else:
@@ -149,6 +158,19 @@ class Life:
             iteration, self.scheduler, self.plane.committer.submit
         )
 
+    def _open_store(self, path: Path) -> None:
+        """As `fingerprint.open_prefixes`; what is written reaches the disk late, too."""
+        plane, blocks = self.plane, self.configuration.store_blocks
+        nbytes = plane.pool.unit_bytes * plane.table.shape.num_groups
+        folder = StoreFolder(path, blocks * (nbytes + 8 * RECORD_BYTES))
+
+        def opened() -> BlockStore:
+            return BlockStore(folder, "0" * 32, nbytes, plane.writer.submit)
+
+        plane.context.stored = StoredPrefixes(
+            opened, plane.elastic, plane.pool, plane.tree, self._ours.least_of_ranks
+        )
+
     def _policy(self) -> Policy:
         made: dict[str, Callable[[], Policy]] = {
             "scripted": lambda: self.scripted,
@@ -193,6 +215,7 @@ class Life:
             self._other.host_pool.buffer.fill_(POISON)  # it is the other's to write at any time
         self._exercised.turn()
         self.plane.committer.pass_time()
+        self.plane.writer.pass_time()
         requests = self._requests()
         for request in requests:
             self._exercised.request(request)
@@ -230,6 +253,7 @@ class Life:
     def _hurry(self, patience: int) -> None:
         """Let transfers wait so long, and what commits memory, which nobody waits for, less."""
         self.plane.worker.patience = patience
+        self.plane.writer.patience = min(patience, events.BETWEEN)
         self.plane.committer.patience = 0 if self._rank else min(patience, events.BETWEEN)
         if self.plane.device is not None:
             self.plane.device.hurries_copies = patience < events.LATE
@@ -320,9 +344,14 @@ def live(configuration: Configuration, story: Sequence[events.Event]) -> Counter
     """
     agreed = Agreement()
     totals: Counter[str] = Counter()
-    if configuration.ranks == 1:
+    if configuration.ranks == 1 and configuration.store_blocks == 0:
         life = Life(configuration, story, 0, agreed)
         life.live()
+        return life.totals
+    if configuration.ranks == 1:
+        with TemporaryDirectory(dir="/dev/shm") as folder:
+            life = Life(configuration, story, 0, agreed, store_path=Path(folder))
+            life.live()
         return life.totals
     other: Plane | None = None
     with TemporaryDirectory() as folder:  # a host tier of one name, as ranks are given it

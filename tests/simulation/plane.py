@@ -40,6 +40,8 @@ class Plane:
         self.worker = LateWorker()
         self.committer = LateWorker()
         """What commits memory: as late."""
+        self.writer = LateWorker()
+        """What writes to the store."""
         self.device = Device() if configuration.streams else None
         """Where it works behind the host's back; else the host computes."""
         self.streamer: Any = None

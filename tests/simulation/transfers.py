@@ -17,7 +17,7 @@ class LateWorker:
         """Turns of others that a job lets pass; 0: it is done at once."""
         self._jobs: deque[tuple[Job, int]] = deque()
 
-    def submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         job = Job(self, lambda: function(*args))
         self._jobs.append((job, self.patience))
         self.pass_time()
@@ -35,22 +35,22 @@ class LateWorker:
             self._jobs.popleft()[0].do()
 
 
-class Job(Future[None]):
+class Job(Future[Any]):
     """A copy that is to be made."""
 
-    def __init__(self, worker: LateWorker, work: Callable[[], None]) -> None:
+    def __init__(self, worker: LateWorker, work: Callable[[], Any]) -> None:
         super().__init__()
         self._worker, self._work = worker, work
 
     def do(self) -> None:
         try:
-            self._work()
+            result = self._work()
         except BaseException as error:
             self.set_exception(error)
         else:
-            self.set_result(None)
+            self.set_result(result)
 
-    def result(self, timeout: float | None = None) -> None:
+    def result(self, timeout: float | None = None) -> Any:
         self._worker.do_until(self)
         return super().result(0)
 
