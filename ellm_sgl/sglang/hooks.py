@@ -201,6 +201,8 @@ USED = (
     f"{_TREE}.insert",
     f"{_TREE}.evict",
     f"{_TREE}.evictable_size",
+    f"{_TREE}.inc_lock_ref",
+    f"{_TREE}.dec_lock_ref",
     f"{_TREE}.cache_unfinished_req",
     f"{_TREE}.cache_finished_req",
     f"{_TREE}._match_prefix_helper",

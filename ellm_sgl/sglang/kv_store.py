@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from ellm_sgl.memory import ElasticMemory, KVPool, OutOfBlocksError
 from ellm_sgl.memory.shape import IntArray
+from ellm_sgl.sglang.context import row_of
+from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.store import BlockStore, Chain
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from ellm_sgl.sglang.prefix_cache import EllmRadixCache
 
@@ -121,7 +123,7 @@ class StoredPrefixes:
     def keep(self, req: Req) -> None:
         """Store the request's full blocks that are on the device and not in the store, as far as
         the queue to the disk has room."""
-        stored, seq_id = self._stored(req), req.req_pool_idx
+        stored, seq_id = self._stored(req), row_of(req)
         known = len(req.origin_input_ids) + len(req.output_ids)
         full = min(self._table.length_of(seq_id), known) // self._block_tokens
         self._name(req, stored, full)
@@ -187,7 +189,7 @@ class StoredPrefixes:
         # The last token is computed in any case: its logits are what is asked for.
         full = (len(tokens) - 1) // self._block_tokens
         self._name(req, stored, full)
-        key = RadixKey(tokens, req.extra_key)
+        key = adapter().radix_key(tokens, req)
         found = self._cache.match_prefix(MatchPrefixParams(key=key))
         have = len(found.device_indices) // self._block_tokens
         there = self.store.leading(stored.chain.keys[have : min(full, have + most)])

@@ -38,6 +38,7 @@ _TREE = "ellm_sgl.sglang.prefix_cache"
 _PAUSED = "ellm_sgl.sglang.paused:PausedRequests"
 _RESIZER = "ellm_sgl.memory.resize:Resizer"
 
+_STORED = "ellm_sgl.sglang.kv_store:StoredPrefixes"
 _ROOM = "ellm_sgl.memory.prompt_room:PromptRoom"
 
 FAULTS: tuple[Fault, ...] = (
@@ -302,6 +303,30 @@ FAULTS: tuple[Fault, ...] = (
         f"{_TABLE}.__init__",
         "num_units if committed is None else committed",
         "num_units",
+    ),
+    Fault(
+        "blocks of equal tokens are the same to the store, whatever is before them",
+        "ellm_sgl.store.chain:Chain.extend",
+        "blake2b(last + block",
+        "blake2b(block",
+    ),
+    Fault(
+        "blocks read from the store are filled in the wrong order",
+        f"{_STORED}._read",
+        "self._table.units[placed], data",
+        "self._table.units[placed[::-1]], data",
+    ),
+    Fault(
+        "blocks that the tree has already stay allocated beside it",
+        f"{_STORED}._insert",
+        "if len(twice):",
+        "if False:",
+    ),
+    Fault(
+        "blocks that no step has computed yet are stored",
+        f"{_STORED}._put",
+        "& self._table.computed_in_full(blocks)",
+        "",
     ),
     Fault(
         "paused requests do not resume",
