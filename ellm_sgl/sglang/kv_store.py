@@ -24,15 +24,13 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 
 from ellm_sgl.memory import ElasticMemory, KVPool, OutOfBlocksError
 from ellm_sgl.memory.shape import IntArray
-from ellm_sgl.sglang.context import row_of
 from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.store import BlockStore, Chain
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-    from ellm_sgl.sglang.prefix_cache import EllmRadixCache
 
 FETCHED_BESIDE = 8 << 20
 """Bytes read in a turn while requests decode: some milliseconds, as a step takes."""
@@ -73,7 +71,7 @@ class StoredPrefixes:
         opened: Callable[[], BlockStore],
         elastic: ElasticMemory,
         pool: KVPool,
-        cache: EllmRadixCache,
+        cache: RadixCache,
         least_of_ranks: Callable[[list[int]], list[int]],
     ) -> None:
         self.store = opened()
@@ -123,7 +121,7 @@ class StoredPrefixes:
     def keep(self, req: Req) -> None:
         """Store the request's full blocks that are on the device and not in the store, as far as
         the queue to the disk has room."""
-        stored, seq_id = self._stored(req), row_of(req)
+        stored, seq_id = self._stored(req), adapter().kv(req).req_pool_idx
         known = len(req.origin_input_ids) + len(req.output_ids)
         full = min(self._table.length_of(seq_id), known) // self._block_tokens
         self._name(req, stored, full)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ellm_sgl.config import ConfigError
 from ellm_sgl.store import journal
 from ellm_sgl.store.folder import StoreFolder
 from ellm_sgl.store.index import Entry, Index, StoreFullError
@@ -65,6 +66,9 @@ class BlockStore:
         fingerprint: 32 hexadecimal digits.
         block_bytes: of one block's KV.
         submit: runs a call in the background, one after the other; its result is a future.
+
+    Raises:
+        ConfigError: the folder's size has no room for a block.
     """
 
     def __init__(
@@ -79,6 +83,11 @@ class BlockStore:
         self._part = folder.part(fingerprint)
         self._journal = self._part / "journal"
         most = folder.most_bytes // (block_bytes + 2 * _RECORDS_PER_BLOCK * journal.RECORD_BYTES)
+        if most < 1:
+            raise ConfigError(
+                f"--ellm-kv-store-size: {folder.most_bytes:,} bytes hold no block of "
+                f"{block_bytes:,}; give more"
+            )
         self.index = Index(most, journal.read(self._journal, most))
         self._stamp = self.index.highest_stamp
         self._batches: deque[_Batch] = deque()

@@ -323,12 +323,6 @@ FAULTS: tuple[Fault, ...] = (
         "if False:",
     ),
     Fault(
-        "blocks that no step has computed yet are stored",
-        f"{_STORED}._put",
-        "& self._table.computed_in_full(blocks)",
-        "",
-    ),
-    Fault(
         "paused requests do not resume",
         f"{_PAUSED}.bring_back",
         "running.merge_batch(paused)",
