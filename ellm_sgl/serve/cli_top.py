@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ellm_sgl.config.click_types import FiniteRange
 from ellm_sgl.config.commands import answer, json_flag, told_in_a_line
 from ellm_sgl.serve.top import History, TopError, draw, look
 
@@ -19,7 +20,7 @@ TIMEOUT_S = 20.0
 @click.command()
 @click.option("--url", default="http://127.0.0.1:30000", help="Of the server.")
 @click.option(
-    "--interval-s", type=click.FloatRange(0.1, 3600), default=1.0, help="Seconds between two looks."
+    "--interval-s", type=FiniteRange(0.1, 3600), default=1.0, help="Seconds between two looks."
 )
 @click.option("--once", is_flag=True, help="Look once, and end.")
 @click.option(

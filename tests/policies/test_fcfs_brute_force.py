@@ -5,13 +5,14 @@ The reference is written without the policy's code: plain Python, one request at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Fcfs, SystemState
+from ellm_sgl.policies.base import NO_GROWTH
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.testing import Size, random_state
 
@@ -114,6 +115,12 @@ class Reference:
         return max(found, default=0.0), fewest
 
 
+def state_of(seed: int) -> SystemState:
+    """A pool that cannot grow: with one that can, fcfs decides as if it had (`fcfs.growth`)."""
+    state = random_state(np.random.default_rng(seed), SIZE)
+    return replace(state, memory=replace(state.memory, growth=NO_GROWTH))
+
+
 def evicted(state: SystemState) -> list[int]:
     """What the policy evicts of each request of its batch."""
     policy = Fcfs(forecast=False, pause=False)
@@ -128,7 +135,7 @@ def evicted(state: SystemState) -> list[int]:
 @pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 350, 50)])
 def test_the_answer_fits_and_is_within_a_percent_of_the_best(seeds: range) -> None:
     for seed in seeds:
-        state = random_state(np.random.default_rng(seed), SIZE)
+        state = state_of(seed)
         reference = Reference(state)
         if not reference.requests:
             continue
@@ -147,7 +154,7 @@ def test_the_states_put_the_policy_to_the_test() -> None:
     """Enough of them restore, are bounded by the SLO, or have no answer."""
     kinds = {"cached": 0, "restores": 0, "hopeless": 0, "admits though it restores": 0}
     for seed in range(350):
-        state = random_state(np.random.default_rng(seed), SIZE)
+        state = state_of(seed)
         reference = Reference(state)
         if reference.requests:
             tokens_evicted = evicted(state)

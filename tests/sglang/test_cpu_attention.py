@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.torch_native_backend import (  # noqa: E402  af
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from ellm_sgl.sglang.platform import attention as cpu_attention  # noqa: E402
 from ellm_sgl.sglang.platform import cpu as platform  # noqa: E402
@@ -74,9 +75,15 @@ class Step:
         q, k, v = rows(HEADS), rows(KV_HEADS), rows(KV_HEADS)
         k, v = (x.view(-1, KV_HEADS, SIZE) for x in (k, v))
         runner: Any = SimpleNamespace(
-            device="cpu", token_to_kv_pool=pool, req_to_token_pool=self.table, page_size=self.page
+            device="cpu",
+            dtype=self.dtype,
+            model_config=SimpleNamespace(num_attention_heads=HEADS),
+            token_to_kv_pool=pool,
+            req_to_token_pool=self.table,
+            page_size=self.page,
         )
-        made = backend(runner)
+        with get_parallel().override(attn_tp_size=1):
+            made = backend(runner)
         made.init_forward_metadata(self.batch)
         attention = RadixAttention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, 0, **layer)
         decoding = self.batch.forward_mode.is_decode()

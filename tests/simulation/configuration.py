@@ -96,8 +96,8 @@ def draw(rng: random.Random) -> Configuration:
         max_prefill=rng.choice([16, 40]),
         conservativeness=rng.choice([0.0, 0.0, 0.2, 1.0]),
         growth_blocks=0 if streams else rng.choice([0, 0, device_blocks // 2, 2 * device_blocks]),
-        step_rows=rng.choice([None, None, 6, 20, 40]),
-        host_scaling=host_blocks > 0 and rng.random() < 0.3,
+        step_rows=rng.choice([None] * 6 + [6, 20, 40]),
+        host_scaling=host_blocks > 0 and rng.random() < 0.15,
         # One rank: what is written, and so what goes first, depends on how fast each one's disk is.
-        store_blocks=rng.choice([0, 0, 8, 200]) if radix and not streams and ranks == 1 else 0,
+        store_blocks=rng.choice([0] * 6 + [8, 200]) if radix and not streams and ranks == 1 else 0,
     )
