@@ -87,11 +87,11 @@ class ElasticMemory:
         or has but the device has no room to fetch."""
         if self.table.missing_units == 0:
             return True
-        blocks = self.table.missing_blocks(seq_ids)
-        recomputed = int(np.count_nonzero(self.table.depth(blocks)))
-        fetched = min(len(blocks) - recomputed, max(self.table.free_units, 0) // self.slots)
-        block_tokens = self.table.shape.block_tokens
-        return (len(blocks) - fetched) * block_tokens <= self.restorable_tokens(len(seq_ids))
+        blocks, rows = self.table.missing_of_each(seq_ids)
+        lost = self.table.depth(blocks) > 0  # recomputed for each request, but fetched once
+        fetched = max(self.table.free_units, 0) // self.slots
+        recomputed = int(rows[lost].sum()) + int(np.sort(rows[~lost])[::-1][fetched:].sum())
+        return self.table.shape.block_tokens * recomputed <= self.restorable_tokens(len(seq_ids))
 
     def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Tokens of each request in blocks that others use too; these stay cached."""

@@ -180,7 +180,8 @@ class Resizer:
         """Units that may go until half of what a step can restore is missing: the other half is
         for what requests that grow will evict."""
         table = self._elastic.table
-        missing = len(table.missing_blocks(table.sequence_ids))
+        tokens = int(table.uncached_tokens(table.sequence_ids).sum())  # shared ones count for each
+        missing = table.shape.blocks_for(tokens)
         most = self._elastic.restorable_tokens(0) // 2 // table.shape.block_tokens
         return max(most - missing, 0) * table.shape.num_groups
 
