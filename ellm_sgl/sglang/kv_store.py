@@ -168,7 +168,7 @@ class StoredPrefixes:
         Returns:
             Those of which more is to be read in the next turns.
         """
-        left = FETCHED_BESIDE // self.store.block_bytes if decoding else None
+        left = max(FETCHED_BESIDE // self.store.block_bytes, 1) if decoding else None
         for place, req in enumerate(reqs):
             stored = self._stored(req)
             while not stored.fetched:

@@ -99,5 +99,7 @@ def draw(rng: random.Random) -> Configuration:
         step_rows=rng.choice([None] * 6 + [6, 20, 40]),
         host_scaling=host_blocks > 0 and rng.random() < 0.15,
         # One rank: what is written, and so what goes first, depends on how fast each one's disk is.
-        store_blocks=rng.choice([0] * 6 + [8, 200]) if radix and not streams and ranks == 1 else 0,
+        store_blocks=rng.choice([0] * 4 + [8, 8, 200, 200])
+        if radix and not streams and ranks == 1
+        else 0,
     )

@@ -110,8 +110,8 @@ class Life:
             patches.enter_context(patch.object(ScheduleBatch, "prepare_for_extend", self._extend))
             patches.enter_context(patch("sglang.srt.utils.broadcast_pyobj", self._broadcast))
             patches.enter_context(patch("torch.distributed.all_reduce", self._least))
-            block = self.plane.pool.unit_bytes * self.plane.table.shape.num_groups
-            patches.enter_context(patch.object(kv_store, "FETCHED_BESIDE", 2 * block))
+            # A block in each turn.
+            patches.enter_context(patch.object(kv_store, "FETCHED_BESIDE", 1))
             if self.configuration.overlap:
                 self.scheduler.event_loop_overlap()
             else:
