@@ -56,7 +56,8 @@ class Family:
 
     @property
     def server(self) -> ServerProcess:
-        if self._server is None or not self._server.alive():
+        # One that has ended can be there for a moment longer: as long as any thread of it is.
+        if self._server is None or not (self._server.alive() and self._server.answers()):
             self.stop()
             self._server = ServerProcess(arguments(self.folder / "kv"), STRICT)
             self._server.start()
