@@ -78,9 +78,10 @@ class Forecast:
     """`SystemState.pace`."""
     free: float
     """Device tokens that there are for blocks of their own."""
+    expected_short: FloatArray
+    """Of these, those missing on average if all is cached; negative where all fits;"""
     short: FloatArray
-    """Of these, those missing if all is cached, `DEVIATIONS` above their mean, at most as if nobody
-    ended before its bound; negative where all fits."""
+    """and `DEVIATIONS` above that, at most as if nobody ended before its bound."""
 
     @classmethod
     def of(cls, state: SystemState, waiting: int, fewest: int | None = None) -> Forecast:
@@ -140,6 +141,7 @@ class Forecast:
             going_on=goes_on[:, order],
             pace=state.pace,
             free=float(free),
+            expected_short=held - free,
             short=np.minimum(held + deviation, most) - free,
         )
 
@@ -160,10 +162,12 @@ class Forecast:
         value = self._rate(steps.seconds / steps.decodes)
         value[~(steps.possible | steps.pauses).all(axis=0)] = 0.0
         if keep_slo:
-            turns = self.memory.host_tokens > 0  # else whoever pauses is prefilled again: too dear
-            in_time = self._in_turns if turns else self._sitting_out
+            pauses = steps.pauses
+            if self.memory.host_tokens > 0:  # else whoever pauses is prefilled again: too dear
+                pauses = pauses & (self.expected_short > 0.0)
+                value[~self._in_turns(steps, SLO_SHARE)] = 0.0
             # Nobody should have to pause at once.
-            value[steps.pauses[0] | ~in_time(steps, SLO_SHARE)] = 0.0
+            value[steps.pauses[0] | ~self._sitting_out(steps.seconds, pauses, SLO_SHARE)] = 0.0
         if most is not None:
             value[most + 1 - self.fewest :] = 0.0
         cached = np.flatnonzero((value > 0.0) & (self.short <= 0.0).all(axis=0))
@@ -245,12 +249,17 @@ class Forecast:
         own = (spent_s <= allowed_s).all(axis=0)
         return np.asarray(own & self._others_in_time(spent_s - allowed_s))
 
-    def _sitting_out(self, steps: _Steps, share: float) -> BoolArray:
-        """`_in_turns` if those who come sit out all steps in which some have to pause."""
-        spent_s, slo_s = self.pace * self.summed(steps.seconds), share * self.slo_s
-        decodes = ~steps.pauses[1:]
+    def _sitting_out(self, seconds: FloatArray, pauses: BoolArray, share: float) -> BoolArray:
+        """`_in_turns` if those who come sit out all of these steps.
+
+        Args:
+            seconds: T, [times, b];
+            pauses: where some have to pause, [times, b].
+        """
+        spent_s, slo_s = self.pace * self.summed(seconds), share * self.slo_s
+        decodes = ~pauses[1:]
         decodes[-1] = True  # nobody pauses for ever
-        taken = self.summed(np.where(steps.pauses, 0.0, 1.0))
+        taken = self.summed(np.where(pauses, 0.0, 1.0))
         own = ((taken >= spent_s / slo_s) | ~decodes).all(axis=0)
         return np.asarray(own & self._others_in_time(spent_s - slo_s * self.steps[1:, None]))
 

@@ -151,19 +151,16 @@ def opened(watched: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> 
         yield window
 
 
-BARS = """
-return [...document.querySelectorAll('#list li')].map((item) => [
-    item.querySelector('.rid').title,
-    ...[...item.querySelectorAll('.bar i')].map((span) => [span.className, span.style.flexGrow]),
-])
-"""
 MISSING = "return document.querySelectorAll('.bar i.host, .bar i.lost').length > 0"
-MOVED = f"""
-const before = new Map(arguments[0].map(([name, ...spans]) => [name, JSON.stringify(spans)]));
-const now = (() => {{ {BARS} }})();
-const moved = ([name, ...spans]) => before.get(name) !== JSON.stringify(spans);
-return now.some((bar) => before.has(bar[0]) && moved(bar));
+MOVED = """
+const before = window.bars ?? new Map();
+window.bars = new Map([...document.querySelectorAll('#list li')].map((item) => [
+    item.querySelector('.rid').title,
+    [...item.querySelectorAll('.bar i')].map((span) => span.className + span.style.flexGrow).join(),
+]));
+return [...window.bars].some(([rid, spans]) => before.has(rid) && before.get(rid) !== spans);
 """
+"""Whether the spans of a request have changed since it was asked before."""
 
 
 @pytest.fixture
@@ -187,8 +184,7 @@ def load(watched: ServerProcess) -> Iterator[None]:
 @pytest.mark.usefixtures("load")
 def test_the_page_shows_what_happens(opened: Browser) -> None:
     opened.wait(MISSING)
-    seen = opened.run(BARS)
-    opened.wait(MOVED, seen)
+    opened.wait(MOVED)
     device = "return document.querySelector('#device .used').offsetWidth"
     assert opened.run(device) > 0
     opened.wait("return document.getElementById('decisions').children.length > 3")

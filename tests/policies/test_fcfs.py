@@ -14,6 +14,7 @@ from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import Batch, Fcfs, Requests, SystemState
 from ellm_sgl.policies.base import IntArray
 from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 from tests.policies.known_lengths import TO_THE_BOUND
 
@@ -177,10 +178,14 @@ def test_who_is_admitted_must_fit_until_all_have_ended() -> None:
     assert answers(state, Fcfs(pause=False))[0] == 0
     assert answers(state, Fcfs())[0] == 1  # it pauses meanwhile,
     assert answers(replace(state, tpot_slo_s=0.005), Fcfs())[0] == 0  # too long for its SLO
-    # With a host tier they take turns: 3 ms a token while both fit, then 4 ms, 3.4 in the mean.
+    # Where that is certain, also with a host tier; where they are not expected to be short, but may
+    # be, it counts that they take turns: 3 ms a token while both fit, then 4 ms, 3.4 in the mean.
     host = replace(state, memory=replace(state.memory, host_tokens=1000))
-    assert answers(replace(host, tpot_slo_s=0.0038), Fcfs(rotate=False))[0] == 1
-    assert answers(replace(host, tpot_slo_s=0.0035), Fcfs(rotate=False))[0] == 0
+    for slo_s, certain, in_doubt in ((0.01, 1, 1), (0.0038, 0, 1), (0.0035, 0, 0)):
+        forecast = Forecast.of(replace(host, tpot_slo_s=slo_s), 1)
+        assert forecast.solve() - 1 == certain
+        doubtful = replace(forecast, expected_short=np.full_like(forecast.short, -1.0))
+        assert doubtful.solve() - 1 == in_doubt
     assert answers(state, Fcfs(forecast=False, pause=False))[0] == 1
     # One that is nearly done grows no further.
     ending = replace(state, running=requests([102], max_new_tokens=8, prompt_tokens=95))
