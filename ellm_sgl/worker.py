@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,10 +24,14 @@ class Worker:
 
     A daemon, unlike an executor's threads, which Python joins when it ends: a call that hangs for
     ever keeps no process from ending.
+
+    Args:
+        name: of the thread.
+        nice: by how much its priority is lower than that of others (Linux's nice value, 0 to 19).
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, nice: int = 0) -> None:
+        self._name, self._nice = name, nice
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._started = False
 
@@ -51,12 +56,20 @@ class Worker:
         self._calls.put(call)
         if not self._started:
             self._started = True
-            threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True).start()
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return future
 
     def close(self) -> None:
         """End the thread once the call in progress has returned; this does not wait for it."""
         self._calls.put(None)
+
+    def _run(self) -> None:
+        if self._nice:
+            own = threading.get_native_id()
+            nice = os.getpriority(os.PRIO_PROCESS, own) + self._nice
+            os.setpriority(os.PRIO_PROCESS, own, nice)  # Linux's own limit is 19
+        while (call := self._calls.get()) is not None:
+            call()
 
 
 def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
@@ -82,8 +95,3 @@ def result_within(seconds: float, future: Future[T]) -> T:
         if future.done():  # the call's own TimeoutError
             raise
         raise OverdueError from None
-
-
-def _run(calls: SimpleQueue[_Call | None]) -> None:
-    while (call := calls.get()) is not None:
-        call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -26,6 +27,16 @@ def test_calls_run_one_after_the_other_on_one_other_thread() -> None:
     (thread,) = {future.result(LONG_S) for future in futures}
     worker.close()
     assert thread != threading.get_ident()
+
+
+def test_a_worker_of_lower_priority_lowers_nobody_elses() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    worker, own = Worker("test", nice=3), priority()
+    assert worker.submit(priority).result(LONG_S) == min(own + 3, 19)
+    worker.close()
+    assert priority() == own
 
 
 def test_a_call_that_takes_too_long_is_left_behind() -> None:

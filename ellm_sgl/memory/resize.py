@@ -31,8 +31,11 @@ STEP_BYTES = 64 << 20
 model's own step takes long: see `Resizer._units_to_move`."""
 DECOMMIT_BYTES = 1 << 30
 """What one step gives back: likewise."""
-COMMIT_BYTES = 8 << 20
+COMMIT_BYTES = 2 << 20
 """What is committed at once, before it can be published: others' maps and unmaps wait as long."""
+COMMIT_NICE = 10
+"""By so much lower is the priority of the thread that commits: a tenth of a core where steps take
+all of them. On a par with these it would hold them up by a scheduler's slice at a time."""
 
 Submit = Callable[[Callable[[], None]], Future[None]]
 """Runs a function on a thread of its own."""

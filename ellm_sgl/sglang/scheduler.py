@@ -15,7 +15,7 @@ from ellm_sgl.engine import Arrival, Decision, Iteration
 from ellm_sgl.engine.request_table import Entries, entries_array
 from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.memory import Resizer, UnderWay
-from ellm_sgl.memory.resize import Submit
+from ellm_sgl.memory.resize import COMMIT_NICE, Submit
 from ellm_sgl.sglang.context import context_of, row_of, rows_of
 from ellm_sgl.sglang.metrics import Metrics
 from ellm_sgl.sglang.paused import PausedRequests
@@ -62,7 +62,7 @@ class EllmScheduler:
             iteration.elastic,
             context_of(scheduler).pool,
             choose_copy(),
-            submit or Worker("ellm-commit").submit,
+            submit or Worker("ellm-commit", COMMIT_NICE).submit,
             self.least_of_ranks,
             context_of(scheduler).memory.for_growth,
         )
