@@ -161,26 +161,50 @@ class Simulation:
             spans += span.rows
             squares += span.squares
         self.mode.prefills(chunks)
-        work = StepWork(
-            0,
-            0,
-            spans,
-            squares,
-            prefill_rows=rows,
-            prefill_pairs=pairs,
-            phase_changes=self._phase_changes.of(prefills=True),
-        )
-        self._log(work)
-        self.clock.now_s += float(self._device.step_seconds(work) * self._noise(1)[0])
-        self.record.prefill(self.clock.now_s, int(rows))
         ended: list[int] = []
+        if self.settings.mixed_chunks and self._decode_beside(rows, pairs):
+            ended += self._end_finished()
+        else:
+            work = StepWork(
+                0,
+                0,
+                spans,
+                squares,
+                prefill_rows=rows,
+                prefill_pairs=pairs,
+                phase_changes=self._phase_changes.of(prefills=True),
+            )
+            self._log(work)
+            self.clock.now_s += float(self._device.step_seconds(work) * self._noise(1)[0])
+        self.record.prefill(self.clock.now_s, int(rows))
         for chunk in chunks:
             if chunk.last:
-                self.progress.kv_tokens[chunk.request] = chunk.end
-                self._running.append(chunk.request)
-                self._tokens_came(np.array([chunk.request]), np.array([self.clock.now_s]))
-                ended += self._end_finished()
+                ended += self._prefilled(chunk)
         self.admission.stepped(0, ended)
+
+    def _prefilled(self, chunk: Chunk) -> list[int]:
+        """A prompt is computed to its end. Returns who has all of its output."""
+        self.progress.kv_tokens[chunk.request] = chunk.end
+        self._running.append(chunk.request)
+        self._tokens_came(np.array([chunk.request]), np.array([self.clock.now_s]))
+        ended = self._end_finished()
+        if self.mode.computed_into_host(chunk.request):
+            self._running.remove(chunk.request)
+            self.progress.kv_tokens[chunk.request] = 0
+            out = self.progress.on_host[self._waiting]
+            others = self._waiting[out], self._waiting[~out]
+            self._waiting = np.concatenate((others[0], [chunk.request], others[1]))
+        return ended
+
+    def _decode_beside(self, rows: float, pairs: float) -> bool:
+        """A step of all that run, if anybody does, and of these rows of prompts."""
+        ids, fits = self._with_room(list(self._running), 1)
+        if not fits:
+            return False
+        own = self._decode_work(ids, 1, *self.mode.grow(ids, 1))
+        work = dataclasses.replace(own, prefill_rows=rows, prefill_pairs=pairs)
+        self._stepped(ids, work, self._device.step_seconds(work) * self._noise(1))
+        return True
 
     def _decode(self, pause: frozenset[int]) -> None:
         self.admission.decode_begins()
@@ -188,27 +212,35 @@ class Simulation:
         paused = [i for i in self._running if i in pause]
         self.mode.pause(paused)
         steps = 1 if pause else self._stride(decoding)
-        while (fitting := self.mode.steps_that_fit(np.array(decoding), steps)) == 0:
-            victim = self.admission.victim(decoding)
-            decoding = [i for i in decoding if i != victim]
-            self._retract(victim)
-            if not decoding:
-                return
-        ids = np.array(decoding)
+        ids, fitting = self._with_room(decoding, steps)
+        if not fitting:
+            return
         work = self._decode_work(ids, fitting, *self.mode.grow(ids, fitting))
         self._log(work)
         ahead = self.mode.fetch_ahead(paused, len(ids), self._step_s)
         moved = dataclasses.replace(work, restored_tokens=work.restored_tokens + ahead)
-        seconds = self._device.step_seconds(moved) * self._noise(fitting)
+        self._stepped(ids, work, self._device.step_seconds(moved) * self._noise(fitting))
+        self.admission.stepped(fitting, self._end_finished())
+
+    def _with_room(self, decoding: list[int], steps: int) -> tuple[IntArray, int]:
+        """Who of these can decode, others having lost their place, and how many steps, at most so
+        many; nobody, and 0, where none finds room."""
+        while decoding and (fits := self.mode.steps_that_fit(np.array(decoding), steps)) == 0:
+            victim = self.admission.victim(decoding)
+            decoding = [i for i in decoding if i != victim]
+            self._retract(victim)
+        return np.array(decoding, np.int64), fits if decoding else 0
+
+    def _stepped(self, ids: IntArray, work: StepWork, seconds: FloatArray) -> None:
+        """These requests have decoded, in steps of so many seconds."""
         ends = self.clock.now_s + np.cumsum(seconds)
-        self.progress.kv_tokens[ids] += fitting
+        self.progress.kv_tokens[ids] += len(seconds)
         self.record.blocks(self.progress.kv_tokens[ids], self.settings.block_tokens)
         self._step_s = float(seconds[-1])
         self.clock.now_s = float(ends[-1])
         self._tokens_came(ids, ends)
         self.mode.decoded(ids)
         self.record.decode(ends, float(seconds.sum()), len(ids), len(self._waiting), work)
-        self.admission.stepped(fitting, self._end_finished())
 
     def _noise(self, steps: int) -> FloatArray:
         """By how much each of the next steps takes longer than the device's model says."""

@@ -121,7 +121,7 @@ class Mode:
 
     def _coming_back(self, running: int, out: Sequence[int]) -> Sequence[int]:
         """The first of those in host memory, while they fit beside a block more of everybody's."""
-        free = self.free_blocks
+        free = self.spare_blocks
         for count, request in enumerate(out):
             free -= self.table.shape.blocks_for(self.prefill_tokens(request))
             together = running + count
@@ -177,6 +177,10 @@ class Mode:
     def prefills(self, chunks: Sequence[Chunk]) -> None:
         """A step computes these chunks, which all have their memory."""
 
+    def computed_into_host(self, request: int) -> bool:
+        """Whether the KV of a prompt, now computed to its end, went to host memory."""
+        return False
+
     # -- decoding ---------------------------------------------------------------------------
 
     def pause(self, requests: Sequence[int]) -> None:
@@ -184,7 +188,7 @@ class Mode:
 
     def steps_that_fit(self, ids: IntArray, most: int) -> int:
         """Decode steps, at most so many, whose new tokens find room; 0: somebody has to go."""
-        free = self.free_blocks
+        free = self.spare_blocks
         while most > 0 and int(self.new_blocks(ids, most).sum()) > free:
             most -= 1
         return most
@@ -226,9 +230,12 @@ class Mode:
         """Whether there is room for so many more in host memory."""
         if self.host is None:
             return False
-        there = map(self.prefill_tokens, np.flatnonzero(self.progress.on_host).tolist())
-        held = sum(map(self.table.shape.blocks_for, there))
+        held = self._on_host_blocks()
         return (held + blocks) * self.table.shape.block_tokens <= self.host.tokens
+
+    def _on_host_blocks(self) -> int:
+        there = map(self.prefill_tokens, np.flatnonzero(self.progress.on_host).tolist())
+        return sum(map(self.table.shape.blocks_for, there))
 
     def close(self) -> None:
         """All requests have ended."""
@@ -257,3 +264,8 @@ class Mode:
     @property
     def free_blocks(self) -> int:
         return self.table.free_units // self.table.shape.num_groups
+
+    @property
+    def spare_blocks(self) -> int:
+        """Free blocks that requests which decode, or come back to, may have."""
+        return self.free_blocks

@@ -14,12 +14,15 @@ from ellm_sgl.config import LATENCY_MODELS, ConfigError
 from ellm_sgl.config.ranges import TOKENS, Range, shown
 from ellm_sgl.engine import Controller, ServerLimits, StepLog
 from ellm_sgl.engine.answers import Answers
+from ellm_sgl.engine.host_buffer import HostBuffer
 from ellm_sgl.eval.simulator.admission import (
     Admission,
+    MixedAdmission,
     PaperAdmission,
     SglangAdmission,
     VllmAdmission,
 )
+from ellm_sgl.eval.simulator.balloon import Balloon, BalloonAdmission, Prefilled
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
 from ellm_sgl.eval.simulator.machines import Machine
@@ -41,6 +44,7 @@ ADMISSIONS = ("sglang", "vllm", "paper")
 LEAST_RESTORED = 16_384
 """SGLang's --max-prefill-tokens: a step may always recompute so many tokens."""
 FACTOR = Range(0, 10**6, low_open=True)
+FACTOR_OR_NOTHING = Range(0, 10**6)
 MODEL_ERROR = Range(-1, 10**6, low_open=True)
 MOST_UNITS = 2 * 10**8
 """Of a page table: it takes some 12 bytes of this machine's memory for each."""
@@ -94,6 +98,14 @@ class Settings:
     """Of answers: what the server knows of them instead of learning from those that end."""
     host_scaling: bool = False
     """As the server's --ellm-host-scaling."""
+    activation_tokens: float = 0.0
+    """Of baselines that admit as vLLM: tokens of KV whose memory a prompt's row takes while it is
+    computed, out of the pool, as `balloon` has it (in mode swap with host memory for prompts). 0:
+    activations have memory of their own."""
+    mixed_chunks: bool = False
+    """Likewise: a chunk of a prompt shares its step with those that decode."""
+    prefilled: bool = False
+    """Likewise, in mode swap: prompts are computed elsewhere, and their KV is fetched."""
     stride: int = 8
     """Decode steps that one decision is good for, at most. 1 is what a server does; more is
     faster, and less exact: see `engine`."""
@@ -113,6 +125,7 @@ class Settings:
                 f"admission {self.admission!r}: mode ellm is a plugin of SGLang and admits as it; "
                 "give sglang, or another mode"
             )
+        self._check_vllms()
         counts = ("block_tokens", "layer_group", "max_running", "chunk_tokens", "stride")
         ranges = dict.fromkeys(counts, TOKENS)
         ranges |= {"conservativeness": FACTOR, "model_error": MODEL_ERROR}
@@ -133,6 +146,17 @@ class Settings:
             raise ConfigError(
                 "calibrated, observed_steps: only a model that meets step_noise learns"
             )
+
+    def _check_vllms(self) -> None:
+        """What only a server that admits as vLLM can do."""
+        FACTOR_OR_NOTHING.check("activation_tokens", self.activation_tokens)
+        asked = [n for n in ("activation_tokens", "mixed_chunks", "prefilled") if getattr(self, n)]
+        if asked and (self.mode == "ellm" or self.admission != "vllm"):
+            raise ConfigError(f"{', '.join(asked)}: for baselines with admission vllm")
+        if len(asked) > 1:
+            raise ConfigError(f"{', '.join(asked)}: give one of them")
+        if self.prefilled and self.mode != "swap":
+            raise ConfigError(f"prefilled, mode {self.mode}: KV is fetched in mode swap")
 
 
 def policy_model(machine: Machine, settings: Settings) -> LatencyModel:
@@ -193,7 +217,7 @@ def build_mode(
     host_units = host_blocks * pool.num_groups
     table = PageTable(pool, blocks, device_blocks * pool.num_groups, host_units)
     if not elastic:
-        return Mode(table, load, progress, _host_store(machine, settings.mode))
+        return _whole_requests(machine, settings, table, load, progress, clock)
     controller = Controller(
         create(settings.policy, settings.policy_options),
         math.inf,
@@ -211,6 +235,25 @@ def build_mode(
     if settings.lengths is not None:
         built.iteration.requests.answers = Taught(settings.lengths)
     return built
+
+
+def _whole_requests(
+    machine: Machine,
+    settings: Settings,
+    table: PageTable,
+    load: Load,
+    progress: Progress,
+    clock: VirtualClock,
+) -> Mode:
+    """A baseline's memory."""
+    host = _host_store(machine, settings.mode)
+    if settings.prefilled:
+        return Prefilled(table, load, progress, host)
+    if settings.activation_tokens:
+        buffer = HostBuffer(settings.tpot_slo_s) if settings.host_scaling else None
+        each = settings.activation_tokens
+        return Balloon(table, load, progress, clock, host, each, buffer)
+    return Mode(table, load, progress, host)
 
 
 class Taught(Answers):
@@ -238,8 +281,10 @@ def build_admission(
 ) -> Admission:
     """How a server of this mode admits requests."""
     shared = (mode, settings.chunk_tokens, settings.max_running)
+    if isinstance(mode, Balloon):
+        return BalloonAdmission(mode, settings.chunk_tokens, settings.max_running)
     if settings.admission == "vllm":
-        return VllmAdmission(*shared)
+        return MixedAdmission(*shared) if settings.mixed_chunks else VllmAdmission(*shared)
     if settings.admission == "paper":
         model = policy_model(machine, settings)
         return PaperAdmission(*shared, model, settings.tpot_slo_s, clock)

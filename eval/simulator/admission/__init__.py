@@ -3,6 +3,6 @@ then wait."""
 
 from ellm_sgl.eval.simulator.admission.base import Admission
 from ellm_sgl.eval.simulator.admission.sglang import SglangAdmission
-from ellm_sgl.eval.simulator.admission.vllm import PaperAdmission, VllmAdmission
+from ellm_sgl.eval.simulator.admission.vllm import MixedAdmission, PaperAdmission, VllmAdmission
 
-__all__ = ["Admission", "PaperAdmission", "SglangAdmission", "VllmAdmission"]
+__all__ = ["Admission", "MixedAdmission", "PaperAdmission", "SglangAdmission", "VllmAdmission"]

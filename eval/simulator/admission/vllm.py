@@ -35,7 +35,7 @@ class VllmAdmission(Admission):
         self, running: Sequence[int], wanted: Sequence[int], anybody_waits: bool
     ) -> tuple[Chunk, ...]:
         shape = self.mode.table.shape
-        free, left = self.mode.free_blocks, self.chunk_tokens
+        free, left = self.mode.free_blocks, self._rows(running)
         chunks: list[Chunk] = []
         if (begun := self.under_way) is not None:
             tokens = self.mode.prefill_tokens(begun.request)
@@ -61,6 +61,10 @@ class VllmAdmission(Admission):
                 break
         return tuple(chunks)
 
+    def _rows(self, running: Sequence[int]) -> int:
+        """That prompts may have in this step."""
+        return self.chunk_tokens
+
     @property
     def _watermark(self) -> int:
         return int(WATERMARK * self.mode.table.num_blocks)
@@ -80,6 +84,13 @@ class VllmAdmission(Admission):
 
     def stepped(self, decode_steps: int, ended: Sequence[int]) -> None:
         """Nothing: the next iteration looks at memory alone."""
+
+
+class MixedAdmission(VllmAdmission):
+    """vLLM's with chunked prefill: those that decode share the step, and count among its rows."""
+
+    def _rows(self, running: Sequence[int]) -> int:
+        return self.chunk_tokens - len(running)
 
 
 class PaperAdmission(VllmAdmission):
