@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ellm_sgl.memory import AdmissionRoom, PromptRoom
 from ellm_sgl.sglang.context import context_of, rows_of
 from ellm_sgl.sglang.scheduler import scheduler_of
+from ellm_sgl.sglang.versions import adapter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -41,7 +42,7 @@ class _Account:
     def offer(self, ratio: float) -> None:
         """The next request is of this ratio."""
         self.charge(-1)
-        theirs = self._adder.rem_total_token_offset
+        theirs = adapter().charged(self._adder)
         now, eventually = self.room.offer(ratio, theirs - self._admitted)
         self.eventual = max(self._slots - theirs - eventually, 0)
         self.present = max(self._slots - now, 0)
@@ -54,8 +55,7 @@ class _Account:
 
     def charge(self, sign: int) -> None:
         """1: charge; -1: take it back."""
-        self._adder.rem_total_token_offset += sign * self.eventual
-        self._adder.cur_rem_token_offset += sign * self.present
+        adapter().charge(self._adder, sign * self.eventual, sign * self.present)
 
 
 def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> None:
@@ -92,9 +92,9 @@ def admit(
     account: _Account = getattr(adder, _ACCOUNT)
     account.offer(ratio)
     ours.iteration.refused(account.room.tokens(ratio)[1])
-    before = adder.rem_total_token_offset
+    before = adapter().charged(adder)
     result = _consider(original, adder, req, *args, **kwargs)
-    account.take(ratio, adder.rem_total_token_offset - before)
+    account.take(ratio, adapter().charged(adder) - before)
     if adder.can_run_list and adder.can_run_list[-1] is req:
         prompts.take(*needs)
         prompts.compute(needs[0], _all_logits(req))
@@ -105,7 +105,7 @@ def admit(
 
 def _first_tokens(adder: PrefillAdder, req: Req) -> int:
     """Tokens of a prompt that the step would compute."""
-    rows = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+    rows = len(req.full_untruncated_fill_ids) - adapter().prefix_tokens(req)
     return rows if adder.rem_chunk_tokens is None else min(rows, max(adder.rem_chunk_tokens, 0))
 
 
@@ -167,11 +167,11 @@ def _consider(
         return AddReqResult.NO_TOKEN
     account: _Account = getattr(adder, _ACCOUNT)
     growth = account.eventual - account.present
-    adder.cur_rem_token_offset += growth
+    adapter().charge(adder, 0, growth)
     try:
         return original(adder, req, *args, **kwargs)
     finally:
-        adder.cur_rem_token_offset -= growth
+        adapter().charge(adder, 0, -growth)
 
 
 def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, req: Req) -> Any:
@@ -182,7 +182,7 @@ def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, req: Req
     prompts: PromptRoom = getattr(adder, _PROMPTS)
     _limit_rows(adder, req)
     tokens = _first_tokens(adder, req)
-    further = prompts.further(len(req.prefix_indices), tokens, ours.under_way().own)
+    further = prompts.further(adapter().prefix_tokens(req), tokens, ours.under_way().own)
     if further < tokens:
         adder.rem_chunk_tokens = further  # nor does another prompt begin
     if further == 0:

@@ -18,6 +18,7 @@ from ellm_sgl.host_file import file_of
 from ellm_sgl.kernels.cpu.library import instruction_set, load
 from ellm_sgl.memory import KVPool
 from ellm_sgl.sglang.kv_store import StoredPrefixes
+from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.store import BlockStore, StoreFolder
 from ellm_sgl.worker import Worker
 
@@ -38,7 +39,7 @@ def open_prefixes(ours: Context, scheduler: Scheduler, least_of_ranks: Any) -> S
     Raises:
         ConfigError: its folder cannot be used.
     """
-    settings, ranks = ours.settings, scheduler.ps
+    settings, ranks = ours.settings, adapter().ranks(scheduler)
     assert settings.kv_store is not None
     path = file_of(settings.kv_store, ranks.tp_rank, ranks.tp_size)
     size = read_size(settings.kv_store_size) // ranks.tp_size
@@ -78,7 +79,7 @@ def _facts(ours: Context, scheduler: Scheduler) -> dict[str, Any]:
     """How KV is computed, and how it lies in a unit."""
     import sglang
 
-    shape, buffer = ours.table.shape, ours.pool.buffer
+    shape, buffer, ranks = ours.table.shape, ours.pool.buffer, adapter().ranks(scheduler)
     model = dict(scheduler.model_config.hf_config.to_dict())
     model.pop("_name_or_path", None)
     kernels = instruction_set(buffer.shape[-1]) if load().library is not None else None
@@ -91,7 +92,7 @@ def _facts(ours: Context, scheduler: Scheduler) -> dict[str, Any]:
         "dtype": str(scheduler.model_config.dtype),
         "kv": [str(buffer.dtype), *buffer.shape[1:]],
         "layers": [shape.num_layers, shape.layer_group, shape.block_tokens],
-        "rank": [scheduler.ps.tp_rank, scheduler.ps.tp_size],
+        "rank": [ranks.tp_rank, ranks.tp_size],
     }
 
 

@@ -189,7 +189,8 @@ class StoredPrefixes:
         self._name(req, stored, full)
         key = adapter().radix_key(tokens, req)
         found = self._cache.match_prefix(MatchPrefixParams(key=key))
-        have = len(found.device_indices) // self._block_tokens
+        slots = adapter().matched(self._cache, found)
+        have = len(slots) // self._block_tokens
         there = self.store.leading(stored.chain.keys[have : min(full, have + most)])
         self._cache.inc_lock_ref(found.last_device_node)
         try:
@@ -197,7 +198,7 @@ class StoredPrefixes:
             blocks = self._read(stored.chain.keys[have : have + wanted])
             if len(blocks):
                 end = (have + len(blocks)) * self._block_tokens
-                self._insert(key[:end], found.device_indices, blocks)
+                self._insert(key[:end], slots, blocks)
         finally:
             self._cache.dec_lock_ref(found.last_device_node)
         stored.fetched = len(blocks) < most or have + len(blocks) >= full

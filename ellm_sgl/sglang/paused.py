@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ellm_sgl.sglang.versions import adapter
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
@@ -57,13 +59,11 @@ class PausedRequests:
         Their last step has been accounted for, also with overlap scheduling: they had no part in
         the one that may be in flight.
         """
-        from sglang.srt.mem_cache.common import release_kv_cache
-
         before, self.before = self.before, frozenset()
         aborted = [r for r in batch.reqs if r in before and r.to_finish is not None]
         for req in aborted:
             req.update_finish_state()
-            release_kv_cache(req, self.scheduler.tree_cache)
+            adapter().release(req, self.scheduler.tree_cache)
             req.time_stats.set_completion_time()
             self.scheduler.output_streamer.stream_output([req], req.return_logprob)
         if aborted:

@@ -7,12 +7,13 @@ and when a request leaves, what lies beyond its first such block is dropped, unl
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.registry import (
     TreeCacheBuildContext,
@@ -21,13 +22,13 @@ from sglang.srt.mem_cache.registry import (
 )
 
 from ellm_sgl.sglang.context import context_of, row_of
-from ellm_sgl.sglang.scheduler import scheduler_of
+from ellm_sgl.sglang.scheduler import note_end
 from ellm_sgl.sglang.server_args import PREFIX_CACHE
 from ellm_sgl.sglang.versions import adapter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
     from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 
@@ -37,25 +38,21 @@ def register_prefix_cache() -> None:
         register_radix_cache_backend(PREFIX_CACHE, _build)
 
 
-def _build(context: TreeCacheBuildContext) -> RadixCache | ChunkCache:
-    kind = EllmChunkCache if context.disable_radix_cache else EllmRadixCache
+def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
+    kind: type[BasePrefixCache] = EllmRadixCache
+    if context.disable_radix_cache and adapter().has_chunk_cache:
+        from ellm_sgl.sglang.chunk_cache import EllmChunkCache
+
+        kind = EllmChunkCache
     cache = kind(context.params)
     context_of(cache).prefix_cache = cache
     return cache
 
 
-class EllmChunkCache(ChunkCache):
-    """`--disable-radix-cache`: no sharing; a finished request's blocks are free at once."""
-
-    def cache_finished_req(
-        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
-    ) -> None:
-        context_of(self).forget_request(req)
-        _note_end(self, req)
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+_Calls: Any = adapter().tree_calls
 
 
-class EllmRadixCache(RadixCache):
+class EllmRadixCache(_Calls, RadixCache):
     """The radix tree; see the module's docstring."""
 
     def __init__(self, params: Any) -> None:
@@ -68,15 +65,16 @@ class EllmRadixCache(RadixCache):
         result = super().match_prefix(params)
         if self._match_all:
             return result
-        resident = self._resident_tokens(result.device_indices)
-        if resident == len(result.device_indices):
+        slots = adapter().matched(self, result)
+        resident = self._resident_tokens(slots)
+        if resident == len(slots):
             return result
         # Match again up to there: this splits the node at the boundary.
         return super().match_prefix(dataclasses.replace(params, key=params.key[:resident]))
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Insert, and give the tree back any KV that the request has and the tree had lost."""
-        cached = super().match_prefix(MatchPrefixParams(key=params.key)).device_indices
+        cached = self._match_whole(params.key)
         lost = self._table.depth(cached[:: self.page_size].cpu().numpy() // self.page_size) > 0
         for i in np.flatnonzero(lost):
             at = int(i) * self.page_size
@@ -85,34 +83,46 @@ class EllmRadixCache(RadixCache):
                 self._table.adopt(old, new)
         return super().insert(params)
 
-    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
-        """The tree takes over a prefilled request's blocks, or gives it those it has."""
-        self._match_all = True  # the request's own blocks, whether resident or not
+    # -- `TreeCalls` --------------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Matches have a request's own blocks, whether resident or not."""
+        self._match_all = True
         try:
-            super().cache_unfinished_req(req, chunked)
+            yield
         finally:
             self._match_all = False
+
+    def stays(self, req: Req) -> None:
+        """The tree has taken over a prefilled request's blocks, or given it those it had."""
         length = self._table.length_of(row_of(req))
         ours = context_of(self)
         ours.map_request(req, self.req_to_token_pool.req_to_token, length)
         if ours.stored is not None:
             ours.stored.keep(req)
 
-    def cache_finished_req(
-        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
-    ) -> None:
-        """Keep a finished request's blocks as far as they are all there."""
-        tokens = (req.origin_input_ids + req.output_ids)[:kv_len_to_handle]
-        key = adapter().radix_key(tokens, req).page_aligned(self.page_size)
+    def leaves(self, req: Req) -> None:
+        """A request that gives its blocks back is a sequence no more."""
         if (stored := context_of(self).stored) is not None:
             stored.end(req)
         context_of(self).forget_request(req)
-        _note_end(self, req)
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-        cached = super().match_prefix(MatchPrefixParams(key=key)).device_indices
+        note_end(self, req)
+
+    def has_left(self, req: Req, tokens: int) -> None:
+        """Keep its blocks as far as they are all there."""
+        ids = (req.origin_input_ids + req.output_ids)[:tokens]
+        key = adapter().radix_key(ids, req).page_aligned(self.page_size)
+        cached = self._match_whole(key)
         resident = self._resident_tokens(cached)
         if resident < len(cached):
             self._drop_beyond(key, resident)
+
+    # -- what is there ------------------------------------------------------------------------
+
+    def _match_whole(self, key: RadixKey) -> torch.Tensor:
+        """Slots of what the tree has of `key`, whether resident or not."""
+        return adapter().matched(self, super().match_prefix(MatchPrefixParams(key=key)))
 
     def _resident_tokens(self, slots: torch.Tensor) -> int:
         """Leading tokens, whole blocks, whose units are all there. `slots`: in token order."""
@@ -133,12 +143,6 @@ class EllmRadixCache(RadixCache):
         for dead in _children_first(below):
             self.token_to_kv_pool_allocator.free_segment(dead.value, start_pos=0)
             self._delete_leaf(dead)
-
-
-def _note_end(cache: RadixCache | ChunkCache, req: Req) -> None:
-    """A request that leaves its row without having finished was retracted."""
-    if req.finished():
-        scheduler_of(cache).ended(req)
 
 
 def _children_first(root: TreeNode) -> list[TreeNode]:

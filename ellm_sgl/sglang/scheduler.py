@@ -20,6 +20,7 @@ from ellm_sgl.sglang.context import context_of, row_of, rows_of
 from ellm_sgl.sglang.metrics import Metrics
 from ellm_sgl.sglang.paused import PausedRequests
 from ellm_sgl.sglang.slo import slo_seconds
+from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.worker import Worker
 
 if TYPE_CHECKING:
@@ -240,12 +241,12 @@ class EllmScheduler:
     @property
     def asks(self) -> bool:
         """Whether this rank's policy is the one that is asked."""
-        return bool(self.scheduler.ps.tp_rank == 0)
+        return bool(adapter().ranks(self.scheduler).tp_rank == 0)
 
     def _agreed(self, running: Entries, seq_ids: Sequence[int], waiting: Entries) -> Decision:
         """Rank 0's decision: clocks differ between ranks, decisions must not. Only rank 0 has the
         policy at all, since what it promises, and whether it can be made, may differ as well."""
-        ranks, iteration = self.scheduler.ps, self.iteration
+        ranks, iteration = adapter().ranks(self.scheduler), self.iteration
 
         def decided() -> Decision:
             state = iteration.observe(running, seq_ids, waiting, self.reclaimable())
@@ -272,7 +273,7 @@ class EllmScheduler:
     def least_of_ranks(self, numbers: list[int]) -> list[int]:
         """The least of each of these numbers over all ranks, which all must ask in the same turn of
         SGLang's loop."""
-        if self.scheduler.ps.tp_size == 1:
+        if adapter().ranks(self.scheduler).tp_size == 1:
             return numbers
         least = torch.tensor(numbers)
         group = self.scheduler.tp_group.cpu_group
@@ -291,6 +292,12 @@ def scheduler_of(owner: Any) -> EllmScheduler:
     found = context_of(owner).scheduler
     assert isinstance(found, EllmScheduler), "eLLM is enabled, but no scheduler was built"
     return found
+
+
+def note_end(cache: Any, req: Req) -> None:
+    """A request that leaves its row without having finished was retracted."""
+    if req.finished():
+        scheduler_of(cache).ended(req)
 
 
 # -- hooks ----------------------------------------------------------------------------------

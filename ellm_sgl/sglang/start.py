@@ -26,6 +26,7 @@ from ellm_sgl.sglang.fingerprint import open_prefixes
 from ellm_sgl.sglang.metrics import metrics_of
 from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
 from ellm_sgl.sglang.start_screen import screen
+from ellm_sgl.sglang.versions import adapter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -58,8 +59,8 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     Only rank 0's policy is asked; on the others SGLang's way stands in its place.
     """
     ours = context_of(scheduler)
-    settings = ours.settings
-    shape = model_shape(scheduler.model_config, scheduler.ps.tp_size)
+    settings, ranks = ours.settings, adapter().ranks(scheduler)
+    shape = model_shape(scheduler.model_config, ranks.tp_size)
     runner = scheduler.tp_worker.model_runner
     ours.attach(runner.model.model)
     ours.hardware, activations = calibrate(runner, ours, shape)
@@ -74,7 +75,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         host_scaling=settings.host_scaling,
     )
     controller = Controller(
-        policy_of(settings) if scheduler.ps.tp_rank == 0 else Stock(),
+        policy_of(settings) if ranks.tp_rank == 0 else Stock(),
         settings.policy_budget_ms / 1e3,
         StepLog(model),
         limits,
@@ -85,9 +86,9 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     ours.scheduler.metrics = metrics_of(scheduler)
     if settings.kv_store is not None:
         ours.stored = open_prefixes(ours, scheduler, ours.scheduler.least_of_ranks)
-    if ours.sizing is not None and scheduler.ps.tp_rank == 0:
+    if ours.sizing is not None and ranks.tp_rank == 0:
         ours.sizing.start(scheduler, ours.scheduler.resizer)
-    if scheduler.ps.tp_rank == 0:
+    if ranks.tp_rank == 0:
         logger.info("%s", screen(scheduler, ours))
 
 

@@ -25,6 +25,7 @@ from ellm_sgl.sglang.http import CONTROL
 from ellm_sgl.sglang.request_views import describe_requests
 from ellm_sgl.sglang.scheduler import scheduler_of
 from ellm_sgl.sglang.start import switch_policy
+from ellm_sgl.sglang.versions import adapter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import SetInternalStateReq
@@ -141,7 +142,7 @@ def integrity(scheduler: Scheduler) -> str:
     """
     table = context_of(scheduler).table
     mine = (_contradiction(table), dataclasses.asdict(table.statistics()))
-    count = scheduler.ps.tp_size
+    count = adapter().ranks(scheduler).tp_size
     if count == 1:
         return mine[0]
     ranks: list[Any] = [None] * count

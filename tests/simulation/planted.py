@@ -294,7 +294,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "without a tree, a request that ends stays mapped",
-        f"{_TREE}:EllmChunkCache.cache_finished_req",
+        "ellm_sgl.sglang.chunk_cache:EllmChunkCache.cache_finished_req",
         "context_of(self).forget_request(req)",
         "pass",
     ),
@@ -331,7 +331,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "requests aborted while they were paused keep their memory",
         f"{_PAUSED}.end_aborted",
-        "release_kv_cache(req, self.scheduler.tree_cache)",
+        "adapter().release(req, self.scheduler.tree_cache)",
         "pass",
     ),
 )

@@ -33,9 +33,11 @@ def lm_head(
     hidden_states: torch.Tensor,
     head: Any,
     embedding_bias: torch.Tensor | None = None,
+    **others: Any,
 ) -> torch.Tensor:
     """Hook around `LogitsProcessor._compute_lm_head`, whose own product is plain where the head has
-    a plain weight and nothing asks for another type."""
+    a plain weight and nothing asks for another type. `others`: from 0.5.23 a buffer for the
+    result, which SGLang's own product uses on CUDA devices only."""
     from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 
     plain = (
@@ -47,4 +49,4 @@ def lm_head(
     )
     if plain and (out := linear(hidden_states, head.weight)) is not None:
         return out
-    return original(processor, hidden_states, head, embedding_bias)
+    return original(processor, hidden_states, head, embedding_bias, **others)

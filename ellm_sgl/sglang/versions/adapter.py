@@ -6,15 +6,44 @@ import json
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+    from sglang.srt.mem_cache.radix_cache import RadixCache as _Tree
+else:  # versions are asked where SGLang cannot be imported
+    _Tree = object
 
 _HERE = Path(__file__).parent
+
+
+class TreeCalls(_Tree):
+    """What SGLang calls of its prefix tree when a request goes on or goes, and what of ours that is
+    (`prefix_cache.py`). Stands before SGLang's class among the bases."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within it a match does not end at what is missing: a request's own blocks are its own."""
+        raise NotImplementedError
+
+    def stays(self, req: Req) -> None:
+        """The tree has a request's blocks now, and it goes on with those that the tree had."""
+        raise NotImplementedError
+
+    def leaves(self, req: Req) -> None:
+        """It is about to give back its row, with all its KV still there."""
+        raise NotImplementedError
+
+    def has_left(self, req: Req, tokens: int) -> None:
+        """Of so many tokens its KV was; now it uses nothing any more."""
+        raise NotImplementedError
 
 
 class Adapter(ABC):
@@ -23,6 +52,9 @@ class Adapter(ABC):
     version: str
     moved: ClassVar[Mapping[str, str]] = {}
     """Targets of hooks (`hooks.py`) that this version has elsewhere, and where."""
+    tree_calls: ClassVar[type[TreeCalls]]
+    has_chunk_cache: ClassVar[bool]
+    """Whether there is one in place of a disabled tree (`chunk_cache.py`)."""
 
     # -- recorded beside the module -----------------------------------------------------------
 
@@ -65,6 +97,20 @@ class Adapter(ABC):
     def model_config(self, args: Any) -> Any:
         """SGLang's `ModelConfig` of the model that they name."""
 
+    # -- the scheduler ------------------------------------------------------------------------
+
+    @abstractmethod
+    def ranks(self, scheduler: Scheduler) -> Any:
+        """What has `tp_rank` and `tp_size`."""
+
+    @abstractmethod
+    def charged(self, adder: PrefillAdder) -> float:
+        """Tokens that it keeps for those that run or are admitted, in the long run."""
+
+    @abstractmethod
+    def charge(self, adder: PrefillAdder, eventual: float, present: float) -> None:
+        """Have it count on so many tokens less: in the long run, and now."""
+
     # -- requests -----------------------------------------------------------------------------
 
     @abstractmethod
@@ -79,6 +125,20 @@ class Adapter(ABC):
     @abstractmethod
     def radix_key(self, tokens: Any, req: Req) -> RadixKey:
         """The key under which the prefix cache keeps so many tokens of a request."""
+
+    @abstractmethod
+    def prefix_tokens(self, req: Req) -> int:
+        """Tokens of it that are computed, or found in the tree."""
+
+    @abstractmethod
+    def release(self, req: Req, tree: BasePrefixCache) -> None:
+        """A finished request gives its KV back, what can be reused to the tree."""
+
+    # -- memory -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def matched(self, tree: RadixCache, result: MatchResult) -> torch.Tensor:
+        """Slots of what matches, in token order, int64."""
 
     @abstractmethod
     def holds_frees(self, allocator: Any) -> bool:

@@ -6,17 +6,39 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.sglang.versions.adapter import Adapter
+from ellm_sgl.sglang.versions.adapter import Adapter, TreeCalls
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+
+
+class TreeCalls0517(TreeCalls):
+    """One call when a prompt, or a chunk of it, is computed, and one when the request goes."""
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        with self.whole():
+            super().cache_unfinished_req(req, chunked)
+        self.stays(req)
+
+    def cache_finished_req(
+        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
+    ) -> None:
+        self.leaves(req)
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        self.has_left(req, kv_len_to_handle)
 
 
 class Sglang0517(Adapter):
     """`ServerArgs` is a dataclass that resolves itself when it is made; a request has its row."""
 
     version = "0.5.17"
+    tree_calls = TreeCalls0517
+    has_chunk_cache = True
 
     def defaults(self) -> dict[str, Any]:
         from sglang.srt.server_args import ServerArgs
@@ -35,6 +57,16 @@ class Sglang0517(Adapter):
     def model_config(self, args: Any) -> Any:
         return args.get_model_config()
 
+    def ranks(self, scheduler: Scheduler) -> Any:
+        return scheduler.ps
+
+    def charged(self, adder: PrefillAdder) -> float:
+        return adder.rem_total_token_offset
+
+    def charge(self, adder: PrefillAdder, eventual: float, present: float) -> None:
+        adder.rem_total_token_offset += eventual
+        adder.cur_rem_token_offset += present
+
     def kv(self, req: Req) -> Any:
         return req
 
@@ -45,6 +77,17 @@ class Sglang0517(Adapter):
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         return RadixKey(tokens, req.extra_key)
+
+    def prefix_tokens(self, req: Req) -> int:
+        return len(req.prefix_indices)
+
+    def release(self, req: Req, tree: BasePrefixCache) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        release_kv_cache(req, tree)
+
+    def matched(self, tree: RadixCache, result: MatchResult) -> torch.Tensor:
+        return result.device_indices
 
     def holds_frees(self, allocator: Any) -> bool:
         return not allocator.is_not_in_free_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ellm_sgl.sglang.versions.adapter import Adapter
+from ellm_sgl.sglang.versions.v0_5_17 import Sglang0517
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _ARGS = "sglang.srt.server_args.ServerArgs"
 
 
-class Sglang0520(Adapter):
+class Sglang0520(Sglang0517):
     """`ServerArgs` keeps what was given; `resolve_once` decides beside it. What a request has of
     memory is in `req.kv`."""
 
