@@ -1,4 +1,5 @@
-"""`ellm-sgl paper`: the eLLM paper's evaluation, redone in the simulator."""
+"""`ellm-sgl paper`: the eLLM paper's evaluation, and Figs. 9 to 11 of that on elastic memory,
+redone in the simulator."""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ def paper(
     workers: int,
     as_json: bool,
 ) -> None:
-    """Simulate the eLLM paper's figures and tables, and write one HTML report: what the paper
-    said, what the simulator says, what was measured here, and why they differ.
+    """Simulate the eLLM paper's figures and tables, and Figs. 9 to 11 of the paper on elastic
+    memory, and write one HTML report: what the paper said, what the simulator says, what was
+    measured here, and why they differ.
     """
     # The simulator imports PyTorch, which takes seconds.
     from ellm_sgl.eval.paper.jobs import Done

@@ -85,7 +85,11 @@ def mean_tokens(data_set: str) -> tuple[float, float]:
 def capacity(machine: Machine, settings: Settings, data_set: str) -> float:
     """Requests per second that a machine serves with all KV on the device: prompts prefilled one
     after the other, and between them decode steps of a full memory, every request half way."""
-    prompt, output = mean_tokens(data_set)
+    return served(machine, settings, *mean_tokens(data_set))
+
+
+def served(machine: Machine, settings: Settings, prompt: float, output: float) -> float:
+    """`capacity` for requests of these lengths."""
     device = device_model(machine, settings)
     tokens = prompt + output / 2
     batch = min(max(machine.kv_tokens // tokens, 1), settings.max_running)

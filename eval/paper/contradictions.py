@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ellm_sgl.client.workloads import LENGTHS, PAPER_GAP_S, PAPER_RATES
 from ellm_sgl.eval.paper import claims
 from ellm_sgl.eval.paper.bounds import bounds, capacity, mean_tokens, restorable
 from ellm_sgl.eval.paper.claims import CHAT_70B, LONG_13B, LONG_70B, SMALLER, UNCACHED
+from ellm_sgl.eval.paper.contradiction import Contradiction
 from ellm_sgl.eval.paper.jobs import paper_machine
 from ellm_sgl.eval.paper.plan import BASELINES
 from ellm_sgl.eval.simulator import Settings
@@ -18,15 +18,6 @@ TRIALS, RUN_S, WARM_UP_S, REQUESTS = 5, 4500.0, 120.0, 3000
 """§6.1: 1.25 hours for ShareGPT, two minutes of it to warm up, five trials."""
 CONTEXT = 4096
 """Of Llama-2, in tokens."""
-
-
-@dataclass(frozen=True)
-class Contradiction:
-    """One claim, and what it is against."""
-
-    where: str
-    said: str
-    against: str
 
 
 def contradictions(settings: Settings) -> list[Contradiction]:

@@ -60,6 +60,9 @@ class Job:
     def case(self) -> Case:
         return self.machine, self.load.data_set
 
+    def run(self) -> SimReport:
+        return simulate(paper_machine(self.machine), self.settings, self.load.draw())
+
 
 @dataclass(frozen=True)
 class Done:
@@ -70,7 +73,7 @@ class Done:
 
 
 def run_job(job: Job) -> Done:
-    return Done(job, simulate(paper_machine(job.machine), job.settings, job.load.draw()))
+    return Done(job, job.run())
 
 
 def distinct(jobs: Sequence[Job]) -> list[Job]:

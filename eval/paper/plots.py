@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ellm_sgl.eval.paper.elastic.rows import decode, largest, total
 from ellm_sgl.eval.paper.figure_7 import EXAMPLES, REQUESTS, SHAPE, TOKENS, example
 from ellm_sgl.eval.paper.jobs import Done
 from ellm_sgl.eval.paper.plan import ADMISSIONS, BASELINES
@@ -26,6 +27,7 @@ PANELS: dict[str, Callable[[Done], float]] = {
     "mean TPOT, ms": lambda d: d.sim.summary.tpot.mean * 1e3,
     "p99 TPOT, ms": lambda d: d.sim.summary.tpot.p99 * 1e3,
     "within the TPOT SLO, %": lambda d: 100 * d.sim.summary.tpot_attainment,
+    "within both SLOs, %": lambda d: 100 * d.sim.summary.slo_attainment,
 }
 """What a panel can show of a simulation, by the name of its axis."""
 LATENCIES = ("output tokens/s", "mean TTFT, s", "mean TPOT, ms")
@@ -129,6 +131,13 @@ def _unit(place: Any, x: float, y: float, text: str, colour: str) -> None:
     place.bar(x + 0.5, 0.8, width=0.9, bottom=y + 0.1, edgecolor="black",
               color=colour if text else "white")  # fmt: skip
     place.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=6)
+
+
+def offline(done: Sequence[Done]) -> str:
+    """Fig. 11 of the paper on elastic memory."""
+    names = [f"{d.job.variant}, {d.job.load.data_set}" for d in done]
+    axes = {"total tokens/s": total, "decode tokens/s": decode, "largest batch, requests": largest}
+    return bars(names, {axis: [of(d) for d in done] for axis, of in axes.items()})
 
 
 def decisions(results: Results) -> str:

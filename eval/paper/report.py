@@ -11,8 +11,9 @@ from ellm_sgl.eval.paper import plots
 from ellm_sgl.eval.paper.bounds import TOKENS
 from ellm_sgl.eval.paper.claims import CHAT_13B, TPOT_SLO_S
 from ellm_sgl.eval.paper.contradictions import contradictions
+from ellm_sgl.eval.paper.elastic.contradictions import contradictions as elastic_contradictions
 from ellm_sgl.eval.paper.plan import EAGER, SLO_SCALE, unit_rates
-from ellm_sgl.eval.paper.results import Results, by_variant
+from ellm_sgl.eval.paper.results import Results, by_data_set, by_variant
 from ellm_sgl.eval.paper.row import Row
 from ellm_sgl.eval.paper.table import rows
 
@@ -59,6 +60,8 @@ was measured on the machine that wrote this. Nothing was adjusted to come out al
 runs the server's own policies, control loop and page table; its device is the
 <b>{results.latency_model}</b> latency model.{size}</p>
 <h2>What bounds a gain</h2><ul>{bound}</ul>
+<p>At the end of the table: Figs. 9 to 11 of another paper, on elastic memory ("eLLM: Elastic Memory
+Management Framework"), likewise.</p>
 <p>Where a ratio below is far from 1, this is why: more requests at once share only the reading of
 the weights. Each further request's KV has to be read like any other's, and restored first.</p>"""
 
@@ -84,10 +87,10 @@ def _contradictions(results: Results) -> str:
         "<tr>"
         + "".join(f"<td>{html.escape(t)}</td>" for t in (c.where, c.said, c.against))
         + "</tr>"
-        for c in contradictions(results.settings)
+        for c in (*contradictions(results.settings), *elastic_contradictions(results.settings))
     )
     return (
-        "<h2>Where the paper's figures do not fit together</h2><table><thead><tr><th>where</th>"
+        "<h2>Where the papers' figures do not fit together</h2><table><thead><tr><th>where</th>"
         f"<th>said</th><th>against it</th></tr></thead><tbody>{lines}</tbody></table>"
     )
 
@@ -141,6 +144,26 @@ def _figures(results: Results) -> Iterator[str]:
                         "output tokens/s", "mean TTFT, s", "p99 TPOT, ms"),
             f"§6.6. {', '.join(case)}: the policy's model is wrong by 20 %, and does not learn.",
         )  # fmt: skip
+    yield from _elastic(results)
+
+
+def _elastic(results: Results) -> Iterator[str]:
+    """Figs. 9 to 11 of the paper on elastic memory."""
+    panels = ("mean TTFT, s", "mean TPOT, ms", "within both SLOs, %", "output tokens/s")
+    for figure in ("elastic 9", "elastic 10"):
+        for data_set, group in by_data_set(results.of(figure)).items():
+            yield _plot(
+                plots.lines(by_variant(group), "relative load", *panels),
+                f"Fig. {figure[8:]} of the paper on elastic memory. {group[0].job.machine}, "
+                f"{data_set}: vLLM, with chunked prefill (CP), and eLLM with parts of it (intra: "
+                "KV and activations share memory; host: prompts' KV may go to host memory, too; "
+                "ellm: as much of it as Alg. 2 allows). Relative load 1 is what vLLM's split "
+                "serves.",
+            )
+    yield _plot(
+        plots.offline(results.of("elastic 11")),
+        "Fig. 11 of the paper on elastic memory. Llama3-8B on an A100, all requests at once.",
+    )
 
 
 def _plot(svg: str, caption: str) -> str:
@@ -166,4 +189,10 @@ beside which swapping does not slow down.</li>
 <code>ellm_sgl/eval/simulator/modes.py</code>.</li>
 <li>Up to 8 decode steps (4 on llama3-8b, 64 and 32 on L-Eval) follow one decision where no request
 ends, arrives or pauses: on llama3-8b, where it matters most, up to 1 % of the tokens per second and
-7 % of the TTFT against one step per decision.</li></ul>"""
+7 % of the TTFT against one step per decision.</li>
+<li>Elastic memory: Poisson arrivals, at most 256 requests at once (vLLM's default), ShareGPT's
+lengths as above; SLOs are 25 times the latency model's TTFT and TPOT of a request alone. vLLM and
+eLLM compute prompts whole, and decoding waits; with chunked prefill a chunk shares its step with
+those that decode. Activations are those of the MLP's widest point, 102 kB a row of Llama3-8B. Mapping
+memory costs no time (the paper: 1 to 5 %). What is kept of its algorithms is told in
+<code>ellm_sgl/eval/simulator/balloon.py</code>. Up to 64 decode steps follow one decision.</li></ul>"""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ellm_sgl.client.summary import ATTAINMENT
 from ellm_sgl.eval.paper.bounds import Bounds, bounds
 from ellm_sgl.eval.paper.claims import MAX_RUNNING, Case
+from ellm_sgl.eval.paper.elastic import plan as elastic
 from ellm_sgl.eval.paper.jobs import Done, distinct, run_all
 from ellm_sgl.eval.paper.measured import Measured
 from ellm_sgl.eval.paper.overheads import Overheads, measure
@@ -63,6 +64,14 @@ def by_variant(runs: Sequence[Done]) -> dict[str, list[Done]]:
     found: dict[str, list[Done]] = {}
     for done in sorted(runs, key=lambda d: d.job.x):
         found.setdefault(done.job.variant, []).append(done)
+    return found
+
+
+def by_data_set(runs: Sequence[Done]) -> dict[str, list[Done]]:
+    """Each data set's runs."""
+    found: dict[str, list[Done]] = {}
+    for done in runs:
+        found.setdefault(done.job.load.data_set, []).append(done)
     return found
 
 
@@ -135,7 +144,7 @@ def evaluate(
         tick: called as each is done.
     """
     overheads = measure(GROUPS)  # first, while this machine is quiet
-    jobs = plan(scale, latency_model)
+    jobs = [*plan(scale, latency_model), *elastic.plan(scale, latency_model)]
     begin(len(distinct(jobs)))
     done = run_all(jobs, workers, tick)
     limits = [bounds(preset(name), Settings(latency_model=latency_model)) for name in PRESETS]

@@ -185,8 +185,9 @@ class BalloonAdmission(VllmAdmission):
             kv, activations = blocks_for(tokens), mode.activation_blocks(tokens)
             if tokens > left:
                 break
-            alone = not running and not chunks
-            if places > 0 and (alone or free >= kv + activations):
+            if (not running and not chunks) or free >= kv + activations:
+                if places == 0:
+                    break
                 free, places = free - kv - activations, places - 1
             elif free >= activations and mode.host_room() >= kv:
                 free -= activations

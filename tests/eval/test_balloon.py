@@ -4,6 +4,7 @@ decoding half of two instances."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ BLOCK = 16
 L4 = preset("llama3-8b")
 EACH = 0.5
 """Tokens of KV whose memory a row takes."""
-SHARED = {"admission": "vllm", "chunk_tokens": 10**6, "max_running": 64}
+SHARED: dict[str, Any] = {"admission": "vllm", "chunk_tokens": 10**6, "max_running": 64}
 WAYS = {
     "whole": Settings("recompute", **SHARED),
     "shared": Settings("recompute", activation_tokens=EACH, **SHARED),
@@ -42,7 +43,9 @@ def balloon(blocks: int, prompts: list[int], host_blocks: float, buffer: HostBuf
 
 
 def burst(count: int, prompt: int = 512, output: int = 256) -> Load:
-    trace = Trace(np.arange(count) * 0.01, np.full(count, prompt), np.full(count, output))
+    trace = Trace(
+        np.linspace(0.0, 0.01 * (count - 1), count), np.full(count, prompt), np.full(count, output)
+    )
     return Load.of(trace, None, 0.2, 1.0)
 
 

@@ -191,10 +191,13 @@ def test_the_report_needs_no_network_and_names_all_figures(
     assert said["report"] == str(out)
     real = [r["measured"] for r in said["rows"] if "Real servers" in r["why"]]
     assert real == [1.5, 4.0, 2.5, 0.8]
+    elastic = {r["paper"] for r in said["rows"] if r["where"].startswith("elastic memory, Fig. ")}
+    assert {295.0, 140.0, 3.0, 2.32} <= elastic
     text = out.read_text()
     for link in ("<script", "<link", "<img", 'src="http', "@import", 'href="http'):
         assert link not in text
     for figure in ("Figs. 3(b) and 4", "Fig. 5(b)", "Fig. 7", "Figs. 10 and 12", "Fig. 11",
-                   "Fig. 13", "Figs. 14 and 15", "Fig. 16", "Table 2", "§6.6", "§7"):  # fmt: skip
+                   "Fig. 13", "Figs. 14 and 15", "Fig. 16", "Table 2", "§6.6", "§7",
+                   *(f"Fig. {n} of the paper on elastic memory" for n in (9, 10, 11))):  # fmt: skip
         assert figure in text
-    assert text.count("<svg") == text.count("<figcaption") == 20
+    assert text.count("<svg") == text.count("<figcaption") == 25
