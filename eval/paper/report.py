@@ -193,6 +193,7 @@ ends, arrives or pauses: on llama3-8b, where it matters most, up to 1 % of the t
 <li>Elastic memory: Poisson arrivals, at most 256 requests at once (vLLM's default), ShareGPT's
 lengths as above; SLOs are 25 times the latency model's TTFT and TPOT of a request alone. vLLM and
 eLLM compute prompts whole, and decoding waits; with chunked prefill a chunk shares its step with
-those that decode. Activations are those of the MLP's widest point, 102 kB a row of Llama3-8B. Mapping
-memory costs no time (the paper: 1 to 5 %). What is kept of its algorithms is told in
-<code>ellm_sgl/eval/simulator/balloon.py</code>. Up to 64 decode steps follow one decision.</li></ul>"""
+those that decode. Activations are those of the MLP's widest point, 102 kB a row of Llama3-8B.
+Mapping memory costs no time (the paper: 1 to 5 %). What is kept of its algorithms is told in
+<code>ellm_sgl/eval/simulator/balloon.py</code>. Up to 64 decode steps follow one decision, and one
+look of Alg. 2.</li></ul>"""

@@ -1,6 +1,6 @@
-"""What the paper on elastic memory reports of Figs. 9 to 11: its figures, by section. No text of it.
+"""What the paper on elastic memory reports of Figs. 9 to 11: its figures, by section.
 
-Plots without figures in the text have no claim here.
+No text of it. Plots without figures in the text have no claim here.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def _latencies(data_set: str, found: Lines) -> Iterator[Row]:
         yield Row(
             where, f"mean TTFT of {system} over eLLM's, at the most: {data_set}",
             claims.TTFT[system] if data_set == ONLINE[0] else None, ratio, None,
-            f"At {x:g} times what vLLM's split serves: {_listed(there)} s{_whole_host(system, found)}. "
-            + MEASURED, "x",
+            f"At {x:g} times what vLLM's split serves: {_listed(there)} s"
+            f"{_whole_host(system, found)}. {MEASURED}", "x",
         )  # fmt: skip
     last = {name: tpot_ms(line[-1]) for name, line in found.runs.items()}
     slo = found.runs["ellm"][-1].job.load.tpot_slo_s
@@ -197,16 +197,15 @@ def _gains(gains: Mapping[str, float | None]) -> str:
 def _two_devices(found: Lines) -> Iterator[Row]:
     good = {name: found.goodput(name) for name in found.runs}
     last = {name: line[-1] for name, line in found.runs.items()}
-    pair = machine(PAIR)
+    pair, left = machine(PAIR), kv_tokens(ONE, APART) / kv_tokens(PAIR, "vllm")
     taken = most_rows(PAIR, "vllm") * row_bytes(pair.shape)
     for system in ("vllm", "vllm-cp", APART):
         why = {
             "vllm": f"Activations of {most_rows(PAIR, 'vllm'):,} rows take {taken / 1e9:.2f} GB of "
             "48 on each device: sharing them changes nothing, and what eLLM gains is host memory.",
             "vllm-cp": "As over vLLM.",
-            APART: f"Two copies of the weights leave {kv_tokens(ONE, APART) / kv_tokens(PAIR, 'vllm'):.0%} "
-            "of the KV. That of prompts that wait between the instances takes no room here, and "
-            "fetching it blocks decoding.",
+            APART: f"Two copies of the weights leave {left:.0%} of the KV. That of prompts "
+            "that wait between the instances takes no room here; fetching it blocks decoding.",
         }[system]
         yield Row(
             PAPER + "Fig. 10", f"goodput of eLLM over {system}: OPT-13B, 2 L40S", None,
