@@ -91,7 +91,8 @@ def _latencies(data_set: str, found: Lines) -> Iterator[Row]:
             where, f"mean TTFT of {system} over eLLM's, at the most: {data_set}",
             claims.TTFT[system] if data_set == ONLINE[0] else None, ratio, None,
             f"At {x:g} times what vLLM's split serves: {_listed(there)} s"
-            f"{_whole_host(system, found)}. {MEASURED}", "x",
+            f"{_whole_host(system, found)}. The ratio of two queues: it depends on how many "
+            f"requests come. {MEASURED}", "x",
         )  # fmt: skip
     last = {name: tpot_ms(line[-1]) for name, line in found.runs.items()}
     slo = found.runs["ellm"][-1].job.load.tpot_slo_s
@@ -139,7 +140,7 @@ def _goodputs(data_set: str, found: Lines) -> Iterator[Row]:
     for system in ("vllm", "vllm-cp"):
         yield Row(
             f"{PAPER}Fig. {PANELS[data_set]}", f"goodput of eLLM over {system}: {data_set}",
-            None, over(good["ellm"], good[system]), None, f"{_up_to(good)} {_small(data_set)}", "x",
+            None, over(good["ellm"], good[system]), None, _up_to(good) + _small(data_set), "x",
         )  # fmt: skip
 
 
@@ -153,7 +154,7 @@ def _up_to(good: Mapping[str, float]) -> str:
 def _small(data_set: str) -> str:
     if data_set in claims.FIXED:
         return ""
-    return f"vLLM's bound of {MAX_RUNNING} requests holds before memory does."
+    return f" Beside all of memory, vLLM's bound of {MAX_RUNNING} requests holds first."
 
 
 def _output(data_set: str, found: Lines) -> Row:
@@ -166,7 +167,7 @@ def _output(data_set: str, found: Lines) -> Row:
         claims.OUTPUT if data_set == ONLINE[0] else None,
         over(speeds["ellm"], speeds["vllm"]), None,
         f"{_listed(speeds)} tokens/s, with {_listed(batch)} requests that decode together, whose "
-        f"KV every step has to read. {_small(data_set)}", "x",
+        f"KV every step has to read.{_small(data_set)}", "x",
     )  # fmt: skip
 
 
