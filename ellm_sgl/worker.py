@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -66,8 +67,9 @@ class Worker:
     def _run(self) -> None:
         if self._nice:
             own = threading.get_native_id()
-            nice = os.getpriority(os.PRIO_PROCESS, own) + self._nice
-            os.setpriority(os.PRIO_PROCESS, own, nice)  # Linux's own limit is 19
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                nice = os.getpriority(os.PRIO_PROCESS, own) + self._nice
+                os.setpriority(os.PRIO_PROCESS, own, nice)  # Linux's own limit is 19
         while (call := self._calls.get()) is not None:
             call()
 

@@ -59,37 +59,40 @@ def _containers(root: Path) -> Iterator[Room]:
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _limits(
-                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
-            )
+            yield from _limits(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
             yield from _limits(
                 root / "sys/fs/cgroup/memory",
                 path,
                 "memory.limit_in_bytes",
                 "memory.usage_in_bytes",
-                "total_inactive_file",
+                "total_",
             )
 
 
-def _limits(mount: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[Room]:
+def _limits(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[Room]:
     """Of a cgroup and those above it. In a container the path may be the one outside, of which
-    only the mount's root is there."""
+    only the mount's root is there.
+
+    Args:
+        prefix: of the names of its statistics.
+    """
     inner = PurePosixPath(path.lstrip("/"))
     for group in dict.fromkeys((mount / inner, *((mount / inner).parents))):
         if not group.is_relative_to(mount):
             return
         try:
             bound = int((group / limit).read_text())
-            taken = int((group / usage).read_text()) - _statistic(group, cache)
+            # Of the files that are cached, whether read once or often, the kernel frees any.
+            cached = _statistics(group, prefix + "inactive_file", prefix + "active_file")
+            taken = int((group / usage).read_text()) - cached
         except (OSError, ValueError):  # none, or "max"
             continue
         if bound < _NO_LIMIT:
             yield Room(bound, max(taken, 0), f"the container ({group / limit})")
 
 
-def _statistic(group: Path, name: str) -> int:
-    for line in (group / "memory.stat").read_text().splitlines():
-        if line.startswith(f"{name} "):
-            return int(line.split()[1])
-    return 0
+def _statistics(group: Path, *names: str) -> int:
+    """The sum of these."""
+    lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return sum(int(value) for name, value in lines if name in names)

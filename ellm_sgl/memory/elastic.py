@@ -83,15 +83,17 @@ class ElasticMemory:
         return int(min(self.max_restored_tokens, self.room.restorable(decoding)))
 
     def fits_one_step(self, seq_ids: Sequence[int]) -> bool:
-        """Whether one step can recompute what these requests miss and the host does not have,
-        or has but the device has no room to fetch."""
+        """Whether one step can recompute what these requests miss that the host lacks, or there is
+        no room to fetch. One alone, whom False would end, needs room in the buffers only."""
         if self.table.missing_units == 0:
             return True
+        several = len(seq_ids) > 1
+        most = self.restorable_tokens(len(seq_ids)) if several else self.max_restored_tokens
         blocks, rows = self.table.missing_of_each(seq_ids)
         lost = self.table.depth(blocks) > 0  # recomputed for each request, but fetched once
         fetched = max(self.table.free_units, 0) // self.slots
         recomputed = int(rows[lost].sum()) + int(np.sort(rows[~lost])[::-1][fetched:].sum())
-        return self.table.shape.block_tokens * recomputed <= self.restorable_tokens(len(seq_ids))
+        return self.table.shape.block_tokens * recomputed <= most
 
     def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Tokens of each request in blocks that others use too; these stay cached."""
@@ -289,8 +291,7 @@ class ElasticMemory:
         kept = growth_blocks + self.coming_blocks
         room = min(table.free_units - kept * groups, most_units) // groups
         blocks, columns = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
-        owing = np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist()
-        for seq_id in owing:
+        for seq_id in np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist():
             # Anew: blocks may have returned for another request that shares them.
             count = min(int(self._excess_blocks([seq_id])[0]), room)
             if count > 0:
@@ -337,11 +338,8 @@ class ElasticMemory:
         """Evict `count` units, one block at a time from the request that misses least beyond its
         target, so that what memory demands falls on all alike, and on those first whose target
         is not reached; of the last block only the lowest groups needed."""
-        queues = {
-            s: blocks
-            for s in self.table.sequence_ids
-            if (blocks := self._evictable(s, shared).tolist())
-        }
+        every = {s: self._evictable(s, shared).tolist() for s in self.table.sequence_ids}
+        queues = {s: blocks for s, blocks in every.items() if blocks}
         uncached = self.table.uncached_tokens(list(queues)).tolist()
         # Of equal ones the first that came, whatever its number.
         heap = [

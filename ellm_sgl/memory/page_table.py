@@ -538,9 +538,8 @@ class PageTable:
 
     def missing_of_each(self, seq_ids: Iterable[int]) -> tuple[IntArray, npt.NDArray[np.int64]]:
         """`missing_blocks`, and how many of these requests each is of."""
-        every = [b[self.misses_units(b)] for b in map(self.blocks_of, seq_ids)]
-        missing = np.concatenate([np.empty(0, np.int32), *every])
-        blocks, counts = np.unique(missing, return_counts=True)
+        every = np.concatenate([np.empty(0, np.int32), *map(self.blocks_of, seq_ids)])
+        blocks, counts = np.unique(every[self.misses_units(every)], return_counts=True)
         return blocks, counts
 
     # -- reports ----------------------------------------------------------------------------

@@ -37,6 +37,10 @@ COMMIT_NICE = 10
 """By so much lower is the priority of the thread that commits: a tenth of a core where steps take
 all of them. On a par with these it would hold them up by a scheduler's slice at a time."""
 
+RETRY_STEPS = 256
+"""Steps after which a pool at its ceiling tries to grow again: others may have given memory back.
+In steps, not seconds: all ranks have to begin in the same one."""
+
 Submit = Callable[[Callable[[], None]], Future[None]]
 """Runs a function on a thread of its own."""
 
@@ -72,6 +76,7 @@ class Resizer:
         agree: with the other ranks.
         spare: bytes that the pool may grow by, beside what the next step takes; asked on the
             thread that commits, as it begins.
+        tries_again: at the ceiling, from time to time; else who asked has to ask again.
     """
 
     def __init__(
@@ -82,8 +87,10 @@ class Resizer:
         submit: Submit,
         agree: Agree,
         spare: Spare = lambda: math.inf,
+        tries_again: bool = False,
     ) -> None:
         self._elastic, self._pool, self._spare = elastic, pool, spare
+        self._tries_again = tries_again
         self._copy, self._submit, self._agree = copy, submit, agree
         self._growth: _Growth | None = None
         self._units_per_step = max(STEP_BYTES // pool.unit_bytes, 1)
@@ -93,6 +100,9 @@ class Resizer:
         """As last asked for,"""
         self.outcome = Outcome.APPLIED
         """and what has become of it."""
+        self._steps_at_ceiling = 0
+        self._told = False
+        """That the machine gave no more for what was last asked for."""
         self.commit_s_per_unit = 0.0
         """What committing took when the pool last grew, in seconds; 0 before."""
 
@@ -126,6 +136,7 @@ class Resizer:
         if not table.shape.num_groups <= units <= table.num_units:
             raise ValueError(f"{units} units, of {table.shape.num_groups} to {table.num_units}")
         self.wanted_units, self.outcome = units, Outcome.UNDER_WAY
+        self._told = False
         if self._growth is not None:
             self._growth.stop()
         self.step(idle)
@@ -137,6 +148,10 @@ class Resizer:
             idle: nobody waits for a step of the model: go on to the end, unless memory has yet to
                 be committed. (A server with nothing to do sleeps between two turns.)
         """
+        if self.outcome is Outcome.CEILING and self._tries_again:
+            self._steps_at_ceiling += 1
+            if self._steps_at_ceiling % RETRY_STEPS == 0:
+                self.outcome = Outcome.UNDER_WAY
         while self.outcome is Outcome.UNDER_WAY:
             further = self._step()
             if not (idle and further):
@@ -231,11 +246,15 @@ class Resizer:
         self._growth = None
         self._pool.decommit(units, growth.committed)  # what other ranks do not have
         if most < growth.last and units < self.wanted_units:
-            logger.warning(
-                "eLLM pool: no memory to grow further (%s)", growth.problem or "on another rank"
-            )
+            self._tell(growth.problem or "on another rank")
             self._came_to(Outcome.CEILING)
         return self.outcome is Outcome.UNDER_WAY
+
+    def _tell(self, reason: BaseException | str) -> None:
+        """Once for what was asked for, however often it is tried."""
+        if not self._told:
+            logger.warning("eLLM pool: no memory to grow further (%s)", reason)
+        self._told = True
 
     def _raise_limit(self) -> None:
         table = self._elastic.table

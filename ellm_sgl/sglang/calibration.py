@@ -23,7 +23,7 @@ from ellm_sgl.latency.fit import fit_profile
 from ellm_sgl.memory import PageTable
 from ellm_sgl.memory.step_room import Activations
 from ellm_sgl.sglang.context import Context
-from ellm_sgl.sglang.mixes import MEASURED_BYTES, MIXES, Mix
+from ellm_sgl.sglang.mixes import FEW_ROWS, MEASURED_BYTES, MIXES, Mix
 from ellm_sgl.sglang.peak_bytes import peak_bytes
 from ellm_sgl.step import Missing, NewTokens, StepPlan, plan_restoration, plan_step
 
@@ -115,8 +115,7 @@ def calibrate(
         return profile, Activations()
     peaks = [
         (mix.rows, mix.requests, peak_bytes(functools.partial(steps.run, mix)))
-        for mix in MEASURED_BYTES
-        if mix in mixes
+        for mix in (*FEW_ROWS, *(mix for mix in MEASURED_BYTES if mix in mixes))
     ]
     activations: Activations = decided(Activations.fit(peaks))
     profile = dataclasses.replace(

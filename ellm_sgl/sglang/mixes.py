@@ -54,8 +54,9 @@ MIXES = (
 """Steps that tell the profile's fields apart. Smallest first, those that are affordable run."""
 
 
+FEW_ROWS = (Mix(1, 64), Mix(1, 16, new=16))
+"""Steps whose memory is measured however large the model: they tell a row from the rest."""
 MEASURED_BYTES = (
-    Mix(1, 64),
     Mix(16, 64),
     Mix(4, 128, uncached=32),
     Mix(1, 64, new=64),
@@ -63,4 +64,4 @@ MEASURED_BYTES = (
     Mix(1, 1024, uncached=512),
     Mix(1, 1024, new=1024),
 )
-"""Steps whose memory is measured, of those that are affordable."""
+"""And others, of those that are affordable."""

@@ -66,6 +66,7 @@ class EllmScheduler:
             submit or Worker("ellm-commit", COMMIT_NICE).submit,
             self.least_of_ranks,
             context_of(scheduler).memory.for_growth,
+            tries_again=context_of(scheduler).sizing is None,
         )
         self.prefilling: Sequence[int] = ()
         """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed

@@ -28,14 +28,18 @@ def version_2(root: Path, folder: str, limit: object, usage: int, cache: int = 0
     group = f"sys/fs/cgroup/{folder}"
     put(root, f"{group}/memory.max", limit)
     put(root, f"{group}/memory.current", usage)
-    put(root, f"{group}/memory.stat", f"anon 7\ninactive_file {cache}")
+    put(
+        root,
+        f"{group}/memory.stat",
+        f"anon 7\ninactive_file {cache // 2}\nactive_file {cache - cache // 2}",
+    )
 
 
 def version_1(root: Path, folder: str, limit: int, usage: int, cache: int = 0) -> None:
     group = f"sys/fs/cgroup/memory/{folder}"
     put(root, f"{group}/memory.limit_in_bytes", limit)
     put(root, f"{group}/memory.usage_in_bytes", usage)
-    put(root, f"{group}/memory.stat", f"cache 7\ntotal_inactive_file {cache}")
+    put(root, f"{group}/memory.stat", f"cache 7\ntotal_inactive_file {cache}\ntotal_active_file 0")
 
 
 def test_a_machine_without_limits(root: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from ellm_sgl.kernels.torch_paged import copy_units
 from ellm_sgl.memory import KVPool, Outcome, Resizer
+from ellm_sgl.memory.resize import RETRY_STEPS
 from ellm_sgl.worker import Worker
 from tests.engine.scene import BLOCK, GROUPS, SHAPE, Scene
 from tests.memory.fake_arena import FakeArena, small_steps
@@ -52,6 +53,7 @@ class Server:
         agree: Callable[[list[int]], list[int]] = list,
         start: int = ROOM,
         spare: Callable[[], float] = lambda: math.inf,
+        tries_again: bool = False,
     ) -> None:
         self.scene = Scene(ROOM, max_restored=max_restored, start=start)
         self.table = self.scene.table
@@ -61,7 +63,8 @@ class Server:
         )
         assert self.pool.unit_bytes == UNIT and isinstance(self.pool.arena, FakeArena)
         self.arena = self.pool.arena
-        self.resizer = Resizer(self.scene.elastic, self.pool, copy_units, submit, agree, spare)
+        elastic = self.scene.elastic
+        self.resizer = Resizer(elastic, self.pool, copy_units, submit, agree, spare, tries_again)
 
     def ask(self, blocks: int) -> Outcome:
         self.resizer.ask(blocks * GROUPS)
@@ -238,6 +241,23 @@ def test_where_the_machine_gives_no_more_growth_ends_and_the_server_goes_on() ->
     server.arena.room = server.arena.nbytes
     server.ask(12)
     assert server.end() is Outcome.APPLIED and server.table.unit_limit == 12 * GROUPS
+
+
+def test_a_pool_at_its_ceiling_grows_once_others_have_given_memory_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = Server(start=2, tries_again=True)
+    server.arena.room = server.arena.committed
+    server.ask(6)
+    assert server.end() is Outcome.CEILING and server.table.unit_limit == 2 * GROUPS
+    for _ in range(3 * RETRY_STEPS):
+        server.resizer.step()
+    assert server.resizer.outcome is Outcome.CEILING
+    assert caplog.text.count("no memory to grow further") == 1
+    server.arena.room = server.arena.nbytes
+    for _ in range(RETRY_STEPS):
+        server.resizer.step()
+    assert server.end() is Outcome.APPLIED and server.table.unit_limit == 6 * GROUPS
 
 
 def test_a_pool_grows_beyond_what_it_started_with() -> None:

@@ -86,4 +86,6 @@ def test_where_little_is_left_fewer_tokens_are_left_to_be_recomputed() -> None:
     assert scene.uncached() == [3 * BLOCK]
     assert scene.elastic.fits_one_step([0])
     scene.elastic.room.prompt_rows = BLOCK
-    assert not scene.elastic.fits_one_step([0])
+    scene.request(1, tokens=1)
+    assert not scene.elastic.fits_one_step([0, 1])
+    assert scene.elastic.fits_one_step([0]), "SGLang would end the last one"

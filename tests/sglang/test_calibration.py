@@ -11,7 +11,7 @@ from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.eval.tiny_models import TINY_MODELS, write
 from ellm_sgl.latency import ModelShape
 from ellm_sgl.sglang.calibration import shape_of
-from ellm_sgl.sglang.mixes import MIXES, Mix
+from ellm_sgl.sglang.mixes import FEW_ROWS, MIXES, Mix
 
 
 def matrix_weights(folder: Path) -> int:
@@ -57,7 +57,7 @@ def test_shape_of_the_demo_model() -> None:
     )
 
 
-@pytest.mark.parametrize("mix", [*MIXES, Mix(3, 50, new=7), Mix(2, 40, uncached=16)])
+@pytest.mark.parametrize("mix", [*MIXES, *FEW_ROWS, Mix(3, 50, new=7), Mix(2, 40, uncached=16)])
 def test_work_counts_rows_and_pairs(mix: Mix) -> None:
     spans = range(mix.uncached)
     new = range(mix.tokens - mix.new, mix.tokens)
