@@ -17,7 +17,8 @@ from ellm_sgl.eval.simulator import MODES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {"ellm": "C3", "recompute": "C0", "swap": "C1", "hcache": "C2", "both": "C3"}
+COLOURS = {"ellm": "C3", "recompute": "C0", "swap": "C1", "hcache": "C2", "both": "C3",
+           "vllm": "C0", "vllm-cp": "C1", "intra": "C2", "host": "C4", "distserve": "C5"}  # fmt: skip
 
 PANELS: dict[str, Callable[[Done], float]] = {
     "output tokens/s": lambda d: d.sim.summary.tokens_per_s,
@@ -134,10 +135,15 @@ def _unit(place: Any, x: float, y: float, text: str, colour: str) -> None:
 
 
 def offline(done: Sequence[Done]) -> str:
-    """Fig. 11 of the paper on elastic memory."""
+    """Fig. 11 of the paper on elastic memory, over vLLM's under the same load."""
     names = [f"{d.job.variant}, {d.job.load.data_set}" for d in done]
-    axes = {"total tokens/s": total, "decode tokens/s": decode, "largest batch, requests": largest}
-    return bars(names, {axis: [of(d) for d in done] for axis, of in axes.items()})
+    vllm = {d.job.load.data_set: d for d in done if d.job.variant == "vllm"}
+    axes = {"total tokens/s": total, "decode tokens/s": decode, "largest batch": largest}
+    values = {
+        f"{axis} over vLLM's": [of(d) / of(vllm[d.job.load.data_set]) for d in done]
+        for axis, of in axes.items()
+    }
+    return bars(names, values)
 
 
 def decisions(results: Results) -> str:
