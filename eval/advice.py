@@ -191,7 +191,7 @@ def _settings(
         found.append(Setting("--ellm-tpot-slo-ms", f"{tpot_slo_s * 1e3:g}", why))
     else:
         why = f"throughput decides: steps of {full_s * 1e3:.1f} to {best.step_s * 1e3:.1f} ms"
-        found.append(Setting("--ellm-tpot-slo-ms", "none", why))
+        found.append(Setting("--ellm-tpot-slo-ms", "leave it out", why))
     return found
 
 

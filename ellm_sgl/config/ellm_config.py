@@ -21,7 +21,7 @@ from ellm_sgl.config.ranges import (
 )
 from ellm_sgl.config.sizes import MemoryBudget, read_budget, read_size
 
-ENV = "ELLM_SGL_CONFIG"
+ENV = "ELLM_SGL_SETTINGS"
 """Environment variable that carries the settings to SGLang's worker processes.
 
 Set: eLLM is enabled in this process and its children. Unset: SGLang is stock.

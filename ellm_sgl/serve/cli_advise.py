@@ -108,7 +108,10 @@ def _here(path: Path) -> Machine:
         state = server.state()
     profile = HardwareProfile(**state["hardware"])
     tokens = state["resize"]["start_tokens"]
-    return Machine(f"{path.name} on {profile.name}", shape, profile, tokens)
+    machine = Machine(f"{path.name} on {profile.name}", shape, profile, tokens)
+    left = state["bytes"]["left"]
+    host_tokens = None if left is None else machine.host_tokens_in(max(left, 0))
+    return machine.limited(None, host_tokens)
 
 
 def _plot(file: Path, machine: Machine, shapes: Shapes) -> list[Point]:
@@ -144,15 +147,15 @@ def _ways(advice: Advice) -> Table:
         f"{advice.kv_bytes_per_token / 1024:,.0f} KiB, {advice.requests} requests at once, "
         f"{advice.step_s * 1e3:.1f} ms a step",
         caption=f"tokens: restored by one step that takes {BUDGET:.0%} longer; best r: the "
-        "uncached share with most tokens/s, as a multiple of r = 0, and its step",
+        "uncached share with most tokens/s, as a multiple of r = 0, and its step; -: none keeps "
+        "the SLO",
     )
     for way in advice.ways:
         table.add_row(
             WAYS[way.name],
             f"{way.tokens:,}",
             f"{way.share:.1%}",
-            f"{way.ratio:.2f}",
-            f"{way.gain:.2f}",
+            *((f"{way.ratio:.2f}", f"{way.gain:.2f}") if way.gain else ("-", "-")),
             f"{way.step_s * 1e3:.1f}",
         )
     return table

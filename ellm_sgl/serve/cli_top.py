@@ -39,7 +39,7 @@ def top(url: str, interval_s: float, once: bool, api_key: str | None, as_json: b
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with told_in_a_line(TopError, httpx.InvalidURL, UnicodeEncodeError):
-        client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+        client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
     with client, told_in_a_line(TopError):
         first = look(client)
         if once or as_json or not Console().is_terminal:

@@ -96,7 +96,20 @@ def draw(
     Args:
         cached: mean cached ratio at every look so far, oldest first.
         width, height: characters and lines that there are.
+
+    Raises:
+        TopError: something is not where it was.
     """
+    try:
+        return _picture(now, cached, width, height)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise TopError(
+            f"the server's answer has another shape ({error!r}); is it an ellm-sgl server, and as "
+            "new as this command?"
+        ) from None
+
+
+def _picture(now: Look, cached: Sequence[float], width: int, height: int) -> RenderableType:
     longest = min(max(width - BESIDE, BARS[0]), BARS[1])
     decisions = now.seen["decisions"][:DECISIONS_SHOWN]
     room = max(height - 17 - len(decisions), 3)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import sys
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ellm_sgl.config import EllmConfig
@@ -11,8 +15,27 @@ from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.page import add_page
 from ellm_sgl.sglang.slo import SloFields
 
+LOOK_S = 0.5
+"""So long what requests do is not asked again: it takes the scheduler milliseconds."""
 CONTROL = "ellm/"
 """Prefix of the methods that `state.control` answers in the scheduler."""
+
+
+class Recent:
+    """An answer that is asked for anew once it is `LOOK_S` old, however many want to know."""
+
+    def __init__(self, ask: Callable[[], Awaitable[Any]]) -> None:
+        self._ask = ask
+        self._asking = asyncio.Lock()
+        self._answer: Any = None
+        self._at_s = -math.inf
+
+    async def answer(self) -> Any:
+        async with self._asking:
+            if time.monotonic() >= self._at_s + LOOK_S:
+                self._answer = await self._ask()
+                self._at_s = time.monotonic()
+            return self._answer
 
 
 def serve_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
@@ -47,7 +70,7 @@ def add_routes(http_server: Any) -> None:
     Args:
         http_server: SGLang's module of that name.
     """
-    from fastapi import Body
+    from fastapi import Body, HTTPException
     from fastapi.responses import JSONResponse
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -57,23 +80,31 @@ def add_routes(http_server: Any) -> None:
     async def control(method: str, body: dict[str, Any]) -> Any:
         return await ask_scheduler(http_server._global_state.tokenizer_manager, method, body)
 
+    async def look(method: str, body: dict[str, Any]) -> Any:
+        """What the scheduler answers; a 500 where it cannot: its log says why."""
+        answer = await control(method, body)
+        if not answer.success:
+            raise HTTPException(500, answer.error)
+        return answer.response
+
+    seen_of_late = Recent(lambda: look("requests", {}))
+
     @app.get("/ellm/state")
     async def ellm_state(integrity: bool = False) -> Any:
         """eLLM's state, from the scheduler process. Checking the page table, too, takes longer."""
-        answer = await control("state", {"integrity": integrity})
-        return answer.response[0]
+        [state] = await look("state", {"integrity": integrity})
+        return state
 
     @app.get("/ellm/steps")
     async def ellm_steps() -> Any:
         """The last measured steps beside what the latency models predicted."""
-        answer = await control("steps", {})
-        return answer.response
+        return await look("steps", {})
 
     @app.get("/ellm/requests")
     async def ellm_requests() -> Any:
         """Requests with what of each is cached, the last decisions, and what steps do of late."""
-        answer = await control("requests", {})
-        return answer.response[0]
+        [seen] = await seen_of_late.answer()
+        return seen
 
     add_page(app)
 

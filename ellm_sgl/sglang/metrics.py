@@ -9,6 +9,7 @@ nothing is done per token, and nothing at all without `--enable-metrics`.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from sglang.srt.managers.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
+
 UPDATE_S = 0.5
 """So far apart, in seconds, updates are, at least."""
 
 PHASES = ("decode", "prefill")
+DISTRIBUTIONS = (STEP_SECONDS, STEP_PREDICTED_SECONDS, STEP_ERROR_RATIO, DECISION_SECONDS)
 
 
 class Metrics:
@@ -59,8 +63,7 @@ class Metrics:
         self._gauges = [(f, self._declare(Gauge, f, **recent)) for f in GAUGES]
         self._counters = [(f, self._declare(Counter, f)) for f in COUNTERS]
         self._histograms = {
-            f: self._declare(Histogram, f, buckets=f.buckets)
-            for f in (STEP_SECONDS, STEP_PREDICTED_SECONDS, STEP_ERROR_RATIO, DECISION_SECONDS)
+            f: self._declare(Histogram, f, buckets=f.buckets) for f in DISTRIBUTIONS
         }
         self._children: dict[tuple[str, Labels], Any] = {}
         self._told: dict[tuple[str, Labels], float] = {}
@@ -139,11 +142,19 @@ def _last(values: Any, count: int) -> Any:
     return itertools.islice(values, max(len(values) - count, 0), None)
 
 
-def metrics_of(scheduler: Scheduler) -> Metrics | None:
-    """Those of this process, where SGLang's scheduler tells its own; else None."""
+def metrics_of(scheduler: Scheduler, registry: CollectorRegistry | None = None) -> Metrics | None:
+    """Those of this process, where SGLang's scheduler tells its own; else None.
+
+    Args:
+        registry: as of `Metrics`.
+    """
     told = scheduler.metrics_collector_context
     if told.collector is None or not told.current_scheduler_metrics_enabled:
         return None
-    # SGLang's class of priority is a label that ours have a meaning of their own for.
-    labels = {k: str(v) for k, v in told.collector.labels.items() if k != "priority"}
-    return Metrics(context_of(scheduler), labels)
+    given = {name: str(value) for name, value in told.collector.labels.items()}
+    ours = {label for family in (*GAUGES, *COUNTERS, *DISTRIBUTIONS) for label in family.labels}
+    # SGLang's class of priority is one that ours have a meaning of their own for.
+    if taken := sorted(ours.intersection(given).difference({"priority"})):
+        logger.warning("labels %s: eLLM's metrics have their own", ", ".join(taken))
+    labels = {name: value for name, value in given.items() if name not in ours}
+    return Metrics(context_of(scheduler), labels, registry)

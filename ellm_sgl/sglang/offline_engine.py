@@ -44,11 +44,12 @@ class Engine(SglangEngine):
             if name not in known:
                 raise ConfigError(f"{name} is no setting of eLLM; {instead_of(name, known)}")
         theirs = {name: value for name, value in kwargs.items() if name not in ours}
+        # A process that multiprocessing has started runs no atexit functions, and would wait for
+        # the engine's own processes for ever; also for those of one that did not come to start.
+        Finalize(None, self.shutdown, exitpriority=0)
+        self.tokenizer_manager = None
         with enabled(**{name.removeprefix(PREFIX): value for name, value in ours.items()}):
             super().__init__(**theirs)
-        # A process that multiprocessing has started runs no atexit functions, and would wait for
-        # the engine's own processes for ever.
-        Finalize(None, self.shutdown, exitpriority=0)
 
     @property
     def ellm_settings(self) -> EllmConfig | None:

@@ -46,10 +46,19 @@ def may_be_copied() -> None:
     HookRegistry.apply_hooks()
 
 
-def fork_if_alone(*_: Any) -> None:
+def fork_if_alone(_: Any, server_args: Any, *__: Any) -> None:
     """Hook after `_set_envs_and_config`, which has just said "spawn"."""
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads == 1:
+    if (reason := _why_not(server_args)) is None:
         multiprocessing.set_start_method("fork", force=True)
     else:
-        logger.info("%d threads: worker processes are spawned, and import all again", threads)
+        logger.info("%s: worker processes are spawned, and import all again", reason)
+
+
+def _why_not(server_args: Any) -> str | None:
+    """Why workers of a server with these arguments may not be copies of this process."""
+    if server_args.numa_node is not None:
+        return "--numa-node"  # SGLang has another program start Python then
+    if server_args.dp_size > 1:
+        return "--dp-size"  # its controller starts workers from threads
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return None if threads == 1 else f"{threads} threads"

@@ -4,6 +4,7 @@ decide and report once per iteration."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 FETCHED_AHEAD = 4
 """Waiting requests whose prefixes are read from the store in a turn."""
+
+logger = logging.getLogger(__name__)
 
 _ENTRY = "_ellm_entry"
 """Attribute of a `Req`: its entry in the request table."""
@@ -212,7 +215,11 @@ class EllmScheduler:
     def _tell(self, batch: ScheduleBatch, idle: bool = False) -> None:
         if self.metrics is not None:
             waiting = len(self.scheduler.waiting_queue)
-            self.metrics.update(len(batch.reqs), waiting, self.iteration.clock(), idle)
+            try:
+                self.metrics.update(len(batch.reqs), waiting, self.iteration.clock(), idle)
+            except Exception:  # who is only watched goes on
+                logger.exception("eLLM: no metrics from now on")
+                self.metrics = None
 
     def _first_admitted(self) -> list[Req]:
         """Waiting requests that are about to be admitted, in order: as many as may find room in

@@ -65,6 +65,8 @@ def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> Ser
             turn_off(untested(sglang))
         elif given and policy != OFF:
             resolve(given).to_env()
+        elif policy == OFF:  # also where the process that started this one has it on
+            EllmConfig.clear_env()
     except ConfigError as error:
         _refuse(str(error))
     return original(cls, args)

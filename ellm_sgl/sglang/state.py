@@ -170,11 +170,17 @@ def control(original: Callable[..., Any], scheduler: Scheduler, request: Any) ->
 
     if not request.method.startswith(CONTROL):
         return original(scheduler, request)
+    method = request.method.removeprefix(CONTROL)
     try:
-        response = _CONTROLS[request.method.removeprefix(CONTROL)](scheduler, request.body)
+        response = _CONTROLS[method](scheduler, request.body)
         answer = DumperControlReqOutput(success=True, response=response)
     except ConfigError as error:
         answer = DumperControlReqOutput(success=False, response=[], error=str(error))
+    except Exception as error:
+        if method not in LOOKING:
+            raise
+        logger.exception("eLLM: /ellm/%s cannot be answered", method)  # to look ends nobody
+        answer = DumperControlReqOutput(success=False, response=[], error=repr(error))
     return scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
 
 
@@ -221,6 +227,8 @@ _CONTROLS: dict[str, Callable[[Scheduler, dict[str, Any]], list[dict[str, Any]]]
     "policy": _switch,
     "resize": _come_to,
 }
+LOOKING = ("state", "steps", "requests")
+"""Those that change nothing."""
 
 
 def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInternalStateReq) -> Any:

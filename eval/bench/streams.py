@@ -59,7 +59,8 @@ class Streams:
 
     def __exit__(self, *error: object) -> None:
         while not self._replay.done():
-            httpx.post(f"{self._server.url}/abort_request", json={"abort_all": True})
+            url = f"{self._server.url}/abort_request"
+            httpx.post(url, json={"abort_all": True}, trust_env=False)
             time.sleep(0.1)
         self._threads.shutdown()
         self.outcomes = self._replay.result()

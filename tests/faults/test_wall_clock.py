@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LOOP = ("budget", "config", "engine", "latency", "memory", "sglang", "step")
+LOOP = ("budget", "config", "engine", "latency", "memory", "sglang", "step", "store")
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}
 
 

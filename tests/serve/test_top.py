@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ellm_sgl.serve.cli import main
-from ellm_sgl.serve.top import CELLS, Look, bar, draw
+from ellm_sgl.serve.top import CELLS, Look, TopError, bar, draw
 
 STATE: dict[str, Any] = {
     "policy": {"name": "fcfs", "fallbacks": {"late": 2}},
@@ -85,6 +85,12 @@ def test_it_says_what_the_page_says(url: str) -> None:
                  "evicted units 7", "75%"):  # fmt: skip
         assert text in done.output, text
     assert "600 of 800" in done.output and "\x1b" not in done.output
+
+
+@pytest.mark.parametrize("state", [{}, [], STATE | {"policy": None}])
+def test_an_answer_of_another_shape_is_one_line(state: Any) -> None:
+    with pytest.raises(TopError, match="another shape"):
+        draw(Look(state, SEEN), [])
 
 
 def test_json_is_one_document(url: str) -> None:

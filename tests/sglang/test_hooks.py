@@ -211,6 +211,15 @@ def test_off_registers_only_what_stock_sglang_needs(monkeypatch: pytest.MonkeyPa
     assert registered == [hook.target for hook in HOOKS if hook.when in off]
 
 
+def test_off_is_off_whatever_the_process_that_started_this_one_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ENV, '{"policy": "fcfs"}')
+    given = SimpleNamespace(ellm_policy="off")
+    assert server_args.read_flags(lambda _, args: args, None, given) is given
+    assert EllmConfig.from_env() is None
+
+
 def test_hooks_of_different_times_stand_in_different_places() -> None:
     """SGLang applies all hooks on a function at once, so later ones would be left out."""
     places = [{hook.target for hook in HOOKS if hook.when is when} for when in When]

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import FixedRatio, Stock
 from ellm_sgl.sglang import families
 from ellm_sgl.sglang.context import Context
-from ellm_sgl.sglang.metrics import UPDATE_S, Metrics
+from ellm_sgl.sglang.metrics import UPDATE_S, Metrics, metrics_of
 from tests.sglang.test_state import Server
 
 DASHBOARD = Path(families.__file__).with_name("dashboard.json")
@@ -69,6 +70,20 @@ def test_gauges_say_what_is_and_counters_what_has_been(told: Told) -> None:
     assert told.value("ellm_step_restored_units_total", kind="fetched") == 3
     assert told.value("ellm_step_restored_units_total", kind="fetched_ahead") == 2
     assert told.value("ellm_fetched_bytes_total") == 5 * told.ours.pool.unit_bytes
+
+
+def test_labels_of_sglang_that_ours_have_are_left_out(
+    told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = {"model_name": "demo", "tp_rank": 0, "priority": "1", "owner": "us", "kind": "x"}
+    scheduler = told.server.scheduler
+    scheduler.metrics_collector_context = SimpleNamespace(
+        collector=SimpleNamespace(labels=labels), current_scheduler_metrics_enabled=True
+    )
+    made = metrics_of(scheduler, CollectorRegistry())
+    assert made is not None
+    made.update(running=0, waiting=0, now_s=1.0)
+    assert "labels kind, owner: eLLM's metrics have their own" in caplog.text
 
 
 def test_nothing_is_told_before_it_is_due(told: Told) -> None:

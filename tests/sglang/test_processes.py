@@ -24,12 +24,16 @@ from ellm_sgl.client.process import DEMO_ARGUMENTS
 from ellm_sgl.sglang.processes import may_be_copied
 
 
+MORE = {"a numa node": ["--numa-node", "0"], "replicas": ["--dp-size", "2"]}
+
+
 def start(case):
     if case == "another plugin":
         HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", lambda *_: None)
     load_plugins()
-    policy = "off" if case == "off" else "fcfs"
-    arguments = prepare_server_args([*DEMO_ARGUMENTS, "--ellm-policy", policy])
+    policy = "off" if case in ("off", "replicas") else "fcfs"
+    more = MORE.get(case, [])
+    arguments = prepare_server_args([*DEMO_ARGUMENTS, "--ellm-policy", policy, *more])
     may_be_copied()
     if case == "a second thread":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -38,7 +42,7 @@ def start(case):
     print(json.dumps([case, multiprocessing.get_start_method(), hooked]), flush=True)
 
 
-for case in ("alone", "off", "a second thread", "another plugin"):
+for case in ("alone", "off", "a second thread", "another plugin", "a numa node", "replicas"):
     if os.fork() == 0:
         start(case)
         os._exit(0)
@@ -59,4 +63,6 @@ def test_how_workers_come_about() -> None:
         ["off", "fork", False],
         ["a second thread", "spawn", True],
         ["another plugin", "spawn", False],
+        ["a numa node", "spawn", True],
+        ["replicas", "spawn", False],
     ]

@@ -220,6 +220,16 @@ def test_ranks_other_than_the_first_are_asked_nothing_and_agree_all_the_same(
     assert settled == [False, False]
 
 
+@pytest.mark.parametrize("method", state.LOOKING)
+def test_who_looks_ends_nobody(
+    server: Server, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(state._CONTROLS, method, lambda *_: 1 / 0)
+    answer = server.control(method, integrity=False)
+    assert not answer.success and "ZeroDivisionError" in answer.error
+    assert f"/ellm/{method} cannot be answered" in caplog.text
+
+
 def test_a_policy_that_cannot_be_made_leaves_the_one_before_in_force(server: Server) -> None:
     before = server.iteration.controller.guard
     answer = server.control("policy", name="fcfs", options={"pause": math.nan})

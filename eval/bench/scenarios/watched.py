@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -78,10 +79,10 @@ def open_page(url: str) -> Iterator[None]:
                     client.get(route).raise_for_status()
                 closed.wait(EVERY_S)
 
-    looking = threading.Thread(target=look)
-    looking.start()
-    try:
-        yield
-    finally:
-        closed.set()
-        looking.join()
+    with ThreadPoolExecutor(1) as browser:
+        looking = browser.submit(look)
+        try:
+            yield
+        finally:
+            closed.set()
+        looking.result()  # who could not look has not watched
