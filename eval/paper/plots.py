@@ -17,8 +17,8 @@ from ellm_sgl.eval.simulator import MODES
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {"ellm": "C3", "recompute": "C0", "swap": "C1", "hcache": "C2", "both": "C3",
-           "vllm": "C0", "vllm-cp": "C1", "intra": "C2", "host": "C4", "distserve": "C5"}  # fmt: skip
+COLOURS = {"ellm": "C3", "recompute": "C0", "swap": "C1", "hcache": "C2", "both": "C3"}
+COLOURS |= {"vllm": "C0", "vllm-cp": "C1", "intra": "C2", "host": "C4", "distserve": "C5"}
 
 PANELS: dict[str, Callable[[Done], float]] = {
     "output tokens/s": lambda d: d.sim.summary.tokens_per_s,

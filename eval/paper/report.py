@@ -162,7 +162,7 @@ def _elastic(results: Results) -> Iterator[str]:
             )
     yield _plot(
         plots.offline(results.of("elastic 11")),
-        "Fig. 11 of the paper on elastic memory. Llama3-8B on an A100, all requests at once; over vLLM.",
+        "Fig. 11 of the paper on elastic memory. Llama3-8B on an A100, all at once; over vLLM.",
     )
 
 
