@@ -216,7 +216,7 @@ def test_off_is_off_whatever_the_process_that_started_this_one_has(
 ) -> None:
     monkeypatch.setenv(ENV, '{"policy": "fcfs"}')
     given = SimpleNamespace(ellm_policy="off")
-    assert server_args.read_flags(lambda _, args: args, None, given) is given
+    assert server_args.read_flags(lambda _, args: args, object, given) is given
     assert EllmConfig.from_env() is None
 
 
