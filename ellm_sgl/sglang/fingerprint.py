@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 import zlib
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import nn
 
 from ellm_sgl.config.sizes import read_size
 from ellm_sgl.host_file import file_of
-from ellm_sgl.kernels.cpu.library import instruction_set, load
+from ellm_sgl.kernels.cpu.build import source_hash
+from ellm_sgl.kernels.cpu.library import ISA_VARIABLE, instruction_set, load
 from ellm_sgl.memory import KVPool
 from ellm_sgl.sglang.kv_store import StoredPrefixes
 from ellm_sgl.sglang.versions import adapter
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of what is stored; another one where the layout of a unit or the kernels' rounding changes."""
 
 
@@ -82,12 +84,15 @@ def _facts(ours: Context, scheduler: Scheduler) -> dict[str, Any]:
     shape, buffer, ranks = ours.table.shape, ours.pool.buffer, adapter().ranks(scheduler)
     model = dict(scheduler.model_config.hf_config.to_dict())
     model.pop("_name_or_path", None)
-    kernels = instruction_set(buffer.shape[-1]) if load().library is not None else None
+    kernels = None
+    if load().library is not None:
+        limit = os.environ.get(ISA_VARIABLE)
+        kernels = [source_hash(), instruction_set(buffer.shape[-1], limit)]
     return {
         "format": FORMAT,
         "sglang": sglang.__version__,
-        "torch": torch.__version__,
-        "kernels": kernels and kernels[1],
+        "torch": [torch.__version__, torch.backends.cpu.get_cpu_capability()],
+        "kernels": kernels,
         "model": model,
         "dtype": str(scheduler.model_config.dtype),
         "kv": [str(buffer.dtype), *buffer.shape[1:]],

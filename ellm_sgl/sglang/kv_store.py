@@ -247,7 +247,9 @@ class StoredPrefixes:
     def _stored(self, req: Req) -> _Stored:
         found: _Stored | None = getattr(req, _STORED, None)
         if found is None:
-            found = _Stored(Chain(self._block_tokens, req.extra_key), self.store.begin())
+            found = _Stored(
+                Chain(self._block_tokens, adapter().namespaces(req)), self.store.begin()
+            )
             setattr(req, _STORED, found)
         return found
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +17,14 @@ class Chain:
 
     Args:
         block_tokens: tokens per block.
-        salt: keeps apart requests that must not share KV (SGLang's `extra_key`).
+        namespaces: keep apart requests that must not share KV; any JSON.
     """
 
-    def __init__(self, block_tokens: int, salt: str | None = None) -> None:
+    def __init__(self, block_tokens: int, namespaces: Sequence[object] = ()) -> None:
         self.keys: list[bytes] = []
         self._block_tokens = block_tokens
-        text = b"" if salt is None else b"salt:" + salt.encode()
-        self._root = hashlib.blake2b(text, digest_size=KEY_BYTES).digest()
+        text = json.dumps(list(namespaces))  # escapes whatever cannot be encoded
+        self._root = hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
     def extend(self, tokens: npt.NDArray[np.int64]) -> None:
         """Add the tokens behind the last full block; those that fill no block are not taken."""

@@ -286,12 +286,14 @@ def test_a_chain_is_the_same_however_it_grew(tokens: list[int], cut: int, block:
     assert len(set(whole.keys)) == len(whole.keys)
 
 
-def test_chains_differ_by_salt_and_by_what_is_before() -> None:
-    chains = [Chain(2), Chain(2, "a"), Chain(2, "b"), Chain(2)]
-    for chain in chains[:3]:
+def test_chains_differ_by_namespaces_and_by_what_is_before() -> None:
+    """Whatever a request may say: a lone surrogate is no text that can be encoded."""
+    spaces = [(), (None,), ("a", None), (None, "a"), ("a", "a"), ("\ud800", None), ()]
+    chains = [Chain(2, names) for names in spaces]
+    for chain in chains[:-1]:
         chain.extend(np.array([1, 2, 3, 4]))
-    chains[3].extend(np.array([9, 2, 3, 4]))
-    assert len({chain.keys[1] for chain in chains}) == 4
+    chains[-1].extend(np.array([9, 2, 3, 4]))
+    assert len({chain.keys[1] for chain in chains}) == len(spaces)
 
 
 def flip(path: Path, at: int) -> None:

@@ -127,6 +127,10 @@ class Adapter(ABC):
         """The key under which the prefix cache keeps so many tokens of a request."""
 
     @abstractmethod
+    def namespaces(self, req: Req) -> list[str | None]:
+        """What of such a key keeps requests apart whose tokens are the same."""
+
+    @abstractmethod
     def prefix_tokens(self, req: Req) -> int:
         """Tokens of it that are computed, or found in the tree."""
 

@@ -78,6 +78,9 @@ class Sglang0517(Adapter):
 
         return RadixKey(tokens, req.extra_key)
 
+    def namespaces(self, req: Req) -> list[str | None]:
+        return [req.extra_key]
+
     def prefix_tokens(self, req: Req) -> int:
         return len(req.prefix_indices)
 

@@ -54,6 +54,9 @@ class Sglang0520(Sglang0517):
 
         return RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
 
+    def namespaces(self, req: Req) -> list[str | None]:
+        return [req.extra_key, req.cache_salt]
+
     def holds_frees(self, allocator: Any) -> bool:
         return allocator.free_group is not None
 

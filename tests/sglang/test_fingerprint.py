@@ -1,0 +1,50 @@
+"""What a block's KV depends on is in its name or in the store's fingerprint."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.kernels.cpu.library import ISA_VARIABLE, load
+from ellm_sgl.memory import KVPool, PageTable, PoolShape
+from ellm_sgl.sglang.context import Context
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.sglang.versions import VERSIONS, adapter_of
+
+declare()
+NOT_NAMES = {"self", "token_ids", "is_bigram", "limit"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_requests_are_kept_apart_as_in_the_tree(version: str) -> None:
+    """Whatever a key of the tree is made of besides tokens."""
+    adapter: Any = adapter_of(version)
+    key = adapter.signatures["sglang.srt.mem_cache.radix_cache.RadixKey.__init__"]
+    names = sorted(set(re.findall(r"\w+", key)) - NOT_NAMES)
+    req: Any = SimpleNamespace(**{name: f"{name} of this" for name in names})
+    assert sorted(adapter.namespaces(req)) == [f"{name} of this" for name in names]
+
+
+def test_the_fingerprint_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ellm_sgl.sglang.fingerprint import _facts
+
+    shape = PoolShape(num_layers=2, layer_group=1, block_tokens=4)
+    pool = KVPool(shape, 1, 1, 8, torch.float32, "cpu")
+    ours = Context(EllmConfig(), PageTable(shape, 8, 16), pool, 64)
+    config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict), dtype=torch.float32)
+    ranks = SimpleNamespace(tp_rank=0, tp_size=1)
+    scheduler: Any = SimpleNamespace(model_config=config, ps=ranks)
+    facts = _facts(ours, scheduler)
+    assert torch.backends.cpu.get_cpu_capability() in facts["torch"]
+    if load().library is None:
+        pytest.skip("C++ kernels are not built")
+    monkeypatch.setenv(ISA_VARIABLE, "portable")
+    portable = _facts(ours, scheduler)
+    assert portable != facts
+    monkeypatch.setattr("ellm_sgl.sglang.fingerprint.source_hash", lambda: "other")
+    assert _facts(ours, scheduler) != portable
