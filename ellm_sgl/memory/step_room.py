@@ -118,6 +118,8 @@ class BytesByOwner:
     """Their pool, on the host or on the device."""
     host_tier: int
     """KV that left the device: its pool, in memory or in a file."""
+    kv_store: int
+    """The most that waits to be written to the store on disk, or has been read from it."""
     left: int | None
     """What nobody has, and a step's activations may: as last looked up, less a margin. None where
     nothing bounds it."""

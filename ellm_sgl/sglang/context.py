@@ -15,11 +15,13 @@ from ellm_sgl.engine import Iteration
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
 from ellm_sgl.memory.elastic import Save
+from ellm_sgl.sglang.known_tokens import ids_of
 from ellm_sgl.sglang.projections import Projections
 from ellm_sgl.sglang.sizing import Sizing
 from ellm_sgl.sglang.step_memory import StepMemory
 from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.step import AnyStreamer, Executor, HiddenStates, Planner
+from ellm_sgl.store import most_buffered
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -74,6 +76,9 @@ class Context:
             kept,
             0 if hidden is None else hidden.nbytes,
             settings.host_path is not None,
+            0
+            if settings.kv_store is None
+            else most_buffered(pool.unit_bytes * table.shape.num_groups),
             ranks,
         )
         self.stored: StoredPrefixes | None = None
@@ -103,13 +108,7 @@ class Context:
     def token_ids(self, seq_id: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """Token ids of positions [start, end) of a request; all of them are known."""
         req = self._requests[seq_id]
-        prompt = len(req.origin_input_ids)
-        ids = np.concatenate(
-            [
-                np.asarray(req.origin_input_ids[start:end], np.int64),
-                np.asarray(req.output_ids[max(start - prompt, 0) : max(end - prompt, 0)], np.int64),
-            ]
-        )
+        ids = ids_of(req, start, end)
         if len(ids) != end - start:
             raise RuntimeError(
                 f"request {req.rid}: tokens {start}..{end} asked for, {len(ids)} known"

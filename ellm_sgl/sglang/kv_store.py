@@ -14,8 +14,10 @@ request is admitted, so that nothing else has to know of the store.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,18 +26,21 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 
 from ellm_sgl.memory import ElasticMemory, KVPool, OutOfBlocksError
 from ellm_sgl.memory.shape import IntArray
+from ellm_sgl.sglang.known_tokens import count_of, ids_of
 from ellm_sgl.sglang.versions import adapter
-from ellm_sgl.store import BlockStore, Chain
+from ellm_sgl.store import READ_BYTES, BlockStore, Bytes, Chain, StoreFullError, Totals
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-
-FETCHED_BESIDE = 8 << 20
-"""Bytes read in a turn while requests decode: some milliseconds, as a step takes."""
-FETCHED_AT_ONCE = 64 << 20
-"""Bytes read at a time otherwise."""
+BESIDE_A_STEP = 8 << 20
+"""Bytes read in a turn while requests decode, or copied for those that have ended: some
+milliseconds, as a step takes. Otherwise `READ_BYTES`."""
+LOOKED_UP = 32
+"""Most waiting requests that are looked up in a turn."""
+_MOST_ENDED = 64
+"""Requests that have ended whose blocks still wait for the queue to the disk."""
 
 _STORED = "_ellm_stored"
 """Attribute of a `Req`: its `_Stored`."""
@@ -45,12 +50,15 @@ _STORED = "_ellm_stored"
 class _Stored:
     """What is known of one request's blocks."""
 
+    store: BlockStore
+    """Whose the rest is."""
     chain: Chain
     stamp: int
     kept: int = 0
     """Leading blocks that are in the store."""
     lost: bool = False
-    """The block behind them left the device before it was stored."""
+    """The block behind them is not to be stored: it left the device before, or all that the store
+    has is as recent."""
     fetched: bool = False
     """All has been read that the store had of it."""
 
@@ -62,7 +70,7 @@ class StoredPrefixes:
         opened: opens the store of the model's present weights.
         elastic: the page table,
         pool: and the memory behind it, on a CPU host.
-        cache: SGLang's prefix tree.
+        cache: the prefix tree.
         least_of_ranks: the least of each number over all ranks: what one cannot read, none has.
     """
 
@@ -74,7 +82,7 @@ class StoredPrefixes:
         cache: RadixCache,
         least_of_ranks: Callable[[list[int]], list[int]],
     ) -> None:
-        self.store = opened()
+        self._store: BlockStore | None = opened()
         self._opened = opened
         self._elastic = elastic
         self._table = table = elastic.table
@@ -83,125 +91,177 @@ class StoredPrefixes:
         self._least_of_ranks = least_of_ranks
         self._block_tokens = table.shape.block_tokens
         self._groups = table.shape.num_groups
+        self._ended: deque[tuple[_Stored, RadixKey]] = deque(maxlen=_MOST_ENDED)
         self.fetched_tokens = 0
         """Of prompts, that were read instead of computed."""
 
-    def reopen(self) -> None:
-        """The weights may be others: what is stored and found from now on is theirs. Nobody has
-        KV."""
-        self.store.close()
-        self.store = self._opened()
+    @property
+    def store(self) -> BlockStore:
+        """Of the present weights."""
+        if self._store is None:
+            self._store = self._opened()
+        return self._store
+
+    def drop(self) -> None:
+        """The weights may be others, and be so again before anybody has KV: the store is theirs
+        that are there when it is asked for next. Nobody has KV."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+        self._ended.clear()
 
     def describe(self) -> dict[str, Any]:
-        """What `/ellm/state` says of it."""
-        store, totals = self.store, self.store.totals
+        """What `/ellm/state` says of it; nothing is there between new weights and their use."""
+        store = self._store
+        totals = Totals() if store is None else store.totals
         return {
-            "bytes": store.nbytes,
-            "blocks": len(store.index),
-            "most_blocks": store.index.capacity,
+            "bytes": 0 if store is None else store.nbytes,
+            "blocks": 0 if store is None else len(store.index),
+            "most_blocks": 0 if store is None else store.index.capacity,
             "stored_blocks_total": totals.stored_blocks,
             "read_blocks_total": totals.read_blocks,
             "damaged_blocks_total": totals.damaged_blocks,
             "fetched_tokens_total": self.fetched_tokens,
-            "problem": store.problem,
+            "problem": None if store is None else store.problem,
         }
 
     # -- store ------------------------------------------------------------------------------
 
-    def keep_running(self, reqs: Sequence[Req]) -> None:
-        """Store what these requests have completed since the last step."""
+    def keep_computed(self, reqs: Sequence[Req]) -> None:
+        """Store what these requests, which decode, have completed since the last step, and what is
+        left of those that have ended."""
         for req in reqs:
             if req.finished():  # with overlap scheduling they stay in the batch for another step
                 continue
-            stored = getattr(req, _STORED, None)
-            blocks = (len(req.origin_input_ids) + len(req.output_ids)) // self._block_tokens
-            if stored is None or (blocks > stored.kept and not stored.lost):
+            stored = self._stored(req)
+            blocks = count_of(req) // self._block_tokens
+            if blocks > stored.kept and not stored.lost:
                 self.keep(req)
-
-    def keep(self, req: Req) -> None:
-        """Store the request's full blocks that are on the device and not in the store, as far as
-        the queue to the disk has room."""
-        stored, seq_id = self._stored(req), adapter().kv(req).req_pool_idx
-        known = len(req.origin_input_ids) + len(req.output_ids)
-        full = min(self._table.length_of(seq_id), known) // self._block_tokens
-        self._name(req, stored, full)
-        keys, store = stored.chain.keys, self.store
-        while stored.kept < full and not stored.lost:
-            if store.has(keys[stored.kept]):
-                stored.kept += 1
-                continue
-            count = self._put(stored, keys[stored.kept : full], seq_id)
-            if count == 0:
+        most = self._blocks_in(BESIDE_A_STEP if reqs else READ_BYTES)
+        while self._ended and self.store.room:
+            stored, key = self._ended[0]
+            blocks_there = peek(self._cache, key)[: len(stored.chain.keys)]
+            if self._keep(stored, blocks_there, most):
                 return
-            stored.kept += count
+            self._ended.popleft()
+
+    def keep(self, req: Req) -> bool:
+        """Store the request's full blocks that are on the device and not in the store, as far as
+        the queue to the disk has room. Returns whether some are left to be stored."""
+        stored, seq_id = self._stored(req), adapter().kv(req).req_pool_idx
+        full = min(self._table.length_of(seq_id), count_of(req)) // self._block_tokens
+        self._name(req, stored, full)
+        return self._keep(stored, self._table.blocks_of(seq_id)[:full], self.store.room)
 
     def end(self, req: Req) -> None:
-        """The request leaves: what it has completed is stored, and all of it counts as used."""
+        """The request leaves: what it has completed is stored, and all of it counts as used. What
+        the queue has no room for is, while the tree has it."""
         stored = self._stored(req)
-        stored.kept, stored.lost = 0, False  # others may have taken the room of its first blocks
-        self.keep(req)
+        # Others may have taken the room of its first blocks; and it may come again.
+        stored.kept, stored.lost, stored.fetched = 0, False, False
+        if self.keep(req) and self.store.problem is None:
+            key = adapter().radix_key(req.origin_input_ids + req.output_ids, req)
+            self._ended.append((replace(stored), key))
         self.store.touch(stored.chain.keys, stored.stamp)
 
-    def _put(self, stored: _Stored, keys: list[bytes], seq_id: int) -> int:
+    def _keep(self, stored: _Stored, blocks: IntArray, most: int) -> bool:
+        """Store up to so many of a request's leading blocks. Returns whether some are left to be
+        stored."""
+        keys = stored.chain.keys
+        while stored.kept < len(blocks) and not stored.lost:
+            if self.store.has(keys[stored.kept]):
+                stored.kept += 1
+                continue
+            end = min(stored.kept + min(most, self.store.room), len(blocks))
+            count = self._put(stored, blocks[stored.kept : end])
+            if count == 0:
+                break
+            stored.kept += count
+            most -= count
+        return stored.kept < len(blocks) and not stored.lost
+
+    def _put(self, stored: _Stored, blocks: IntArray) -> int:
         """Store the leading ones of these blocks that can be; returns how many."""
-        keys = keys[: self.store.room]
+        keys = stored.chain.keys[stored.kept : stored.kept + len(blocks)]
         new = next((i for i, key in enumerate(keys) if self.store.has(key)), len(keys))
-        blocks = self._table.blocks_of(seq_id)[stored.kept : stored.kept + new]
+        blocks = blocks[:new]
         there = ~self._table.misses_units(blocks) & self._table.computed_in_full(blocks)
-        count = int(np.argmin(there)) if not there.all() else len(blocks)
+        count = int(np.argmin(there)) if not there.all() else new
         if count == 0:
             stored.lost = new > 0
             return 0
-        data = self._pool.read(self._table.units[blocks[:count]])
-        return self.store.put(keys[:count], stored.kept, stored.stamp, data)
+        units = self._table.units[blocks]
+
+        def read(taken: int) -> Bytes:
+            return self._pool.read(units[:taken])
+
+        try:
+            return self.store.put(keys[:count], stored.kept, stored.stamp, read)
+        except StoreFullError:
+            stored.lost = True
+            return 0
 
     # -- fetch ------------------------------------------------------------------------------
 
     def fetch(self, reqs: Sequence[Req], decoding: int) -> frozenset[Req]:
         """Read what the store has of these requests' prompts into the tree, in their order, as
-        far as memory is free.
+        far as memory is free; what the tree has of those before stays.
 
         Args:
-            reqs: about to be admitted.
+            reqs: that may be admitted.
             decoding: requests that run; beside them so much is read as takes about a step.
 
         Returns:
-            Those of which more is to be read in the next turns.
+            Those of which more is to be read in the next turns, or may be.
         """
-        left = max(FETCHED_BESIDE // self.store.block_bytes, 1) if decoding else None
-        for place, req in enumerate(reqs):
-            stored = self._stored(req)
-            while not stored.fetched:
-                if left is not None and left <= 0:
-                    return frozenset(r for r in reqs[place:] if not self._stored(r).fetched)
-                at_once = FETCHED_AT_ONCE // self.store.block_bytes
-                most = max(at_once if left is None else left, 1)
-                count = self._fetch(req, stored, most, decoding)
-                if left is not None:
+        if all(self._stored(req).fetched for req in reqs) or self._room(decoding) == 0:
+            return frozenset()
+        most = left = self._blocks_in(BESIDE_A_STEP if decoding else READ_BYTES)
+        with ExitStack() as locks:
+            for place, req in enumerate(reqs):
+                stored, found = self._stored(req), self._locked(req, locks)
+                while not stored.fetched:
+                    # One is read in full where nobody else runs: SGLang would sleep.
+                    if place == LOOKED_UP or (left <= 0 and (decoding or place)):
+                        return frozenset(r for r in reqs[place:] if not self._stored(r).fetched)
+                    count = self._fetch(req, stored, *found, left if left > 0 else most, decoding)
+                    if count == 0 and not stored.fetched:  # memory is short: in another turn
+                        return frozenset()
                     left -= count
+                    found = self._locked(req, locks)
         return frozenset()
 
-    def _fetch(self, req: Req, stored: _Stored, most: int, decoding: int) -> int:
-        """Read up to so many blocks behind those that the tree has. Returns how many were read."""
-        tokens = req.origin_input_ids + req.output_ids
-        # The last token is computed in any case: its logits are what is asked for.
-        full = (len(tokens) - 1) // self._block_tokens
-        self._name(req, stored, full)
-        key = adapter().radix_key(tokens, req)
+    def _locked(self, req: Req, locks: ExitStack) -> tuple[RadixKey, torch.Tensor]:
+        """The key of all that the request has, and the slots that the tree has of it, which stay
+        there as long as `locks` are held."""
+        key = adapter().radix_key(req.origin_input_ids + req.output_ids, req)
         found = self._cache.match_prefix(MatchPrefixParams(key=key))
-        slots = adapter().matched(self._cache, found)
-        have = len(slots) // self._block_tokens
-        there = self.store.leading(stored.chain.keys[have : min(full, have + most)])
         self._cache.inc_lock_ref(found.last_device_node)
-        try:
-            wanted = self._least_of_ranks([min(there, self._room(decoding))])[0]
-            blocks = self._read(stored.chain.keys[have : have + wanted])
-            if len(blocks):
-                end = (have + len(blocks)) * self._block_tokens
-                self._insert(key[:end], slots, blocks)
-        finally:
-            self._cache.dec_lock_ref(found.last_device_node)
-        stored.fetched = len(blocks) < most or have + len(blocks) >= full
+        locks.callback(self._cache.dec_lock_ref, found.last_device_node)
+        return key, adapter().matched(self._cache, found)
+
+    def _fetch(
+        self,
+        req: Req,
+        stored: _Stored,
+        key: RadixKey,
+        slots: torch.Tensor,
+        most: int,
+        decoding: int,
+    ) -> int:
+        """Read up to so many blocks behind those that the tree has. Returns how many were read."""
+        have = len(slots) // self._block_tokens
+        # One more than that tells whether there are more.
+        end = min(_most_prefix(req) // self._block_tokens, have + most + 1)
+        self._name(req, stored, end)
+        keys = stored.chain.keys[have:end]
+        there, room = self._least_of_ranks([self.store.leading(keys), self._room(decoding)])
+        wanted = min(there, room, most)
+        intact, blocks = self._read(keys[:wanted])
+        if len(blocks):
+            self._insert(key[: (have + len(blocks)) * self._block_tokens], slots, blocks)
+        # All; or the next block is damaged.
+        stored.fetched = len(blocks) == there or intact < wanted
         self.fetched_tokens += len(blocks) * self._block_tokens
         self.store.touch(stored.chain.keys[: have + len(blocks)], stored.stamp)
         return len(blocks)
@@ -213,10 +273,11 @@ class StoredPrefixes:
         free = self._table.free_units // self._groups + idle - decoding
         return max(min(free, self._table.free_blocks), 0)
 
-    def _read(self, keys: Sequence[bytes]) -> IntArray:
-        """New blocks with what the store has of these keys, as far as it is intact on all ranks."""
+    def _read(self, keys: Sequence[bytes]) -> tuple[int, IntArray]:
+        """How many of these the store has intact on all ranks; and new blocks with them, as far as
+        there is memory."""
         if not keys:
-            return np.empty(0, np.int32)
+            return 0, np.empty(0, np.int32)
         data = np.empty((len(keys), self.store.block_bytes), np.uint8)
         intact = self._least_of_ranks([self.store.read(keys, data)])[0]
         self._elastic.reclaim_prefixes(intact * self._groups)
@@ -229,7 +290,7 @@ class StoredPrefixes:
         if len(placed):
             self._pool.write(self._table.units[placed], data[: len(placed)])
             self._table.note_read(placed)
-        return placed
+        return intact, placed
 
     def _insert(self, key: RadixKey, slots: torch.Tensor, blocks: IntArray) -> None:
         """Give the tree these blocks, behind those in `slots`, that it has of `key`."""
@@ -244,12 +305,15 @@ class StoredPrefixes:
 
     # -- requests ---------------------------------------------------------------------------
 
+    def _blocks_in(self, nbytes: int) -> int:
+        """At least one."""
+        return max(nbytes // (self._pool.unit_bytes * self._groups), 1)
+
     def _stored(self, req: Req) -> _Stored:
         found: _Stored | None = getattr(req, _STORED, None)
-        if found is None:
-            found = _Stored(
-                Chain(self._block_tokens, adapter().namespaces(req)), self.store.begin()
-            )
+        if found is None or found.store is not self.store:
+            chain = Chain(self._block_tokens, adapter().namespaces(req))
+            found = _Stored(self.store, chain, self.store.begin())
             setattr(req, _STORED, found)
         return found
 
@@ -257,6 +321,25 @@ class StoredPrefixes:
         """Have the keys of the request's first `blocks` blocks."""
         chain = stored.chain
         if blocks > len(chain.keys):
-            tokens: Any = req.origin_input_ids + req.output_ids
-            new = tokens[chain.tokens : blocks * self._block_tokens]
-            chain.extend(np.asarray(new, np.int64))
+            chain.extend(ids_of(req, chain.tokens, blocks * self._block_tokens))
+
+
+def _most_prefix(req: Req) -> int:
+    """Tokens that need not be computed. The last one's logits are asked for in any case, and others
+    may be (SGLang's `Req._compute_max_prefix_len`)."""
+    known, start = count_of(req) - 1, req.logprob_start_len
+    return min(known, start) if req.return_logprob and start >= 0 else known
+
+
+def peek(tree: RadixCache, key: RadixKey) -> IntArray:
+    """Blocks that the tree has of `key`, whether resident or not. Nothing of the tree changes, nor
+    when it was used last: ranks may look at it in different turns."""
+    node, found = tree.root_node, [torch.empty(0, dtype=torch.int64)]
+    while len(key) and (child := node.children.get(key.child_key(tree.page_size))) is not None:
+        same = child.key.match(key, page_size=tree.page_size)
+        found.append(child.value[:same])
+        if same < len(child.key):
+            break
+        node, key = child, key[same:]
+    blocks: IntArray = torch.cat(found)[:: tree.page_size].numpy() // tree.page_size
+    return blocks

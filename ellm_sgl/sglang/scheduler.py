@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
-FETCHED_AHEAD = 4
-"""Waiting requests whose prefixes are read from the store in a turn."""
-
 logger = logging.getLogger(__name__)
 
 _ENTRY = "_ellm_entry"
@@ -184,7 +181,7 @@ class EllmScheduler:
             self.iteration.growth = sizing.growth(self.resizer, self.iteration.elastic.table.shape)
         self.fetching = frozenset()
         if (stored := context_of(self.scheduler).stored) is not None:
-            stored.keep_running(batch.reqs)
+            stored.keep_computed(batch.reqs)
         if self._decision_stands(batch):
             return
         running = [r for r in batch.reqs if not r.finished()]
@@ -206,7 +203,7 @@ class EllmScheduler:
         decision = dataclasses.replace(decision, pause=pause)
         self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
         if stored is not None and decision.admit:
-            self.fetching = stored.fetch(self._first_admitted(), len(running))
+            self.fetching = stored.fetch(self._admitted(), len(running))
         # SGLang stops looking at its queue once a batch is full.
         batch.batch_is_full = self.iteration.queue_closed(
             batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
@@ -221,13 +218,12 @@ class EllmScheduler:
                 logger.exception("eLLM: no metrics from now on")
                 self.metrics = None
 
-    def _first_admitted(self) -> list[Req]:
-        """Waiting requests that are about to be admitted, in order: as many as may find room in
-        this turn, and not all of a long queue."""
+    def _admitted(self) -> list[Req]:
+        """Waiting requests that may be admitted, in order."""
         admitted = [
             (r, req) for req in self.scheduler.waiting_queue if (r := self.rank(req)) is not None
         ]
-        return [req for _, req in sorted(admitted, key=lambda pair: pair[0])[:FETCHED_AHEAD]]
+        return [req for _, req in sorted(admitted, key=lambda pair: pair[0])]
 
     def under_way(self) -> UnderWay:
         """The prompt that SGLang computes in chunks, as far as it has come."""

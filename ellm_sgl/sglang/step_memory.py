@@ -21,6 +21,7 @@ class StepMemory:
         room: of steps.
         host_tier, hidden: bytes of these pools,
         in_file: which have their memory already.
+        store: most bytes of what waits for the store on disk, or comes from it.
         ranks: of this server, which all take as much.
     """
 
@@ -32,11 +33,12 @@ class StepMemory:
         host_tier: int,
         hidden: int,
         in_file: bool,
+        store: int,
         ranks: int,
     ) -> None:
         self._table, self._pool, self._room = table, pool, room
         self._host_tier, self._hidden, self._in_file = host_tier, hidden, in_file
-        self._ranks = ranks
+        self._store, self._ranks = store, ranks
         self._bounded = pool.buffer.device.type == "cpu"
         self._looked_s, self._left = -math.inf, math.inf
         self._most_units, self._most_host_units = 0, 0
@@ -61,11 +63,13 @@ class StepMemory:
         return tightest(ROOT).free / self._ranks - self._promised()
 
     def _promised(self) -> int:
-        """Bytes of the pools that will be taken when they are written to for the first time."""
+        """Bytes that will be taken: of the pools, when they are written to for the first time, and
+        of the store."""
         pool, table = self._pool, self._table
         self._most_units = max(self._most_units, table.highest_unit)
         lazy = min(pool.lazy_units, table.committed_units)
         promised = pool.bytes_behind(lazy) - pool.bytes_behind(min(self._most_units, lazy))
+        promised += self._store
         used = table.host.num_units - table.host.free_units
         self._most_host_units = max(self._most_host_units, used)
         if not self._in_file and used < table.host.num_units:
@@ -82,6 +86,7 @@ class StepMemory:
             activations=self._room.reserved_bytes,
             hidden_states=self._hidden,
             host_tier=self._host_tier,
+            kv_store=self._store,
             left=int(self.left()) if self._bounded else None,
         )
 
@@ -91,6 +96,7 @@ class StepMemory:
         parts = [f"KV {found.kv / 1e6:.1f} MB"]
         parts += [f"hidden states {found.hidden_states / 1e6:.1f} MB"] * (found.hidden_states > 0)
         parts += [f"host tier {found.host_tier / 1e6:.1f} MB"] * (found.host_tier > 0)
+        parts += [f"KV store {found.kv_store / 1e6:.1f} MB"] * (found.kv_store > 0)
         if found.left is not None:
             parts.append(
                 f"a step's activations {took.row_bytes / 1e3:.1f} kB a row, "

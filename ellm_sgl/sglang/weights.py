@@ -39,7 +39,7 @@ def update(
         return original(updater, request)
     finally:
         if (stored := context_of(updater.scheduler).stored) is not None:
-            stored.reopen()
+            stored.drop()
 
 
 def check(

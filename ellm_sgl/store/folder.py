@@ -17,6 +17,8 @@ from ellm_sgl.config import ConfigError
 LOCK = "ellm-sgl-kv-store.lock"
 """Its name marks the folder as a store's, so that nothing else is ever removed."""
 _PART = re.compile(r"[0-9a-f]{32}")
+MOST_PARTS = 16
+"""A server that is trained has other weights, and so another part, after every update."""
 
 
 def check_folder(path: Path) -> None:
@@ -81,11 +83,13 @@ class StoreFolder:
 
     def make_room(self, part: Path, nbytes: int) -> None:
         """Remove other parts, the one used longest ago first, until this one may take so many
-        bytes."""
+        bytes, and there are no more than `MOST_PARTS`."""
         others = [p for p in self.path.iterdir() if _PART.fullmatch(p.name) and p != part]
         others.sort(key=lambda p: p.stat().st_mtime)
         sizes = {p: sum(f.stat().st_size for f in p.iterdir()) for p in others}
-        while others and sum(sizes[p] for p in others) + nbytes > self.most_bytes:
+        while len(others) >= MOST_PARTS or (
+            others and sum(sizes[p] for p in others) + nbytes > self.most_bytes
+        ):
             shutil.rmtree(others.pop(0))
 
 

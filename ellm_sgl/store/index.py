@@ -7,7 +7,7 @@ get the same stamp, and of equal stamps the one furthest from the beginning goes
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -36,7 +36,7 @@ class Index:
         entries: blocks that are there, each in a slot of its own, none beyond `capacity`.
     """
 
-    def __init__(self, capacity: int, entries: Iterable[tuple[bytes, Entry]] = ()) -> None:
+    def __init__(self, capacity: int, entries: Mapping[bytes, Entry]) -> None:
         self.capacity = capacity
         self._entries = dict(entries)
         taken = {e.slot for e in self._entries.values()}
@@ -52,10 +52,6 @@ class Index:
 
     def get(self, key: bytes) -> Entry | None:
         return self._entries.get(key)
-
-    def items(self) -> list[tuple[bytes, Entry]]:
-        """All of them, least recent first."""
-        return sorted(self._entries.items(), key=lambda item: (item[1].stamp, -item[1].depth))
 
     @property
     def highest_stamp(self) -> int:
@@ -91,13 +87,16 @@ class Index:
         """A block is there no more."""
         self.give_slot(self._entries.pop(key).slot)
 
-    def touch(self, keys: Sequence[bytes], stamp: int) -> None:
-        """These blocks have been used."""
+    def touch(self, keys: Sequence[bytes], stamp: int) -> list[tuple[bytes, Entry]]:
+        """These blocks have been used. Returns those of which that is news."""
+        news = []
         for key in keys:
             old = self._entries.get(key)
             if old is not None and old.stamp < stamp:
                 self._entries[key] = new = Entry(old.slot, old.depth, stamp, old.crc)
                 self._enqueue(key, new)
+                news.append((key, new))
+        return news
 
     def _enqueue(self, key: bytes, entry: Entry) -> None:
         heapq.heappush(self._queue, (entry.stamp, -entry.depth, key))

@@ -1,38 +1,41 @@
 """Blocks on disk: written beside the steps, read when a prompt begins with them.
 
-One thread, the caller's, has the index; another writes. A batch is first data, then records; only
-when both have reached the disk its blocks can be found. So a crash loses what was being written,
-and nothing is ever found that is not there in full.
+One thread, the caller's, has the index; another writes. What waits is written together, first data,
+then records; only when both have reached the disk these blocks can be found. So a crash loses what
+was being written, and nothing is ever found that is not there in full.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.config import ConfigError
-from ellm_sgl.store import journal
+from ellm_sgl.store import records
 from ellm_sgl.store.folder import StoreFolder
 from ellm_sgl.store.index import Entry, Index, StoreFullError
+from ellm_sgl.store.records import RECORD_BYTES
 
 logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 Submit = Callable[..., "Future[Any]"]
 
 QUEUED_BYTES = 64 << 20
 """Of blocks that wait to be written; while there are more, none is taken."""
-_RECORDS_PER_BLOCK = 4
-"""Records of a journal, per slot, at which it is written anew."""
+READ_BYTES = 64 << 20
+"""Of blocks that are read at a time."""
 
 
 @dataclass
@@ -45,21 +48,28 @@ class Totals:
     """Whose checksum did not fit: dropped, and computed again."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Batch:
-    """Blocks that are being written."""
+    """Consecutive blocks of a request that are being written."""
 
     keys: list[bytes]
     slots: list[int]
-    depths: list[int]
+    depth: int
     stamp: int
-    nbytes: int
-    written: Future[list[int]]
-    """Gives their checksums."""
+    data: Bytes
+    entries: list[Entry] = field(default_factory=list)
+    """Once they are on disk."""
+
+    def entries_of(self) -> list[Entry]:
+        """What their records say."""
+        checksums = map(_checksum, self.keys, self.data)
+        depths = range(self.depth, self.depth + len(self.keys))
+        stamps = [self.stamp] * len(self.keys)
+        return list(map(Entry, self.slots, depths, stamps, checksums))
 
 
 class BlockStore:
-    """The blocks of one fingerprint.
+    """The blocks of one fingerprint. A disk that fails is a `problem` that the log tells of once.
 
     Args:
         folder: in which they are.
@@ -76,44 +86,52 @@ class BlockStore:
     ) -> None:
         self.block_bytes = block_bytes
         self.totals = Totals()
+        self.nbytes = 0
+        """On disk, of this fingerprint's data."""
         self.problem: str | None = None
         """Why nothing is stored any more; what is there can still be read."""
         self._folder = folder
         self._submit = submit
-        self._part = folder.part(fingerprint)
-        self._journal = self._part / "journal"
-        most = folder.most_bytes // (block_bytes + 2 * _RECORDS_PER_BLOCK * journal.RECORD_BYTES)
+        most = folder.most_bytes // (block_bytes + RECORD_BYTES)
         if most < 1:
             raise ConfigError(
                 f"--ellm-kv-store-size: {folder.most_bytes:,} bytes hold no block of "
                 f"{block_bytes:,}; give more"
             )
-        self.index = Index(most, journal.read(self._journal, most))
-        self._stamp = self.index.highest_stamp
-        self._batches: deque[_Batch] = deque()
+        self._batches: deque[tuple[_Batch, Future[None]]] = deque()
         self._coming: set[bytes] = set()
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._data = os.open(self._part / "blocks", flags, 0o600)
-        if os.fstat(self._data).st_size > most * block_bytes:
-            os.ftruncate(self._data, most * block_bytes)  # it may be smaller than it was
-        self._records = len(self.index)
+        self._queue: deque[_Batch] = deque()
+        """For the thread that writes,"""
+        self._used: deque[tuple[bytes, Entry]] = deque()
+        """and blocks whose records have changed."""
+        self._files: list[int] = []
+        self.index = Index(most, {})
         try:
-            journal.write_anew(self._journal, self.index.items())
+            self._part = folder.part(fingerprint)
+            self._data = self._open("blocks", most * block_bytes)
+            self._records = self._open("records", most * RECORD_BYTES)
+            self.index = Index(most, records.read(self._part / "records"))
+            self._take(os.fstat(self._data).st_size // block_bytes)
         except OSError as error:
             self._stop(error)
+        self._stamp = self.index.highest_stamp
 
-    @property
-    def nbytes(self) -> int:
-        """On disk, of this fingerprint's data."""
-        return os.fstat(self._data).st_size
+    def _open(self, name: str, most_bytes: int) -> int:
+        fd = os.open(self._part / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._files.append(fd)
+        if os.fstat(fd).st_size > most_bytes:
+            os.ftruncate(fd, most_bytes)  # it may be smaller than it was
+        return fd
 
     def close(self) -> None:
-        """Wait for what is being written, and leave the order of use behind."""
-        while self._batches:
-            self._settle(wait=True)
-        if self.problem is None:
-            journal.write_anew(self._journal, self.index.items())
-        os.close(self._data)
+        """Wait for what is being written."""
+        self._submit(self._close).result()
+        self._settle()
+
+    def _close(self) -> None:
+        for fd in self._files:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def begin(self) -> int:
         """A stamp for a request that begins; larger than all before."""
@@ -128,24 +146,31 @@ class BlockStore:
 
     @property
     def room(self) -> int:
-        """Blocks that can be taken now."""
+        """Blocks that can be taken now; a block finds room however large it is."""
         self._settle()
         if self.problem is not None:
             return 0
-        queued = sum(batch.nbytes for batch in self._batches)
-        return max(QUEUED_BYTES - queued, 0) // self.block_bytes
+        most = QUEUED_BYTES // self.block_bytes
+        if not self._batches:
+            return max(most, 1)
+        return max(most - sum(len(batch.keys) for batch, _ in self._batches), 0)
 
-    def put(self, keys: Sequence[bytes], depth: int, stamp: int, data: Bytes) -> int:
+    def put(
+        self, keys: Sequence[bytes], depth: int, stamp: int, read: Callable[[int], Bytes]
+    ) -> int:
         """Store consecutive blocks of one request; none of them is there.
 
         Args:
             keys: of n blocks, at most `room`.
             depth: blocks of the request before them.
             stamp: the request's (`begin`).
-            data: [n, block_bytes], the store's from now on.
+            read: gives the data of so many of them, [count, block_bytes], the store's from then on.
 
         Returns:
             The leading blocks taken; fewer than n where the store is full of blocks as recent.
+
+        Raises:
+            StoreFullError: none was.
         """
         self._settle()
         slots: list[int] = []
@@ -153,72 +178,75 @@ class BlockStore:
             for _ in keys:
                 slots.append(self.index.take_slot(stamp))
         except StoreFullError:
-            pass
-        if not slots:
-            return 0
-        taken = list(keys[: len(slots)])
-        depths = list(range(depth, depth + len(slots)))
-        anew = None
-        if self._records > _RECORDS_PER_BLOCK * (len(self.index) + len(slots)) + 1024:
-            anew, self._records = self.index.items(), len(self.index)
-        self._records += len(slots)
-        written = self._submit(self._write, taken, slots, depths, stamp, data[: len(slots)], anew)
-        self._batches.append(_Batch(taken, slots, depths, stamp, data.nbytes, written))
-        self._coming.update(taken)
-        return len(slots)
+            if not slots:
+                raise
+        count = len(slots)
+        batch = _Batch(list(keys[:count]), slots, depth, stamp, read(count))
+        self._queue.append(batch)
+        self._batches.append((batch, self._submit(self._write)))
+        self._coming.update(batch.keys)
+        return count
 
-    def _write(
-        self,
-        keys: list[bytes],
-        slots: list[int],
-        depths: list[int],
-        stamp: int,
-        data: Bytes,
-        anew: list[tuple[bytes, Entry]] | None,
-    ) -> list[int]:
-        """In the background: data, then records."""
-        end = max(slots) * self.block_bytes
-        if end > self.nbytes:
-            self._folder.make_room(self._part, end)
-        for slot, block in zip(slots, data, strict=True):
-            _write_all(self._data, block, (slot - 1) * self.block_bytes)
+    def _write(self) -> None:
+        """In the background: all that waits."""
+        batches = list(_taken_from(self._queue))
+        # Taken after the batches and written before: what was in a slot that they write again.
+        used = list(_taken_from(self._used))
+        if self.problem is not None:
+            return
+        try:
+            self._write_records(used)
+            if batches:
+                self._write_batches(batches)
+        except Exception as error:
+            self._stop(error)
+
+    def _write_batches(self, batches: list[_Batch]) -> None:
+        """Data, then records."""
+        last = max(slot for batch in batches for slot in batch.slots)
+        if last * self.block_bytes > self.nbytes:
+            self._take(last)
+        for batch in batches:
+            for slot, block in zip(batch.slots, batch.data, strict=True):
+                _write_all(self._data, block.data, (slot - 1) * self.block_bytes)
         os.fdatasync(self._data)
-        if anew is not None:
-            journal.write_anew(self._journal, anew)
-        crcs = [_checksum(key, block) for key, block in zip(keys, data, strict=True)]
-        entries = map(Entry, slots, depths, [stamp] * len(slots), crcs)
-        with self._journal.open("ab") as file:
-            file.write(b"".join(map(journal.pack, keys, entries)))
-            file.flush()
-            os.fdatasync(file.fileno())
-        return crcs
+        entries = [batch.entries_of() for batch in batches]
+        for batch, of_batch in zip(batches, entries, strict=True):
+            self._write_records(zip(batch.keys, of_batch, strict=True))
+        os.fdatasync(self._records)
+        for batch, of_batch in zip(batches, entries, strict=True):
+            batch.entries = of_batch
 
-    def _settle(self, wait: bool = False) -> None:
+    def _write_records(self, blocks: Iterable[tuple[bytes, Entry]]) -> None:
+        for key, entry in blocks:
+            record = memoryview(records.pack(key, entry))
+            _write_all(self._records, record, (entry.slot - 1) * RECORD_BYTES)
+
+    def _take(self, slots: int) -> None:
+        """So many slots are this part's, whatever other parts have to go for it."""
+        self._folder.make_room(self._part, slots * (self.block_bytes + RECORD_BYTES))
+        self.nbytes = slots * self.block_bytes
+
+    def _settle(self) -> None:
         """What has been written can be found."""
-        while self._batches and (wait or self._batches[0].written.done()):
-            batch = self._batches.popleft()
+        while self._batches and self._batches[0][1].done():
+            batch, _ = self._batches.popleft()
             self._coming.difference_update(batch.keys)
-            try:
-                crcs = batch.written.result()
-            except Exception as error:
-                self._stop(error)
+            if not batch.entries:
                 for slot in batch.slots:
                     self.index.give_slot(slot)
-                continue
-            for key, slot, depth, crc in zip(
-                batch.keys, batch.slots, batch.depths, crcs, strict=True
-            ):
-                self.index.add(key, Entry(slot, depth, batch.stamp, crc))
-            self.totals.stored_blocks += len(crcs)
+            for key, entry in zip(batch.keys, batch.entries, strict=False):
+                self.index.add(key, entry)
+            self.totals.stored_blocks += len(batch.entries)
 
     def _stop(self, error: Exception) -> None:
-        if self.problem is None:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            self.problem = f"{self._part}: {reason}"
-            logger.warning(
-                "eLLM KV store: %s; nothing more is stored until the server is restarted, and what "
-                "is there can still be read", self.problem,
-            )  # fmt: skip
+        """Nothing more is stored."""
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        self.problem = f"{self._folder.path}: {reason}"
+        logger.warning(
+            "eLLM KV store: %s; nothing more is stored until the server is restarted, and what "
+            "is there can still be read", self.problem,
+        )  # fmt: skip
 
     # -- find -------------------------------------------------------------------------------
 
@@ -232,7 +260,9 @@ class BlockStore:
 
     def touch(self, keys: Sequence[bytes], stamp: int) -> None:
         """A request with this stamp has used these blocks."""
-        self.index.touch(keys, stamp)
+        if news := self.index.touch(keys, stamp):
+            self._used.extend(news)
+            self._submit(self._write)
 
     def read(self, keys: Sequence[bytes], out: Bytes) -> int:
         """Read blocks that are there.
@@ -264,12 +294,22 @@ class BlockStore:
         return got == self.block_bytes and _checksum(key, out) == entry.crc
 
 
+def most_buffered(block_bytes: int) -> int:
+    """Bytes of memory that a store of such blocks may have in use."""
+    return max(QUEUED_BYTES, block_bytes) + max(READ_BYTES, block_bytes)
+
+
 def _checksum(key: bytes, block: Bytes) -> int:
     return zlib.crc32(block.data, zlib.crc32(key))
 
 
-def _write_all(fd: int, data: Bytes, offset: int) -> None:
-    view = data.data
-    while view:
-        done = os.pwrite(fd, view, offset)
-        view, offset = view[done:], offset + done
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _taken_from(queue: deque[T]) -> Iterator[T]:
+    """What another thread puts at the other end."""
+    while queue:
+        yield queue.popleft()

@@ -7,14 +7,17 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.store import Chain
-from ellm_sgl.store.journal import read
+from ellm_sgl.store.records import read
 from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
@@ -49,11 +52,12 @@ def serve(folder: Path) -> ServerProcess:
 
 def damage(folder: Path, prompt: list[int], block: int) -> None:
     """Flip a bit of what is stored of one block."""
-    (journal,) = folder.glob("*/journal")
-    chain = Chain(BLOCK)
+    (records,) = folder.glob("*/records")
+    anybody: Any = SimpleNamespace(extra_key=None, cache_salt=None)
+    chain = Chain(BLOCK, adapter().namespaces(anybody))
     chain.extend(np.array(prompt))
-    slot = dict(read(journal, 10**6))[chain.keys[block]].slot
-    with (journal.parent / "blocks").open("r+b") as file:
+    slot = read(records)[chain.keys[block]].slot
+    with (records.parent / "blocks").open("r+b") as file:
         file.seek((slot - 1) * BLOCK_BYTES + 1_000)
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)

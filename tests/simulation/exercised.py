@@ -63,6 +63,7 @@ EVERYTHING = (
     "blocks stored",
     "blocks read from the store",
     "turns in which a prompt's prefix is being read",
+    "turns in which blocks of requests that have ended are to be stored",
 )
 
 
@@ -122,6 +123,9 @@ class Exercised:
         """A turn of the loop is over."""
         reading = bool(scheduler_of(self._scheduler).fetching)
         self._counts["turns in which a prompt's prefix is being read"] += reading
+        if (stored := self._plane.context.stored) is not None:
+            name = "turns in which blocks of requests that have ended are to be stored"
+            self._counts[name] += bool(stored._ended)
         if (outcome := self._resizer.outcome) is not self._outcome:
             self._outcome = outcome
             self._counts[f"resizes: {outcome}"] += 1

@@ -34,8 +34,8 @@ from ellm_sgl.sglang import kv_store
 from ellm_sgl.sglang.kv_store import StoredPrefixes
 from ellm_sgl.sglang.scheduler import EllmScheduler
 from ellm_sgl.sglang.state import DEVICE_TOKENS
-from ellm_sgl.store import BlockStore, StoreFolder
-from ellm_sgl.store.journal import RECORD_BYTES
+from ellm_sgl.store import BlockStore, StoreFolder, store
+from ellm_sgl.store.records import RECORD_BYTES
 from tests.memory.fake_arena import FakeArena
 from tests.simulation import accounting, events
 from tests.simulation.clock import Clock
@@ -111,7 +111,9 @@ class Life:
             patches.enter_context(patch("sglang.srt.utils.broadcast_pyobj", self._broadcast))
             patches.enter_context(patch("torch.distributed.all_reduce", self._least))
             # A block in each turn.
-            patches.enter_context(patch.object(kv_store, "FETCHED_BESIDE", 1))
+            patches.enter_context(patch.object(kv_store, "BESIDE_A_STEP", 1))
+            block_bytes = self.plane.pool.unit_bytes * self.plane.table.shape.num_groups
+            patches.enter_context(patch.object(store, "QUEUED_BYTES", 2 * block_bytes))
             if self.configuration.overlap:
                 self.scheduler.event_loop_overlap()
             else:
@@ -162,7 +164,7 @@ class Life:
         """As `fingerprint.open_prefixes`; what is written reaches the disk late, too."""
         plane, blocks = self.plane, self.configuration.store_blocks
         nbytes = plane.pool.unit_bytes * plane.table.shape.num_groups
-        folder = StoreFolder(path, blocks * (nbytes + 8 * RECORD_BYTES))
+        folder = StoreFolder(path, blocks * (nbytes + RECORD_BYTES))
 
         def opened() -> BlockStore:
             return BlockStore(folder, "0" * 32, nbytes, plane.writer.submit)

@@ -9,14 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ellm_sgl.store import BlockStore, StoreFolder
-from ellm_sgl.store.journal import RECORD_BYTES
-from ellm_sgl.store.store import Bytes
+from ellm_sgl.store import BlockStore, Bytes, StoreFolder, StoreFullError
+from ellm_sgl.store.records import RECORD_BYTES
 
 BLOCK_BYTES = 96
 MARK = "0123456789abcdef" * 2
-OVERHEAD = 8 * RECORD_BYTES
-"""Of a block's place in the journal, as the store counts it."""
 
 
 def now(function: Any, *arguments: Any) -> Future[Any]:
@@ -30,7 +27,7 @@ def now(function: Any, *arguments: Any) -> Future[Any]:
 
 
 def opened(path: Path, blocks: int = 64, mark: str = MARK, submit: Any = now) -> BlockStore:
-    folder = StoreFolder(path, blocks * (BLOCK_BYTES + OVERHEAD))
+    folder = StoreFolder(path, blocks * (BLOCK_BYTES + RECORD_BYTES))
     return BlockStore(folder, mark, BLOCK_BYTES, submit)
 
 
@@ -49,7 +46,12 @@ def data_of(keys: Sequence[bytes]) -> Bytes:
 
 
 def put(store: BlockStore, keys: list[bytes], depth: int = 0, stamp: int | None = None) -> int:
-    return store.put(keys, depth, store.begin() if stamp is None else stamp, data_of(keys))
+    """How many blocks the store takes."""
+    stamp = store.begin() if stamp is None else stamp
+    try:
+        return store.put(keys, depth, stamp, lambda count: data_of(keys[:count]))
+    except StoreFullError:
+        return 0
 
 
 def read(store: BlockStore, keys: list[bytes]) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from ellm_sgl.config import ConfigError
 from ellm_sgl.store import StoreFolder, check_folder
-from ellm_sgl.store.folder import LOCK
+from ellm_sgl.store.folder import LOCK, MOST_PARTS
 from tests.store.scene import BLOCK_BYTES, MARK, keys_of, let_go, opened, put, read
 
 OTHER = "f" * 32
@@ -56,11 +56,31 @@ def test_other_models_stay_while_there_is_room(tmp_path: Path) -> None:
     assert read(again, keys_of(2, 4)) == 0  # another model's KV is not this one's
     let_go(again)
     grown = opened(tmp_path, blocks=12)
-    os.truncate(tmp_path / OTHER / "blocks", grown._folder.most_bytes - 10 * BLOCK_BYTES)
     put(grown, keys_of(3, 4))
     assert (tmp_path / OTHER).exists()
     put(grown, keys_of(4, 4))
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([MARK, LOCK, "notes"])
+
+
+def test_a_smaller_size_is_kept_to_at_once(tmp_path: Path) -> None:
+    """Though the part that is opened takes nothing more."""
+    first = opened(tmp_path, blocks=12, mark=OTHER)
+    put(first, keys_of(1, 8))
+    let_go(first)
+    second = opened(tmp_path, blocks=12)
+    put(second, keys_of(2, 4))
+    let_go(second)
+    opened(tmp_path, blocks=11)
+    assert not (tmp_path / OTHER).exists()
+
+
+def test_parts_are_not_without_number(tmp_path: Path) -> None:
+    """One that is trained leaves a part behind with each of its weights."""
+    for number in range(3 * MOST_PARTS):
+        let_go(opened(tmp_path, mark=f"{number:032x}"))
+        os.utime(tmp_path / f"{number:032x}", (number, number))
+    parts = sorted(int(p.name, 16) for p in tmp_path.iterdir() if p.name != LOCK)
+    assert parts == list(range(2 * MOST_PARTS, 3 * MOST_PARTS))
 
 
 def test_others_cannot_read_it(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ellm_sgl.store import Chain
+from ellm_sgl.store import Chain, StoreFullError
 from ellm_sgl.store import store as store_module
-from ellm_sgl.store.journal import RECORD_BYTES
+from ellm_sgl.store.folder import LOCK
+from ellm_sgl.store.records import RECORD_BYTES
 from ellm_sgl.worker import Worker
 from tests.store.scene import (
     BLOCK_BYTES,
@@ -69,6 +70,74 @@ def test_the_queue_to_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     assert store.room == 10
     put(store, keys_of(1, 7))
     assert store.room == 3
+
+
+def test_a_block_finds_room_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "QUEUED_BYTES", BLOCK_BYTES - 1)
+    store = opened(tmp_path, submit=lambda *_: Future())
+    assert store.room == 1
+    put(store, keys_of(1, 1))
+    assert store.room == 0
+
+
+def test_what_waits_is_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[tuple[Future[Any], Any]] = []
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+
+    def later(function: Any) -> Future[Any]:
+        jobs.append((Future(), function))
+        return jobs[-1][0]
+
+    store = opened(tmp_path, submit=later)
+    for chain in range(5):
+        put(store, keys_of(chain, 3))
+    jobs[0][0].set_result(jobs[0][1]())
+    assert [store.leading(keys_of(chain, 3)) for chain in range(5)] == [3, 0, 0, 0, 0]
+    for future, function in jobs[1:]:
+        future.set_result(function())
+    assert all(read(store, keys_of(chain, 3)) == 3 for chain in range(5))
+    assert len(synced) == 2  # data, records
+
+
+def test_a_full_store_reads_nothing_for_what_it_cannot_take(tmp_path: Path) -> None:
+    store = opened(tmp_path, blocks=4)
+    stamp = store.begin()
+    assert put(store, keys_of(1, 4), 0, stamp) == 4
+    with pytest.raises(StoreFullError):
+        store.put(keys_of(1, 2, 4), 4, stamp, lambda count: pytest.fail("copied for nothing"))
+
+
+def test_the_order_of_use_survives_a_kill(tmp_path: Path) -> None:
+    store = opened(tmp_path, blocks=8)
+    for chain in (1, 2):
+        put(store, keys_of(chain, 4))
+    store.touch(keys_of(1, 4), store.begin())
+    let_go(store)
+    again = opened(tmp_path, blocks=8)
+    put(again, keys_of(3, 4))
+    assert read(again, keys_of(1, 4)) == 4 and read(again, keys_of(2, 4)) == 0
+
+
+def test_what_is_under_way_is_there_after_a_kill(tmp_path: Path) -> None:
+    """However often slots were written before."""
+    jobs: list[tuple[Future[Any], Any]] = []
+
+    def later(function: Any) -> Future[Any]:
+        jobs.append((Future(), function))
+        return jobs[-1][0]
+
+    store = opened(tmp_path, blocks=8, submit=later)
+    for chain in range(700):
+        put(store, keys_of(chain, 2))
+        if len(jobs) > 3:
+            future, function = jobs.pop(0)
+            future.set_result(function())
+    for future, function in jobs:
+        future.set_result(function())
+    let_go(store)
+    again = opened(tmp_path, blocks=8)
+    assert all(read(again, keys_of(chain, 2)) == 2 for chain in range(696, 700))
 
 
 def test_of_a_store_that_is_full_the_least_recent_goes_ends_first(tmp_path: Path) -> None:
@@ -131,11 +200,11 @@ def test_any_history_is_that_of_a_dictionary(
                 if data.draw(st.booleans()):
                     store.close()
                 let_go(store)
-                before = {key for key, _ in store.index.items()}
+                before = set(store.index._entries)
                 store = opened(path, blocks)
-                assert {key for key, _ in store.index.items()} == before
-        assert {key for key, _ in store.index.items()} <= put_before
-        slots = [entry.slot for _, entry in store.index.items()]
+                assert set(store.index._entries) == before
+        assert set(store.index._entries) <= put_before
+        slots = [entry.slot for entry in store.index._entries.values()]
         assert len(set(slots)) == len(slots) and all(1 <= slot <= blocks for slot in slots)
         assert os.path.getsize(path / MARK / "blocks") <= blocks * BLOCK_BYTES
     let_go(store)
@@ -161,18 +230,17 @@ def test_a_damaged_record_loses_its_block_alone(tmp_path: Path, place: int) -> N
     keys = keys_of(1, 6)
     put(store, keys)
     let_go(store)
-    flip(tmp_path / MARK / "journal", 2 * RECORD_BYTES + place)
+    flip(tmp_path / MARK / "records", 2 * RECORD_BYTES + place)
     again = opened(tmp_path)
     assert [again.has(key) for key in keys] == [True, True, False, True, True, True]
 
 
-def test_a_torn_journal_is_read_up_to_where_it_is_whole(tmp_path: Path) -> None:
+def test_records_that_are_torn_are_read_up_to_where_they_are_whole(tmp_path: Path) -> None:
     store = opened(tmp_path)
     keys = keys_of(1, 6)
     put(store, keys)
     let_go(store)
-    journal = tmp_path / MARK / "journal"
-    os.truncate(journal, 4 * RECORD_BYTES + 11)
+    os.truncate(tmp_path / MARK / "records", 4 * RECORD_BYTES + 11)
     again = opened(tmp_path)
     assert read(again, keys) == 4
     assert put(again, keys[4:], 4) == 2
@@ -190,16 +258,6 @@ def test_a_slot_written_over_by_a_crash_holds_nobodys_block(tmp_path: Path) -> N
     again = opened(tmp_path, blocks=2)
     assert read(again, keys_of(1, 2)) == 0
     assert again.totals.damaged_blocks == 1
-
-
-def test_the_journal_is_written_anew_before_it_grows_long(tmp_path: Path) -> None:
-    store = opened(tmp_path, blocks=4)
-    for chain in range(800):
-        put(store, keys_of(chain, 4))
-    assert os.path.getsize(tmp_path / MARK / "journal") <= (4 * 8 + 1024) * RECORD_BYTES
-    assert read(store, keys_of(799, 4)) == 4
-    let_go(store)
-    assert read(opened(tmp_path, blocks=4), keys_of(799, 4)) == 4
 
 
 KILLED = """
@@ -231,7 +289,7 @@ def test_a_writer_killed_at_any_moment_leaves_only_whole_blocks(tmp_path: Path) 
             time.sleep(chance.uniform(0.05, 0.25))
             writer.send_signal(signal.SIGKILL)
         store = opened(tmp_path, blocks=400)
-        keys = [key for key, _ in store.index.items()]
+        keys = list(store.index._entries)
         found = sum(read(store, [key]) for key in keys)
         assert found >= 80
         assert found + store.totals.damaged_blocks == len(keys)
@@ -261,6 +319,17 @@ def test_a_full_disk_stops_storing_and_nothing_else(
     let_go(store)
     again = opened(tmp_path)
     assert read(again, keys_of(1, 4)) == 4 and again.problem is None
+
+
+def test_a_part_that_cannot_be_opened_is_a_store_without_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / LOCK).touch()
+    (tmp_path / MARK).touch()  # a file
+    store = opened(tmp_path)
+    assert store.room == 0 and store.leading(keys_of(1, 2)) == 0
+    assert "File exists" in str(store.problem) and str(store.problem) in caplog.text
+    store.close()
 
 
 def test_a_thread_writes_beside_its_caller(tmp_path: Path) -> None:

@@ -1,0 +1,255 @@
+"""The store beside the prefix tree, without a scheduler: what is stored, read and held back."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.store import BlockStore, StoreFolder
+from ellm_sgl.store import store as store_module
+from ellm_sgl.store.records import RECORD_BYTES
+from tests.simulation.configuration import Configuration
+from tests.store.scene import now
+
+declare()
+BLOCK = 4
+
+
+class Request:
+    """As much of SGLang's `Req` as is looked at."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+class Scene:
+    """A pool, a tree and a store."""
+
+    def __init__(self, path: Path, blocks: int, store_blocks: int, submit: Any = now) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        from ellm_sgl.sglang.kv_store import StoredPrefixes
+        from tests.simulation.plane import Plane
+
+        configuration = Configuration(
+            layers=1, block_tokens=BLOCK, device_blocks=blocks, context=400
+        )
+        with get_parallel().override(tp_rank=0, tp_size=1, attn_tp_size=1):
+            self.plane = plane = Plane(configuration)
+        self.table, self.tree = plane.table, plane.tree
+        self.nbytes = plane.pool.unit_bytes
+        folder = StoreFolder(path, store_blocks * (self.nbytes + RECORD_BYTES))
+        self.openings = 0
+
+        def opened() -> BlockStore:
+            self.openings += 1
+            return BlockStore(folder, "0" * 32, self.nbytes, submit)
+
+        self.stored = StoredPrefixes(
+            opened, plane.elastic, plane.pool, plane.tree, lambda numbers: numbers
+        )
+
+    def request(self, first: int, blocks: int) -> Any:
+        """Of a prompt that fills so many blocks, and a token of output."""
+        req: Any = Request(
+            origin_input_ids=array("q", range(first, first + blocks * BLOCK)),
+            output_ids=array("q", [0]),
+            extra_key=None,
+            cache_salt=None,
+            return_logprob=False,
+            logprob_start_len=-1,
+            req_pool_idx=first,
+            finished=lambda: False,
+        )
+        req.kv = req
+        return req
+
+    def compute(self, req: Any) -> np.ndarray[Any, Any]:
+        """Its prompt's KV, in blocks of its own."""
+        tokens = len(req.origin_input_ids)
+        blocks = self.table.allocate(tokens // BLOCK)
+        assert len(self.table.place(blocks)) == len(blocks)
+        self.table.note_read(blocks)
+        self.table.map(req.req_pool_idx, blocks, tokens)
+        return blocks
+
+    def end(self, req: Any) -> None:
+        """It leaves, and the tree has what it computed."""
+        blocks = self.table.blocks_of(req.req_pool_idx).copy()
+        self.stored.end(req)
+        self.give(req, blocks)
+        self.table.unmap(req.req_pool_idx)
+
+    def give(self, req: Any, blocks: Any) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+        from ellm_sgl.sglang.versions import adapter
+
+        key = adapter().radix_key(req.origin_input_ids, req)
+        slots = torch.from_numpy(blocks.astype(np.int64))[:, None] * BLOCK + torch.arange(BLOCK)
+        self.tree.insert(InsertParams(key=key, value=slots.reshape(-1)))
+
+    def in_tree(self, req: Any) -> int:
+        from ellm_sgl.sglang.kv_store import peek
+        from ellm_sgl.sglang.versions import adapter
+
+        return len(peek(self.tree, adapter().radix_key(req.origin_input_ids, req)))
+
+    def evict(self) -> None:
+        self.plane.context.reclaim(10**6)
+
+    def store_all(self, *reqs: Any) -> None:
+        """What they have is in the store, and nowhere else."""
+        for req in reqs:
+            self.compute(req)
+            self.end(req)
+            vars(req).pop("_ellm_stored")
+            self.evict()
+
+
+class Later:
+    """Runs what it is given when told so."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        self.jobs.append((Future(), function))
+        return self.jobs[-1][0]
+
+    def run(self) -> None:
+        while self.jobs:
+            future, function = self.jobs.popleft()
+            future.set_result(function())
+
+
+def test_what_a_full_store_cannot_take_is_not_copied_again_and_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 16, store_blocks=4)
+    copied: list[int] = []
+    read = scene.plane.pool.read
+    scene.plane.pool.read = lambda units: copied.append(len(units)) or read(units)  # type: ignore
+    req = scene.request(100, 8)
+    scene.compute(req)
+    for _ in range(5):
+        scene.stored.keep_computed([req])
+    assert copied == [4]
+
+
+def test_a_request_that_meets_another_store_is_stored_there(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 16, store_blocks=4)
+    scene.store_all(*[scene.request(first, 4) for first in (1000, 2000, 3000)])
+    req = scene.request(100, 4)
+    scene.compute(req)
+    scene.stored.keep(req)
+    scene.stored.drop()
+    scene.store_all(scene.request(4000, 4))
+    assert scene.stored.keep(req) is False
+    assert scene.stored.store.leading(req._ellm_stored.chain.keys) == 4
+    assert scene.stored.store.index.get(req._ellm_stored.chain.keys[0]).stamp == 6  # type: ignore
+
+
+def test_a_store_is_opened_once_for_all_updates_before_its_use(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 16, store_blocks=4)
+    for _ in range(32):
+        scene.stored.drop()
+        scene.stored.keep_computed([])
+    assert scene.openings == 1 and scene.stored.describe()["blocks"] == 0
+    scene.stored.fetch([scene.request(0, 2)], decoding=0)
+    assert scene.openings == 2
+
+
+def test_what_memory_has_no_room_for_is_read_once_it_has(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 8, store_blocks=64)
+    req = scene.request(100, 6)
+    scene.store_all(req)
+    other = scene.request(500, 5)
+    blocks = scene.compute(other)
+    assert not scene.stored.fetch([req], decoding=1)
+    assert scene.in_tree(req) == 2  # one is for who decodes
+    scene.table.unmap(other.req_pool_idx)
+    scene.table.release(blocks)
+    assert not scene.stored.fetch([req], decoding=1)
+    assert scene.in_tree(req) == 6 and scene.stored.fetched_tokens == 6 * BLOCK
+
+
+def test_who_is_retracted_reads_what_it_had(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 8, store_blocks=64)
+    req = scene.request(100, 6)
+    assert not scene.stored.fetch([req], decoding=0)
+    scene.compute(req)
+    scene.end(req)
+    scene.evict()
+    scene.stored.fetch([req], decoding=0)
+    assert scene.in_tree(req) == 6
+
+
+def test_nobody_overtakes_a_request_whose_prefix_is_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ellm_sgl.sglang import kv_store
+
+    monkeypatch.setattr(kv_store, "BESIDE_A_STEP", 1)
+    scene = Scene(tmp_path, 64, store_blocks=64)
+    reqs = [scene.request(100 * n, 2) for n in range(1, 9)]
+    scene.store_all(*reqs)
+    for turn in range(16):
+        held = scene.stored.fetch(reqs, decoding=1)
+        assert held == frozenset(reqs[(turn + 1) // 2 :]), turn
+    assert [scene.in_tree(req) for req in reqs] == [2] * 8
+
+
+def test_of_a_long_queue_so_many_are_looked_up_at_a_time(tmp_path: Path) -> None:
+    from ellm_sgl.sglang.kv_store import LOOKED_UP
+
+    scene = Scene(tmp_path, 16, store_blocks=64)
+    reqs = [scene.request(100 * n, 2) for n in range(1, LOOKED_UP + 4)]
+    assert scene.stored.fetch(reqs, decoding=0) == frozenset(reqs[LOOKED_UP:])
+
+
+def test_a_prefix_that_was_read_makes_way_for_none_behind_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 8, store_blocks=64)
+    first, second = scene.request(100, 6), scene.request(500, 6)
+    scene.store_all(first, second)
+    for _ in range(3):
+        scene.stored.fetch([first, second], decoding=0)
+        assert scene.in_tree(first) == 6 and scene.in_tree(second) == 2
+
+
+def test_what_is_computed_for_its_log_probabilities_is_not_read(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 8, store_blocks=64)
+    req = scene.request(100, 6)
+    scene.store_all(req)
+    req.return_logprob, req.logprob_start_len = True, 2 * BLOCK + 1
+    scene.stored.fetch([req], decoding=0)
+    assert scene.in_tree(req) == 2
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_what_a_short_answer_leaves_to_store_is_stored_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evicted: bool
+) -> None:
+    worker = Later()
+    scene = Scene(tmp_path, 16, store_blocks=64, submit=worker.submit)
+    monkeypatch.setattr(store_module, "QUEUED_BYTES", 3 * scene.nbytes)
+    req = scene.request(100, 10)
+    scene.compute(req)
+    scene.end(req)
+    worker.run()
+    keys = req._ellm_stored.chain.keys
+    for turn in range(1, 5):
+        assert scene.stored.store.leading(keys) == min(3 * turn, 3 if evicted else 10)
+        if evicted:
+            scene.evict()
+        scene.stored.keep_computed([])
+        worker.run()
+    scene.evict()
+    assert scene.table.free_blocks == scene.table.num_blocks
