@@ -334,6 +334,7 @@ def _most_prefix(req: Req) -> int:
 def peek(tree: RadixCache, key: RadixKey) -> IntArray:
     """Blocks that the tree has of `key`, whether resident or not. Nothing of the tree changes, nor
     when it was used last: ranks may look at it in different turns."""
+    key = key.page_aligned(tree.page_size)
     node, found = tree.root_node, [torch.empty(0, dtype=torch.int64)]
     while len(key) and (child := node.children.get(key.child_key(tree.page_size))) is not None:
         same = child.key.match(key, page_size=tree.page_size)

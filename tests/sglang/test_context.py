@@ -73,3 +73,13 @@ def test_ranks_whose_clocks_differ_fetch_the_same_ahead() -> None:
         assert elastic.totals.fetched_ahead_units == 12
         tables.append(table.units)
     assert (tables[0] == tables[1]).all()
+
+
+def test_what_the_store_may_have_under_way_is_nobody_elses() -> None:
+    promised = []
+    for kv_store in (None, "folder"):
+        pool = KVPool(SHAPE, 8, 1, 4, torch.float32, "cpu")
+        memory = Context(EllmConfig(kv_store=kv_store), PageTable(SHAPE, 8, 8), pool, 64).memory
+        assert memory.describe().kv_store == (128 << 20 if kv_store else 0)
+        promised.append(memory._promised())
+    assert promised[1] - promised[0] == 128 << 20

@@ -31,6 +31,8 @@ def test_requests_are_kept_apart_as_in_the_tree(version: str) -> None:
 
 
 def test_the_fingerprint_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
     from ellm_sgl.sglang.fingerprint import _facts
 
     shape = PoolShape(num_layers=2, layer_group=1, block_tokens=4)
@@ -39,12 +41,17 @@ def test_the_fingerprint_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict), dtype=torch.float32)
     ranks = SimpleNamespace(tp_rank=0, tp_size=1)
     scheduler: Any = SimpleNamespace(model_config=config, ps=ranks)
-    facts = _facts(ours, scheduler)
-    assert torch.backends.cpu.get_cpu_capability() in facts["torch"]
+
+    def facts() -> dict[str, Any]:
+        with get_parallel().override(tp_rank=0, tp_size=1):
+            return _facts(ours, scheduler)
+
+    before = facts()
+    assert torch.backends.cpu.get_cpu_capability() in before["torch"]
     if load().library is None:
         pytest.skip("C++ kernels are not built")
     monkeypatch.setenv(ISA_VARIABLE, "portable")
-    portable = _facts(ours, scheduler)
-    assert portable != facts
+    portable = facts()
+    assert portable != before
     monkeypatch.setattr("ellm_sgl.sglang.fingerprint.source_hash", lambda: "other")
-    assert _facts(ours, scheduler) != portable
+    assert facts() != portable

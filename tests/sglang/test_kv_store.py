@@ -6,7 +6,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -253,3 +255,24 @@ def test_what_a_short_answer_leaves_to_store_is_stored_later(
         worker.run()
     scene.evict()
     assert scene.table.free_blocks == scene.table.num_blocks
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_update_of_the_weights_lets_the_store_go(tmp_path: Path, fails: bool) -> None:
+    """Whether it worked or not: weights may be others by now."""
+    from ellm_sgl.sglang import weights
+
+    scene = Scene(tmp_path, 8, store_blocks=64)
+    scene.plane.context.stored = scene.stored
+    allocator = SimpleNamespace(ellm=scene.plane.context)
+    updater: Any = SimpleNamespace(scheduler=SimpleNamespace(token_to_kv_pool_allocator=allocator))
+    before = scene.stored.store
+
+    def update(*_: Any) -> str:
+        if fails:
+            raise RuntimeError("half of the weights have come")
+        return "updated"
+
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        assert weights.update(update, updater, None) == "updated"
+    assert scene.openings == 1 and scene.stored.store is not before
