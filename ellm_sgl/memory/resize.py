@@ -33,8 +33,11 @@ DECOMMIT_BYTES = 1 << 30
 """What one step gives back: likewise."""
 COMMIT_BYTES = 2 << 20
 """What is committed at once, before it can be published: others' maps and unmaps wait as long."""
-COMMIT_NICE = 10
-"""By so much lower is the priority of the thread that commits: a tenth of a core where steps take
+COMMIT_PAUSE_S = 3e-4
+"""After each time: Linux's lock on a process's addresses goes to whoever asks again first, and
+steps, whose tensors come and go, would wait for it till all is committed."""
+COMMIT_NICE = 5
+"""By so much lower is the priority of the thread that commits: a quarter of a core where steps take
 all of them. On a par with these it would hold them up by a scheduler's slice at a time."""
 
 RETRY_STEPS = 256
@@ -305,6 +308,7 @@ class _Growth:
                 raise MemoryError(f"{left:,} bytes were left beside a step's activations")
             self._pool.commit(self.committed, end)
             self.committed = end
+            time.sleep(COMMIT_PAUSE_S)
             self.seconds_per_unit = (time.perf_counter() - began) / (end - first)
 
     def stop(self) -> None:

@@ -112,8 +112,9 @@ def prepare_prompts(plane: Plane, decoding: list[int], prepare: Callable[[], Non
 
 def check_rows(plane: Plane, plan: StepPlan, batch: Any) -> None:
     """A step has no more rows than there is memory for: of prompts a block at least, and a block
-    beside those that decode. What the host has is checked less closely: how much of it a step can
-    fetch shows only when it is planned.
+    beside those that decode; of a request that decodes alone, whom SGLang would end, as many as the
+    buffers hold. What the host has is checked less closely: how much of it a step can fetch shows
+    only when it is planned.
 
     Raises:
         Unaccounted: it has.
@@ -124,6 +125,8 @@ def check_rows(plane: Plane, plan: StepPlan, batch: Any) -> None:
     mode, rows = batch.forward_mode, plan.new_rows + plan.recomputed_rows
     if mode.is_decode():
         allowed = max(most, len(batch.reqs) + block)
+        if len(batch.reqs) == 1:
+            allowed = max(allowed, 1 + plane.elastic.max_restored_tokens)
         checked = plane.configuration.host_blocks == 0
     else:
         allowed = max(most // block * block, block)

@@ -141,8 +141,8 @@ class Resize(Scenario):
 
     @property
     def _least(self) -> int:
-        """Tokens of the pool when it is small."""
-        return self.gib // 64
+        """Tokens of the pool when it is small: room for all streams, none of which has to pause."""
+        return max(self.gib // 64, 2 * self.streams * (PROMPT_TOKENS + LONGEST_OUTPUT))
 
     def _prompts(self, count: int, tokens: int = PROMPT_TOKENS) -> loads.Prompts:
         return loads.draw_prompts(time.perf_counter(), count, tokens)
