@@ -13,7 +13,9 @@ from ellm_sgl.config import EllmConfig
 from ellm_sgl.config.ranges import check_finite, shown
 from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.page import add_page
+from ellm_sgl.sglang.queue_full import QueueFull
 from ellm_sgl.sglang.slo import SloFields
+from ellm_sgl.sglang.versions import adapter
 
 LOOK_S = 0.5
 """So long what requests do is not asked again: it takes the scheduler milliseconds."""
@@ -49,6 +51,8 @@ def serve_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
     if not getattr(http_server.app.state, "ellm", False):
         http_server.app.state.ellm = True
         add_routes(http_server)
+        if adapter().resolved(manager.server_args).max_queued_requests is not None:
+            http_server.app.add_middleware(QueueFull)
 
 
 async def ask_scheduler(manager: Any, method: str, body: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.config.ranges import MILLISECONDS, check_depth, shown
@@ -19,7 +20,8 @@ SLO_FIELDS = ("tpot_slo_ms", "ttft_slo_ms")
 
 TOO_DEEP = "the body is nested too deeply; give it flatter"
 
-_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+"""Of requests that generate something."""
 
 
 def slo_seconds(custom_params: Any) -> tuple[float, float]:
@@ -62,7 +64,7 @@ class SloFields:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (path := _route(scope)) not in _PATHS:
+        if scope["type"] != "http" or (path := route(scope)) not in PATHS:
             await self._app(scope, receive, send)
             return
         body = await _read_body(receive)
@@ -70,7 +72,7 @@ class SloFields:
             try:
                 body = _moved(body, native=path == "/generate")
             except ValueError as error:
-                await _refusal(str(error))(scope, receive, send)
+                await refusal(str(error))(scope, receive, send)
                 return
             length = str(len(body)).encode()
             headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
@@ -78,7 +80,7 @@ class SloFields:
         await self._app(scope, _replay(body, receive), send)
 
 
-def _route(scope: Scope) -> str:
+def route(scope: Scope) -> str:
     """The path below `--fastapi-root-path`. A proxy strips that path from what it passes on;
     uvicorn puts it before what it gets, other servers do not. Starlette's routes do likewise."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
@@ -86,18 +88,17 @@ def _route(scope: Scope) -> str:
     return below if below.startswith("/") else path
 
 
-def _refusal(message: str) -> ASGIApp:
-    """Answers 400, in the form of SGLang's own answers."""
+def refusal(
+    message: str,
+    status: int = 400,
+    kind: str = "BadRequest",
+    headers: Mapping[str, str] | None = None,
+) -> ASGIApp:
+    """Answers an error, in the form of SGLang's own answers."""
     from starlette.responses import JSONResponse
 
-    error = {
-        "object": "error",
-        "message": message,
-        "type": "BadRequest",
-        "param": None,
-        "code": 400,
-    }
-    return JSONResponse(error, status_code=400)
+    error = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse(error, status, headers)
 
 
 async def _read_body(receive: Receive) -> bytes:

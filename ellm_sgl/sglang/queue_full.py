@@ -1,0 +1,100 @@
+"""A request that finds SGLang's queue full (`--max-queued-requests`) is told so as HTTP tells it:
+429, with `Retry-After`.
+
+SGLang's own answer is 503, without a word on when to come back; for a stream it is 200, and what
+has happened is in its first event. An ASGI middleware therefore holds an answer back until its
+first bytes are there, which say what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from ellm_sgl.sglang.slo import PATHS, refusal, route
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MESSAGES = ("The request queue is full.", "The request is aborted by a higher priority request.")
+"""SGLang's, in `Scheduler._abort_on_queued_limit`; who is refused may have waited already."""
+
+LONGEST_S = 60
+"""What clients' libraries wait at most because a server asks them to."""
+
+
+class QueueFull:
+    """ASGI middleware: 429 in place of SGLang's answers to requests for which the queue is full.
+
+    `Retry-After` is how long the request that began its answer last had waited for that: a place
+    becomes free sooner, and those who were refused come back over such a time.
+
+    A native request of several prompts keeps SGLang's answer where it is a stream: its events tell
+    which of the prompts were refused, and the others go on.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._waited_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or route(scope) not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        came, start, refused = time.monotonic(), None, False
+
+        async def look(message: Message) -> None:
+            nonlocal start, refused
+            if refused:  # what SGLang has to say beyond that
+                return
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            if start is not None:
+                status, begin, start = start["status"], start, None
+                if (said := _queue_full(status, message.get("body", b""))) is not None:
+                    refused = True
+                    await refusal(said, 429, "TooManyRequests", self._retry_after())(
+                        scope, receive, send
+                    )
+                    return
+                if status == 200:
+                    self._waited_s = time.monotonic() - came
+                await send(begin)
+            await send(message)
+
+        await self._app(scope, receive, look)
+
+    def _retry_after(self) -> dict[str, str]:
+        return {"Retry-After": str(min(max(math.ceil(self._waited_s), 1), LONGEST_S))}
+
+
+def _queue_full(status: int, begin: bytes) -> str | None:
+    """SGLang's message, where an answer that begins so says that the queue is full."""
+    if status == 200 and begin.startswith(b"data: {") and b'"abort"' in begin:
+        event = _object(begin.partition(b"\n")[0].removeprefix(b"data: "))
+        meta = event.get("meta_info")
+        reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+        said = None if "index" in event else _message(reason)
+    elif status == 200 and begin.startswith(b'data: {"error"'):
+        event = _object(begin.partition(b"\n")[0].removeprefix(b"data: "))
+        said = _message(event.get("error"))
+    elif status == 503:
+        said = _message(_object(begin))
+    else:
+        return None
+    return said if said in MESSAGES else None
+
+
+def _message(said: Any) -> Any:
+    return said.get("message") if isinstance(said, dict) else None
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,91 @@
+"""Requests for which the queue has no place (`--max-queued-requests`): 429 and `Retry-After`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from ellm_sgl.client.process import CONNECTIONS, DEMO_ARGUMENTS, ServerProcess
+from tests.e2e.conftest import STRICT
+from tests.e2e.load import greedy, prompts
+
+pytestmark = pytest.mark.slow
+
+RUNNING, QUEUED = 2, 3
+OPENAI = {"model": "demo", "max_tokens": 100, "ignore_eos": True}
+ROUTES: dict[str, Any] = {
+    "/generate": greedy(prompts(1, 100, 100)[0], 100),
+    "/v1/chat/completions": OPENAI | {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": OPENAI | {"prompt": "hi"},
+}
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[ServerProcess]:
+    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "8000",
+                 "--max-running-requests", str(RUNNING), "--max-queued-requests", str(QUEUED),
+                 "--enable-priority-scheduling", "--disable-priority-preemption"]  # fmt: skip
+    with ServerProcess(arguments, STRICT) as server:
+        yield server
+        assert server.alive(), server.last_words()
+        assert server.state()["integrity"] == "ok"
+
+
+def ask_at_once(url: str, path: str, bodies: list[Any]) -> list[httpx.Response]:
+    """The answers, in the order of the bodies."""
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=300, limits=CONNECTIONS, trust_env=False) as client:
+            return await asyncio.gather(*(client.post(url + path, json=body) for body in bodies))
+
+    return asyncio.run(ask())
+
+
+def assert_told(answer: httpx.Response, message: str) -> None:
+    assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    said = answer.json()
+    assert (said["message"], said["code"]) == (message, 429)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_full_queue_is_told_with_a_time_to_come_again(
+    limited: ServerProcess, path: str, stream: bool
+) -> None:
+    answers = ask_at_once(limited.url, path, [ROUTES[path] | {"stream": stream}] * 20)
+    counted = Counter(answer.status_code for answer in answers)
+    assert counted.keys() == {200, 429} and counted[200] >= QUEUED
+    for answer in answers:
+        if answer.status_code == 429:
+            assert_told(answer, "The request queue is full.")
+        else:
+            assert "queue is full" not in answer.text
+
+
+def test_who_has_to_make_room_for_a_more_urgent_one_is_told_so(limited: ServerProcess) -> None:
+    body = ROUTES["/generate"] | {"stream": True}
+    bodies = [body | {"priority": 0}] * 8 + [body | {"priority": 9}] * 2
+    answers = ask_at_once(limited.url, "/generate", bodies)
+    assert [answer.status_code for answer in answers[8:]] == [200, 200]
+    refused = [answer for answer in answers[:8] if answer.status_code == 429]
+    displaced = [a for a in refused if "higher priority" in a.text]
+    assert displaced, [a.text[:200] for a in answers]
+    for answer in displaced:
+        assert_told(answer, "The request is aborted by a higher priority request.")
+
+
+def test_a_stream_of_several_prompts_goes_on_for_those_that_have_a_place(
+    limited: ServerProcess,
+) -> None:
+    ids = [ROUTES["/generate"]["input_ids"]] * 20
+    [answer] = ask_at_once(
+        limited.url, "/generate", [ROUTES["/generate"] | {"input_ids": ids, "stream": True}]
+    )
+    assert answer.status_code == 200
+    assert "The request queue is full." in answer.text
+    assert answer.text.count('"type":"length"') >= QUEUED
