@@ -163,7 +163,14 @@ def as_text(value: object) -> str:
     raise TypeError(f"{shown(value)} is no setting's value")
 
 
+MOST_NAMED = 100
+"""Names in a message: all settings of eLLM's, but not all arguments of SGLang's."""
+
+
 def instead_of(name: object, known: tuple[str, ...]) -> str:
     """What to write instead of a name that is unknown."""
-    near = difflib.get_close_matches(str(name), known, 1)
-    return f"did you mean {near[0]}?" if near else f"give one of {', '.join(sorted(known))}"
+    if near := difflib.get_close_matches(str(name), known, 1):
+        return f"did you mean {near[0]}?"
+    if len(known) > MOST_NAMED:
+        return "docs/sglang-arguments.md lists all arguments"
+    return f"give one of {', '.join(sorted(known))}"

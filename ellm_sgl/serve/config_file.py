@@ -30,8 +30,10 @@ def read(path: Path, commands: click.Group) -> tuple[dict[str, Any], list[str]]:
     """
     try:
         found = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # no TOML, no text, or a number of 5,000 digits
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path}: nested too deeply; give it flatter") from None
     arguments = found.pop(SGLANG, {})
     return _defaults(str(path), found, commands, (SGLANG,)), _sglang(str(path), arguments)
 

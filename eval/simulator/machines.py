@@ -43,7 +43,10 @@ class Device:
     row_overhead_s: float = 5e-6
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which names the field, where a number is out of range."""
+        """Raises ValueError, which names the field, where a number is out of range or the name is
+        no text."""
+        if not isinstance(self.name, str):
+            raise ValueError(f"name is {shown(self.name)}; give a text")
         for name in ("memory_bytes", "flops", "bytes_per_s", "link_bytes_per_s"):
             _SIZES.check(name, getattr(self, name))
         for name in ("link_latency_s", "step_overhead_s", "row_overhead_s"):
