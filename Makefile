@@ -15,7 +15,8 @@ STAMP  := $(VENV)/.setup-done
 VERSIONS := $(patsubst requirements/sglang-%.lock,%,$(wildcard requirements/sglang-*.lock))
 PURELIB  := import sysconfig; print(sysconfig.get_path("purelib"))
 
-SHORT    := tests/versions tests/sglang/test_hooks.py tests/sglang/test_arguments.py
+SHORT    := tests/versions tests/sglang/test_hooks.py tests/sglang/test_arguments.py \
+            tests/sglang/test_weights.py
 
 TWO    := --numprocesses 2 --dist loadfile
 

@@ -76,7 +76,8 @@ _WHEN: dict[str, Callable[[Any], bool]] = {
     "enable_priority_scheduling": lambda args: bool(
         args.enable_priority_scheduling and not args.disable_priority_preemption
     ),
-    "schedule_policy": lambda args: args.schedule_policy == "random",
+    "schedule_policy": lambda args: args.schedule_policy in ("random", "shortest-prefill-first"),
+    "radix_eviction_policy": lambda args: args.radix_eviction_policy == "tlru",
     "device": lambda args: args.device not in (None, "cuda" if available() else "cpu"),
 }
 """Of what is refused in part: asked of all arguments."""
@@ -87,16 +88,21 @@ def table(version: str | None = None) -> dict[str, Argument]:
     """All rows of a version by field, in the order of `arguments.toml`; of the installed one unless
     another is named."""
     differences = adapter_of(version or installed()).arguments
-    gone = differences.get("gone", "").split()
     found: dict[str, Argument] = {}
-    for source in (tomllib.loads(Path(__file__).with_suffix(".toml").read_text()), differences):
-        for argument in _rows(source):
-            assert argument.field not in found, f"{argument.field} stands in two rows"
-            found[argument.field] = argument
-        if source is not differences:
-            for field in gone:
-                del found[field]
+    if (before := differences.get("after")) is not None:
+        found |= table(before)
+    else:
+        _add(found, tomllib.loads(Path(__file__).with_suffix(".toml").read_text()))
+    for field in differences.get("gone", "").split():
+        del found[field]
+    _add(found, differences)
     return found
+
+
+def _add(found: dict[str, Argument], source: Mapping[str, Any]) -> None:
+    for argument in _rows(source):
+        assert argument.field not in found, f"{argument.field} stands in two rows"
+        found[argument.field] = argument
 
 
 def _rows(source: Mapping[str, Any]) -> Iterator[Argument]:

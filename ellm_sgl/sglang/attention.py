@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -31,6 +32,11 @@ def register_backend() -> None:
     go by a name of our own where it should not."""
     register_attention_backend(ATTENTION_BACKEND)(EllmAttention)
     register_attention_backend(cuda.ATTENTION_BACKEND)(EllmAttention)
+
+
+def no_padding(original: Callable[..., int | None], *_: Any) -> None:
+    """Around `padded_extend_real_tokens`, which takes rows that SGLang's batch does not have for
+    padding: those come with data-parallel attention only, which is refused."""
 
 
 class EllmAttention(AttentionBackend):

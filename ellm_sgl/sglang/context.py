@@ -60,7 +60,7 @@ class Context:
         self.planner = Planner(
             self.elastic, self.token_ids, pool.buffer.device, captures=hidden is not None
         )
-        self.executor = Executor(table, streamer, hidden, settings.fusion)
+        self.executor = Executor(table, streamer, hidden, settings.fusion, adapter().through_layers)
         self.prefix_cache: BasePrefixCache | None = None
         self.iteration: Iteration | None = None
         """The loop, once SGLang's scheduler exists,"""

@@ -11,6 +11,7 @@ sends the scheduler requests over the socket of SGLang's own (`sizing.py`).
 
 from __future__ import annotations
 
+import itertools
 import pkgutil
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -48,6 +49,8 @@ class Hook:
     """As "module:function", the module in this folder."""
     when: When
     reason: str
+    since: str = VERSIONS[0]
+    """The oldest version that has it."""
 
     @property
     def function(self) -> Any:
@@ -70,6 +73,7 @@ _PARTS = f"{_SRT}.managers.scheduler_components"
 _UPDATER = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager"
 _CHECKER = f"{_PARTS}.invariant_checker.SchedulerInvariantChecker"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
+_RESIDUAL = f"{_SRT}.layers.layer_boundary.residual"
 _EXECUTOR = f"{_SRT}.model_executor"
 _FORWARD = f"{_EXECUTOR}.forward_batch_info.ForwardBatch"
 _GRAPHS = f"{_EXECUTOR}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
@@ -159,6 +163,11 @@ HOOKS: tuple[Hook, ...] = (
              _ENABLED, "KV of the old weights must not be completed with KV of the new")
         for source in ("disk", "tensor", "distributed", "ipc")
     ),
+    *(
+        Hook(f"{_UPDATER}.{end}_weight_update", "AROUND", "weights:update",
+             _ENABLED, "weights that are packed are unpacked and packed again", since="0.5.23")
+        for end in ("begin", "end")
+    ),
     Hook(f"{_UPDATER}.check_weights", "AROUND", "weights:check",
          _ENABLED, "one of its actions overwrites the weights"),
     Hook(f"{_UPDATER}.flush_cache_after_weight_update", "AROUND", "weights:flush",
@@ -175,6 +184,9 @@ HOOKS: tuple[Hook, ...] = (
          _ENABLED, "CUDA graphs only for decode steps with nothing missing"),
     Hook(f"{_SRT}.models.utils.enable_fused_set_kv_buffer", "AROUND", "cuda:keep_writes",
          _ENABLED, "on CUDA some models would write KV by slot, past the attention backend"),
+    Hook(f"{_SRT}.layers.radix_attention.padded_extend_real_tokens", "AROUND",
+         "attention:no_padding", _ENABLED,
+         "rows beyond SGLang's own are those recomputed, not padding", since="0.5.23"),
     Hook(f"{_EXECUTOR}.model_runner.ModelRunner.forward", "AROUND", "model:run_step",
          _ENABLED, "plan the step, and take its recomputed rows through the model"),
     # state
@@ -230,9 +242,37 @@ USED = (
 )
 """What eLLM overrides, or calls by its name, and whose parameters count as much as a hook's."""
 
+USED_SINCE: dict[str, tuple[str, ...]] = {
+    "0.5.23": (
+        f"{_TREE}.path_device_indices",
+        f"{_SRT}.mem_cache.prefill_budget.PrefillBudget.reserve",
+        f"{_RESIDUAL}.batch.start",
+        f"{_RESIDUAL}.stream.ResidualStream.export",
+        f"{_RESIDUAL}.stream.ResidualStream.from_handoff",
+    ),
+}
+"""What it uses beside that from a version on."""
+
+
+def is_since(version: str, since: str) -> bool:
+    """Whether a version is `since` or a later one; both of `VERSIONS`."""
+    return VERSIONS.index(version) >= VERSIONS.index(since)
+
 
 def hooks_of(version: str) -> tuple[Hook, ...]:
-    """The table with each target where that version has it. One that eLLM does not know is taken
-    for the newest that it does."""
-    moved = adapter_of(version if version in VERSIONS else VERSIONS[-1]).moved
-    return tuple(replace(hook, target=moved.get(hook.target, hook.target)) for hook in HOOKS)
+    """The table's hooks that a version has, with each target where it has that. One that eLLM does
+    not know is taken for the newest that it does."""
+    known = version if version in VERSIONS else VERSIONS[-1]
+    moved = adapter_of(known).moved
+    return tuple(
+        replace(hook, target=moved.get(hook.target, hook.target))
+        for hook in HOOKS
+        if is_since(known, hook.since)
+    )
+
+
+def used_by(version: str) -> tuple[str, ...]:
+    """What of a version eLLM uses beside its hooks, each where that version has it."""
+    moved = adapter_of(version).moved
+    later = (used for since, used in USED_SINCE.items() if is_since(version, since))
+    return (*(moved.get(used, used) for used in USED), *itertools.chain(*later))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ellm_sgl.sglang.hooks import HOOKS, hooks_of
+from ellm_sgl.sglang.hooks import HOOKS, is_since
 from ellm_sgl.sglang.versions import VERSIONS, adapter_of
 
 _HEAD = """\
@@ -24,13 +24,15 @@ def page() -> str:
     """The page, in Markdown."""
     first, *later = VERSIONS
     lines = []
-    for i, hook in enumerate(HOOKS):
-        targets = [f"`{_short(hook.target)}`"]
-        before = hook.target
-        for version in later:
-            target = hooks_of(version)[i].target
+    for hook in HOOKS:
+        targets, before = [], ""
+        for version in VERSIONS:
+            if not is_since(version, hook.since):
+                continue
+            target = adapter_of(version).moved.get(hook.target, hook.target)
             if target != before:
-                targets.append(f"from {version}: `{_short(target)}`")
+                since = "" if version == first else f"from {version}: "
+                targets.append(f"{since}`{_short(target)}`")
             before = target
         cells = "<br>".join(targets), f"{hook.kind.lower()} `{hook.ours}`", hook.reason
         lines.append(f"| {' | '.join(cells)} |")

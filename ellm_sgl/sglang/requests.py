@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 _EMBEDDINGS = ("input_embeds", "embed_overrides", "positional_embed_overrides")
 """Fields that bring rows which cannot be computed again from token ids."""
+_PLACES = "token_indices_to_pool"
+"""Field of SGLang 0.5.23 and later, for scores: places that it looks for in the step's rows."""
 
 
 def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> None:
-    """Raise ValueError for what eLLM cannot serve: embeddings, and token ids outside of the
-    vocabulary, which would end the scheduler on a CPU.
+    """Raise ValueError for what eLLM cannot serve: embeddings, places in a prompt that has to be
+    computed at once, and token ids outside of the vocabulary, which would end the scheduler on a
+    CPU.
 
     Args:
         request: with SGLang's fields of a request, tokenized or not.
@@ -32,6 +35,10 @@ def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> Non
     for name in _EMBEDDINGS:
         if getattr(request, name, None) is not None:
             raise ValueError(f"{name}: not supported with eLLM; send text or input_ids")
+    if getattr(request, _PLACES, None) is not None:
+        raise ValueError(
+            f"{_PLACES}: not supported with eLLM, which may compute a prompt in parts; leave it out"
+        )
     _check_beams(getattr(request, "sampling_params", None))
     if not input_ids:
         return

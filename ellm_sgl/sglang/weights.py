@@ -52,17 +52,21 @@ def check(
 
 
 def flush(
-    original: Callable[..., None], updater: SchedulerWeightUpdaterManager, request: Any
-) -> None:
+    original: Callable[..., Any],
+    updater: SchedulerWeightUpdaterManager,
+    request: Any,
+    *outcome: Any,
+) -> Any:
     """Around `flush_cache_after_weight_update`. The cache is empty by now; SGLang's own flush wants
-    an empty queue too, and ends the scheduler where retracted requests wait in it."""
+    an empty queue too, and ends the scheduler where retracted requests wait in it; from 0.5.23 it
+    says that the update has failed. `outcome`: of that, from 0.5.23, which is then the answer."""
     if updater.is_fully_idle():
-        return original(updater, request)
+        return original(updater, request, *outcome)
     if request.flush_cache and request.torch_empty_cache:
         from sglang.srt.platforms import current_platform
 
         current_platform.empty_cache()
-    return None
+    return outcome or None
 
 
 def _drop_all_kv(scheduler: Any) -> str | None:

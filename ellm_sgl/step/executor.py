@@ -11,7 +11,7 @@ from ellm_sgl.memory import PageTable
 from ellm_sgl.step.hidden import HiddenStates
 from ellm_sgl.step.plan import StepPlan
 from ellm_sgl.step.rows import MixedRows
-from ellm_sgl.step.separate import SeparateRows
+from ellm_sgl.step.separate import SeparateRows, Through, through_layers
 from ellm_sgl.step.transfer import AnyStreamer, NativeStreamer, Streamer
 
 
@@ -22,7 +22,8 @@ class Executor:
         table: that borrowed units go back to.
         streamer: fetches units from the host tier; None without one.
         hidden: keeps hidden states on the host; None where it keeps only KV.
-        fusion: recompute in the same pass as the step's own rows; else `separate` does.
+        fusion: recompute in the same pass as the step's own rows; else `separate` does,
+        through: the model's layers.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class Executor:
         streamer: AnyStreamer | None,
         hidden: HiddenStates | None,
         fusion: bool,
+        through: Through = through_layers,
     ) -> None:
         self._table = table
         self.streamer = streamer
         self.hidden = hidden
         self._fusion = fusion
+        self._through = through
         self.plan: StepPlan | None = None
         """The step being computed; None between steps."""
         self.separate: SeparateRows | None = None
@@ -52,7 +55,9 @@ class Executor:
             return
         streamer = self.streamer
         restart = streamer.restart if isinstance(streamer, NativeStreamer | Streamer) else None
-        self._rows = self.separate = SeparateRows(decoder, self._table.shape, restart)
+        self._rows = self.separate = SeparateRows(
+            decoder, self._table.shape, restart, self._through
+        )
 
     @contextmanager
     def execute(self, plan: StepPlan) -> Iterator[None]:

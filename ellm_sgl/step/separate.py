@@ -12,7 +12,7 @@ again, and the first pass's KV takes memory for all layers at once instead of fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,6 +26,28 @@ from ellm_sgl.step.plan import StepPlan
 KV = tuple[torch.Tensor, torch.Tensor]
 """K and V, each [rows, kv_heads, head_dim]."""
 
+Through = Callable[
+    [Iterable[nn.Module], torch.Tensor, torch.Tensor, Any, Callable[[int], int]], None
+]
+"""(layers, positions [rows], their input [rows, hidden], batch, rows that layer i still takes): has
+rows go through the layers, of which only what they do to attention counts."""
+
+
+def through_layers(
+    layers: Iterable[nn.Module],
+    positions: torch.Tensor,
+    hidden: torch.Tensor,
+    batch: Any,
+    rows: Callable[[int], int],
+) -> None:
+    """`Through` of layers called as `layer(positions, hidden, batch, residual)` that return
+    (hidden, residual)."""
+    residual: torch.Tensor | None = None
+    for index, layer in enumerate(layers):
+        left = rows(index)
+        residual = None if residual is None else residual[:left]
+        hidden, residual = layer(positions[:left], hidden[:left], batch, residual)
+
 
 class _PassDone(Exception):  # noqa: N818 (no error: the way out of the pass's last layer)
     """The first pass has the KV of its last layer; nothing behind that is needed."""
@@ -36,15 +58,22 @@ class SeparateRows:
 
     Args:
         decoder: an `nn.Module` called as `decoder(input_ids, positions, batch, ...)`, with
-            `embed_tokens` and `layers`, these called as `layer(positions, hidden, batch, residual)`
-            and returning (hidden, residual).
+            `embed_tokens` and `layers`.
         shape: layer groups of the pool.
         restart: called between the passes: fetching begins again with the first layer group.
             None: nothing is fetched.
+        through: the way through the layers.
     """
 
-    def __init__(self, decoder: Any, shape: PoolShape, restart: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        decoder: Any,
+        shape: PoolShape,
+        restart: Callable[[], None] | None,
+        through: Through = through_layers,
+    ) -> None:
         self._decoder = decoder
+        self._through = through
         self._shape = shape
         self._restart = restart
         self._plan: StepPlan | None = None
@@ -92,15 +121,16 @@ class SeparateRows:
     def _recompute(self, _: nn.Module, args: Any) -> None:
         if (plan := self._plan) is None:
             return
-        hidden, residual = self._decoder.embed_tokens(plan.recomputed_token_ids), None
+        hidden = self._decoder.embed_tokens(plan.recomputed_token_ids)
         self._first_pass = True
         with suppress(_PassDone):
-            for index, layer in enumerate(self._decoder.layers):
-                rows = plan.rows_in(self._shape.group_of(index)) - plan.new_rows
-                residual = None if residual is None else residual[:rows]
-                hidden, residual = layer(
-                    plan.recomputed_positions[:rows], hidden[:rows], args[2], residual
-                )
+            self._through(
+                self._decoder.layers,
+                plan.recomputed_positions,
+                hidden,
+                args[2],
+                lambda layer: plan.rows_in(self._shape.group_of(layer)) - plan.new_rows,
+            )
         self._first_pass = False
         if self._restart is not None:
             self._restart()

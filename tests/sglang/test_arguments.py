@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 OF_KIND = {kind: [row for row in table().values() if row.kind is kind] for kind in Kind}
 IN_PART: dict[str, dict[str, Any]] = {
     "schedule_policy": {"schedule_policy": "random"},
+    "radix_eviction_policy": {"radix_eviction_policy": "tlru"},
     "enable_priority_scheduling": {"enable_priority_scheduling": True},
     "device": {"device": "xpu"},
 }

@@ -7,8 +7,10 @@ import inspect
 import json
 import os
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from ellm_sgl.sglang.hooks import Hook, When, hooks_of
 from ellm_sgl.sglang.hooks_page import page
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.sglang.platform_entry import activate
-from ellm_sgl.sglang.versions import VERSIONS, adapter_of, installed
+from ellm_sgl.sglang.versions import VERSIONS, adapter, adapter_of, installed
 from ellm_sgl.sglang.versions.signatures import ABSENT, differences, signature_of, targets_of
 
 declare()
@@ -36,6 +38,14 @@ def test_every_version_has_a_record_of_all_that_is_hooked_or_used(version: str) 
     assert list(recorded) == targets_of(version)
     assert ABSENT not in recorded.values()
     assert set(adapter_of(version).moved) <= {*(hook.target for hook in hooks.HOOKS), *hooks.USED}
+
+
+def test_hooks_that_came_later_are_of_versions_that_are_known() -> None:
+    assert {hook.since for hook in hooks.HOOKS} | hooks.USED_SINCE.keys() <= set(VERSIONS)
+    old, new = (
+        {hook.ours for hook in hooks_of(version)} for version in (VERSIONS[0], VERSIONS[-1])
+    )
+    assert new - old == {"attention:no_padding"}
 
 
 def test_the_page_is_what_the_table_says() -> None:
@@ -144,12 +154,32 @@ def test_hooks_exist_and_give_a_reason(hook: Hook) -> None:
     assert len(hook.reason) > 10
 
 
-def test_adder_has_the_budgets_we_charge() -> None:
+def test_adder_has_the_budgets_we_charge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is free or can be is theirs, and less by what they are charged."""
+    from sglang.srt.managers import schedule_policy
     from sglang.srt.managers.schedule_policy import PrefillAdder
+    from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
-    source = inspect.getsource(PrefillAdder)
-    for name in ("rem_total_token_offset", "cur_rem_token_offset", "can_run_list"):
-        assert f"self.{name}" in source
+    allocator: Any = SimpleNamespace(available_size=lambda: 1000, page_size=16)
+    tree: Any = SimpleNamespace(
+        evictable_size=lambda: 500,
+        supports_mamba=lambda: False,
+        is_tree_cache=lambda: True,
+        is_chunk_cache=lambda: False,
+    )
+    make: Any = getattr(BaseTokenToKVPoolAllocator, "create_prefill_budget", None)
+    allocator.create_prefill_budget = partial(make, allocator) if make else None
+    nobody: Any = SimpleNamespace(reqs=[])
+    # 0.5.17 asks a server's arguments, and there is no server.
+    for name in ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled"):
+        monkeypatch.setattr(schedule_policy, name, lambda: False, raising=False)
+    adder = PrefillAdder(16, tree, allocator, nobody, 0.5, 4096, None)
+    assert "self.can_run_list" in inspect.getsource(PrefillAdder)
+    assert (adder.rem_total_tokens, adder.cur_rem_tokens) == (1500, 1500)
+    before = adapter().charged(adder)
+    adapter().charge(adder, 300, 20)
+    assert (adder.rem_total_tokens, adder.cur_rem_tokens) == (1200, 1480)
+    assert adapter().charged(adder) == before + 300
 
 
 def test_requests_of_our_own_come_where_sglangs_do_and_need_no_answer() -> None:

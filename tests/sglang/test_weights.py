@@ -88,6 +88,34 @@ def test_weights_are_looked_at_whatever_runs(ours: Context) -> None:
     assert looked == "looked"
 
 
+def test_a_session_of_updates_begins_and_ends_without_kv(ours: Context) -> None:
+    """From 0.5.23; each part of it is an update like any other."""
+    from sglang.srt.managers import io_struct
+
+    if not hasattr(io_struct, "BeginWeightUpdateReqInput"):
+        pytest.skip("this SGLang has no sessions")
+    updater = updater_of(ours)
+    for name in ("BeginWeightUpdate", "EndWeightUpdate"):
+        request = getattr(io_struct, f"{name}ReqInput")()
+        assert weights.update(lambda *_: "went on", updater, request) == "went on"
+    ours.table.map(3, ours.table.allocate(1), 4)
+    for name in ("BeginWeightUpdate", "EndWeightUpdate"):
+        said = weights.update(pytest.fail, updater, getattr(io_struct, f"{name}ReqInput")())
+        assert type(said) is getattr(io_struct, f"{name}ReqOutput") and not said.success
+        assert "in use (requests: 1)" in said.message
+
+
+@pytest.mark.parametrize("outcome", [(), (True, "updated")])
+def test_the_cache_is_not_flushed_while_requests_wait(outcome: tuple[Any, ...]) -> None:
+    """And the update has gone well all the same; 0.5.23 asks with its outcome and wants it back."""
+    request = SimpleNamespace(flush_cache=True, torch_empty_cache=False)
+    busy, idle = (SimpleNamespace(is_fully_idle=lambda idle=idle: idle) for idle in (False, True))
+    assert weights.flush(pytest.fail, busy, request, *outcome) == (outcome or None)
+    asked: list[Any] = []
+    weights.flush(lambda *given: asked.append(given), idle, request, *outcome)
+    assert asked == [(idle, request, *outcome)]
+
+
 def test_an_update_goes_on_where_nothing_is_held(ours: Context) -> None:
     updater = updater_of(ours)
     for request in requests():

@@ -113,11 +113,28 @@ def test_a_prefix_is_found_again(server: ServerProcess) -> None:
     assert first["meta_info"]["cached_tokens"] == 0 and again["meta_info"]["cached_tokens"] >= 384
 
 
+def test_recomputed_rows_in_a_pass_of_their_own(expected: list[list[int]]) -> None:
+    """Versions differ in how layers pass on what they add."""
+    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-ratio", "0.75",
+                 "--ellm-layer-group", "2", "--ellm-device-kv-tokens", str(POOL),
+                 "--chunked-prefill-size", "64", "--ellm-fusion", "off"]  # fmt: skip
+    with ServerProcess(arguments, STRICT) as server:
+        before = server.state()
+        assert token_ids(ask(server.url, BODIES)) == expected
+        assert gained(before, server.state(), "recomputed_tokens") > 0
+        assert server.state()["integrity"] == "ok"
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [
         (greedy([65, 66], 4, beam_width=2), "beam_width"),
         (greedy([65, 1_000_000], 4), "is not a token id"),
+        pytest.param(
+            greedy([65, 66], 0) | {"token_indices_to_pool": [1]},
+            "token_indices_to_pool",
+            marks=pytest.mark.skipif(installed() == "0.5.20", reason="it has no such field"),
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(

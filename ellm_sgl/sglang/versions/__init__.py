@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.sglang.versions.adapter import Adapter
 
-VERSIONS: tuple[str, ...] = ("0.5.17", "0.5.20")
+VERSIONS: tuple[str, ...] = ("0.5.17", "0.5.20", "0.5.23")
 """Those that the tests run with, oldest first. On another one eLLM is off: a hook may be where it
 was and mean something else, and outputs that are wrong are worse than none."""
 

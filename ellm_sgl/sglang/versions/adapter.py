@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
     from sglang.srt.mem_cache.radix_cache import RadixCache as _Tree
+    from torch import nn
 else:  # versions are asked where SGLang cannot be imported
     _Tree = object
 
@@ -67,8 +68,8 @@ class Adapter(ABC):
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """What is different from `arguments.toml`: rows of fields that are new, and under "gone"
-        the fields that are no more."""
+        """What is different from `arguments.toml`, or, under "after", from another version: rows of
+        fields that are new or otherwise, and under "gone" those that are no more, or were so."""
         path = self._beside(".toml")
         return tomllib.loads(path.read_text()) if path.exists() else {}
 
@@ -137,6 +138,19 @@ class Adapter(ABC):
     @abstractmethod
     def release(self, req: Req, tree: BasePrefixCache) -> None:
         """A finished request gives its KV back, what can be reused to the tree."""
+
+    # -- the model ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def through_layers(
+        self,
+        layers: Iterable[nn.Module],
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        batch: Any,
+        rows: Callable[[int], int],
+    ) -> None:
+        """Have rows go through a model's decoder layers (`step.separate.Through`)."""
 
     # -- memory -------------------------------------------------------------------------------
 

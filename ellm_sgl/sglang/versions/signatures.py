@@ -12,7 +12,7 @@ import json
 import pkgutil
 from collections.abc import Iterable, Mapping
 
-from ellm_sgl.sglang.hooks import USED, hooks_of
+from ellm_sgl.sglang.hooks import hooks_of, used_by
 from ellm_sgl.sglang.versions import adapter, adapter_of, installed
 
 ABSENT = "(absent)"
@@ -45,9 +45,8 @@ def found(targets: Iterable[str]) -> dict[str, str]:
 
 def targets_of(version: str) -> list[str]:
     """All that is looked at in a version, each once, in the order of the tables."""
-    moved = adapter_of(version).moved
     hooked = (hook.target for hook in hooks_of(version))
-    return list(dict.fromkeys((*hooked, *(moved.get(used, used) for used in USED))))
+    return list(dict.fromkeys((*hooked, *used_by(version))))
 
 
 def differences() -> list[str]:

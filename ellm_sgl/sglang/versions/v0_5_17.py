@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.sglang.versions.adapter import Adapter, TreeCalls
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+    from torch import nn
 
 
 class TreeCalls0517(TreeCalls):
@@ -88,6 +89,18 @@ class Sglang0517(Adapter):
         from sglang.srt.mem_cache.common import release_kv_cache
 
         release_kv_cache(req, tree)
+
+    def through_layers(
+        self,
+        layers: Iterable[nn.Module],
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        batch: Any,
+        rows: Callable[[int], int],
+    ) -> None:
+        from ellm_sgl.step.separate import through_layers
+
+        through_layers(layers, positions, hidden, batch, rows)
 
     def matched(self, tree: RadixCache, result: MatchResult) -> torch.Tensor:
         return result.device_indices
