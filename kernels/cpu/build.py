@@ -33,7 +33,8 @@ class BuildError(Exception):
 def source_hash() -> str:
     """Identifies the sources: a library built from others must not be used."""
     digest = hashlib.sha256()
-    for path in sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp"), Path(__file__))):
+    files = (*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp"), Path(__file__))
+    for path in sorted(files, key=lambda path: path.name):  # wherever setup.py runs this from
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import threading
 import time
@@ -19,7 +20,7 @@ from ellm_sgl.kernels import reference, torch_paged
 from ellm_sgl.kernels.choose import choose
 from ellm_sgl.kernels.cpu import library
 from ellm_sgl.kernels.cpu.attention import copy_units, mixed_attention
-from ellm_sgl.kernels.cpu.build import LIBRARY, BuildError, build
+from ellm_sgl.kernels.cpu.build import FOLDER, LIBRARY, BuildError, build, source_hash
 from tests.kernels.cpu_steps import BF16, F16, F32, Sizes, make
 
 built = pytest.mark.skipif(library.load().library is None, reason=library.load().problem or "built")
@@ -139,6 +140,14 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
     assert "other sources" in library.load().problem
     with pytest.raises(RuntimeError, match="other sources"):
         library.loaded()
+
+
+def test_sources_have_one_hash_whatever_path_they_are_reached_by(tmp_path: Path) -> None:
+    """setup.py runs the file by the package's path, which in a checkout is a link."""
+    for name in ("a-link", "z-link"):
+        (tmp_path / name).symlink_to(FOLDER)
+        reached = runpy.run_path(str(tmp_path / name / "build.py"))
+        assert reached["source_hash"]() == source_hash()
 
 
 @pytest.mark.usefixtures("fresh_load")
