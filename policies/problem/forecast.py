@@ -159,7 +159,7 @@ class Forecast:
             b; `fewest` if none is possible.
         """
         steps = self._steps(may_pause)
-        value = self._rate(steps.seconds / steps.decodes, self._resuming_s(steps))
+        value = self._rate(steps.seconds / steps.decodes)
         value[~(steps.possible | steps.pauses).all(axis=0)] = 0.0
         if keep_slo:
             pauses = steps.pauses
@@ -228,34 +228,15 @@ class Forecast:
         work = StepWork(decode_rows=runs, decode_tokens=share * self.tokens[:, sizes])
         return share, self.latency.step_seconds(work)
 
-    def _resuming_s(self, steps: _Steps) -> FloatArray | float:
-        """Time in which those who begin to pause from one time ahead to the next one get their KV
-        back at last, [times - 1, b]: all of it is computed again, unless the host has it."""
-        if self.memory.host_tokens > 0 or not steps.pauses.any():
-            return 0.0
-        pausing = self.rows * (1.0 - steps.decodes)
-        begin = np.maximum(np.diff(pausing, axis=0), 0.0)
-        rows = np.maximum(self.rows, np.finfo(float).tiny)
-        mean = self.tokens / rows
-        one = StepWork(
-            decode_rows=0,
-            decode_tokens=0,
-            restored_tokens=mean,
-            restored_squares=mean * mean,
-            restored_prefix=self.prefix / rows,
-        )
-        return np.asarray(begin * self.latency.step_seconds(one)[1:])
-
-    def _rate(self, seconds: FloatArray, resuming_s: FloatArray | float) -> FloatArray:
+    def _rate(self, seconds: FloatArray) -> FloatArray:
         """Tokens per second that batches make, [b]. A time ahead counts for as many as are left
         then: whoever ends has made room for others, and few steps should pay for none.
 
         Args:
-            seconds: per row that decodes at that time all of them do, [times, b];
-            resuming_s: beside that, from each time to the next one.
+            seconds: per row that decodes at that time all of them do, [times, b].
         """
         left = self.rows / self.rows[0]
-        made, spent = self._between(left * self.rows), self._between(left * seconds) + resuming_s
+        made, spent = self._between(left * self.rows), self._between(left * seconds)
         return np.asarray(made.sum(axis=0) / spent.sum(axis=0))
 
     def _in_turns(self, steps: _Steps, share: float) -> BoolArray:

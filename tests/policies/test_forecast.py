@@ -148,34 +148,3 @@ def test_those_who_do_not_even_fit_now_are_left_out(monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
         assert cut.rows.shape[1] <= whole.rows.shape[1]
         assert cut.solve() == whole.solve()
-
-
-class Costly(Linear):
-    """And so many seconds for a token that is restored."""
-
-    def __init__(self, token_s: float) -> None:
-        self.token_s = token_s
-
-    def step_seconds(self, work: StepWork) -> FloatArray:
-        seconds = 2e-3 + super().step_seconds(work)
-        return np.asarray(seconds + self.token_s * np.asarray(work.restored_tokens))
-
-
-@pytest.mark.parametrize(
-    ("token_s", "host_tokens", "more"), [(1e-4, 0, True), (1e-2, 0, False), (1e-2, 10_000, True)]
-)
-def test_who_pauses_must_come_back_and_that_takes_time(
-    token_s: float, host_tokens: int, more: bool
-) -> None:
-    """Four fit until they end. More at once make more tokens per second now, and pause later."""
-    state = make_state(
-        requests([32] * 2, prompt_tokens=31, max_new_tokens=63),
-        requests([32] * 6, max_new_tokens=63),
-        device_tokens=4 * 112,
-        host_tokens=host_tokens,
-        max_restored_tokens=0,
-        lengths=TO_THE_BOUND,
-        latency=Costly(token_s),
-    )
-    batch = Forecast.of(state, 6).solve(keep_slo=False)
-    assert batch > 4 if more else batch == 4

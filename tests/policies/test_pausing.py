@@ -79,14 +79,6 @@ def test_they_resume_when_there_is_room_for_what_comes_back() -> None:
     # Each has 11 blocks, and a further one stays free; of who pauses two stay.
     three, all_four = 3 * 12 + 2, 4 * 12
     for blocks, count in ((three - 1, 2), (three, 3), (all_four - 1, 3), (all_four, 4)):
-        state = four(blocks * BLOCK, COSTLY, missing=144, most=64)
-        host = dataclasses.replace(state.memory, host_tokens=10_000)
-        assert participants(dataclasses.replace(state, memory=host), active=2) == count
-
-
-def test_without_a_host_they_resume_when_they_need_not_pause_again() -> None:
-    # They come to 15 blocks each; whoever pauses again is computed again.
-    for blocks, count in ((3 * 15, 2), (3 * 15 + 2, 3), (4 * 15 - 1, 3), (4 * 15, 4)):
         assert participants(four(blocks * BLOCK, COSTLY, missing=144, most=64), active=2) == count
 
 
