@@ -19,7 +19,8 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn  # noqa: E402
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-from ellm_sgl.sglang.hooks import HOOKS, Hook, When  # noqa: E402
+from ellm_sgl.sglang.hooks import Hook, When, hooks_of  # noqa: E402
+from ellm_sgl.sglang.versions import installed  # noqa: E402
 
 _ELSEWHERE = (
     "KVCacheConfigurator",  # `plane.py` calls these hooks itself,
@@ -39,7 +40,7 @@ def hooked() -> Iterator[None]:
     with ExitStack() as undo:
         gc.freeze()  # of what SGLang has imported nothing will be garbage
         undo.callback(gc.unfreeze)
-        for hook in HOOKS:
+        for hook in hooks_of(installed()):
             if hook.when is When.ENABLED and not any(e in hook.target for e in _ELSEWHERE):
                 _install(hook, undo)
         context = get_context()

@@ -249,7 +249,7 @@ function decisions(state, seen) {
 function controls(state) {
   const pool = $("pool"), { most_tokens: most, wanted_tokens: wanted } = state.resize;
   pool.min = state.block_tokens;
-  pool.step = 1;  // the server rounds down to whole blocks
+  pool.step = 1;
   pool.max = most;
   say("pool-most", `(at most ${number(most)})`);
   if (document.activeElement !== pool && !pool.dataset.touched) pool.value = wanted;
