@@ -46,6 +46,14 @@ def has_tokenizer(model: str | Path) -> bool:
     return any(Path(model).glob("tokenizer*"))
 
 
+def resize_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`resize` of a state: of the replica that is farthest from its size."""
+    order = ("under way", "ceiling", "floor")
+    every = [replica["resize"] for replica in state.get("replicas", (state,))]
+    told = [found for outcome in order for found in every if found["outcome"] == outcome]
+    return dict((told or every)[0])
+
+
 class ServerError(RuntimeError):
     """The server did not start, or went away; the message ends with what it last said."""
 
@@ -107,7 +115,9 @@ class ServerProcess:
         command = [sys.executable, "-m", "ellm_sgl.serve.launch", *self._arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         # SGLang would take one of the ephemeral range, which any connection may take before it.
-        command += ["--nccl-port", str(free_port())]
+        # Of replicas SGLang gives each its own, and has no flag for those.
+        if "--data-parallel-size" not in self._arguments:
+            command += ["--nccl-port", str(free_port())]
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 command,
@@ -183,10 +193,10 @@ class ServerProcess:
         """
         body = {"server_args": values}
         answer = self._http.post("/set_internal_state", json=body, timeout=60).json()
-        if answer not in (True, [True]):
+        if answer is not True and not (isinstance(answer, list) and all(answer)):
             raise ValueError(f"the server refused {values}: {answer}")
         deadline = time.monotonic() + 60
-        while (resize := self.state(integrity=False)["resize"])["outcome"] == "under way":
+        while (resize := resize_of(self.state(integrity=False)))["outcome"] == "under way":
             if time.monotonic() > deadline:
                 raise ServerError(f"the pool does not come to its size: {resize}")
             time.sleep(0.02)

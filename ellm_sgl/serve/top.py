@@ -42,6 +42,13 @@ class Look:
     seen: Mapping[str, Any]
     """`GET /ellm/requests`."""
 
+    def replicas(self) -> list[Look]:
+        """One for each scheduler, where there are several (`--data-parallel-size`)."""
+        states, seen = self.state.get("replicas"), self.seen.get("replicas")
+        if states is None or seen is None:
+            return [self]
+        return [Look(*both) for both in zip(states, seen, strict=True)]
+
     @property
     def document(self) -> dict[str, Any]:
         """Both, as JSON has them."""
@@ -94,15 +101,18 @@ def draw(
     """The picture of one moment.
 
     Args:
-        cached: mean cached ratio at every look so far, oldest first.
+        cached: mean cached ratio of the first replica at every look so far, oldest first.
         width, height: characters and lines that there are.
 
     Raises:
         TopError: something is not where it was.
     """
     try:
-        return _picture(now, cached, width, height)
-    except (LookupError, TypeError, AttributeError) as error:
+        first, *others = now.replicas()
+        rows = height // (1 + len(others))
+        pictures = [_picture(first, cached, width, rows)]
+        return Group(*pictures, *(_picture(other, (), width, rows) for other in others))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise TopError(
             f"the server's answer has another shape ({error!r}); is it an ellm-sgl server, and as "
             "new as this command?"
@@ -119,7 +129,10 @@ def _picture(now: Look, cached: Sequence[float], width: int, height: int) -> Ren
         parts += [Text(""), _decisions(decisions)]
     parts += [Text(""), _totals(now)]
     policy = now.state["policy"]["name"]
-    return Panel(Group(*parts), title=Text(f"eLLM, policy {policy}"), title_align="left")
+    title = f"eLLM, policy {policy}"
+    if "replica" in now.state:
+        title += f", replica {now.state['replica']}"
+    return Panel(Group(*parts), title=Text(title), title_align="left")
 
 
 def _figures(now: Look) -> RenderableType:

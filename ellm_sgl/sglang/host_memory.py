@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 def tokens_within(settings: EllmConfig, chosen: int, token_bytes: int, configurator: Any) -> int:
     """Tokens that the device pool begins with: those chosen, or, where SGLang chose them for a
-    larger machine, as many as the container's memory has room for.
+    larger machine, as many as the container's memory has room for. Each of SGLang's replicas
+    chooses as if it were alone.
 
     Args:
         token_bytes: of KV, on one rank.
@@ -29,15 +30,17 @@ def tokens_within(settings: EllmConfig, chosen: int, token_bytes: int, configura
     """
     from sglang.srt.runtime_context import get_parallel
 
-    ranks = get_parallel().tp_size
-    all_bytes = token_bytes * ranks
+    arguments = adapter().resolved(configurator.server_args)
+    ranks, replicas = get_parallel().tp_size, arguments.dp_size
+    all_bytes = token_bytes * ranks * replicas
+    if settings.device_kv_tokens is None and arguments.max_total_tokens is None:
+        chosen //= replicas
     _check(settings, all_bytes)
     found = container(ROOT)
     if found is None or settings.device_kv_tokens is not None:
         return chosen
     host = settings.host_kv_tokens * all_bytes
-    share = adapter().resolved(configurator.server_args).mem_fraction_static
-    room = max(int(found.free * share) - host, 0)
+    room = max(int(found.free * arguments.mem_fraction_static) - host, 0)
     tokens = min(chosen, room // all_bytes)
     if ranks > 1:  # what is in use changes while they look
         from sglang.srt.distributed import get_tp_group

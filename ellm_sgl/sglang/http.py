@@ -14,13 +14,12 @@ from ellm_sgl.config.ranges import check_finite, shown
 from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.page import add_page
 from ellm_sgl.sglang.queue_full import QueueFull
+from ellm_sgl.sglang.replicas import Answer, all_of, ask_replicas, error_of, one_of
 from ellm_sgl.sglang.slo import SloFields
 from ellm_sgl.sglang.versions import adapter
 
 LOOK_S = 0.5
 """So long what requests do is not asked again: it takes the scheduler milliseconds."""
-CONTROL = "ellm/"
-"""Prefix of the methods that `state.control` answers in the scheduler."""
 
 
 class Recent:
@@ -55,18 +54,6 @@ def serve_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
             http_server.app.add_middleware(QueueFull)
 
 
-async def ask_scheduler(manager: Any, method: str, body: dict[str, Any]) -> Any:
-    """What `state.control` answers: with `success`, `response` and `error`.
-
-    Args:
-        manager: SGLang's `TokenizerManager`.
-    """
-    from sglang.srt.managers.io_struct import DumperControlReqInput
-
-    request = DumperControlReqInput(method=CONTROL + method, body=body)
-    return (await manager.dumper_control(request))[0]
-
-
 def add_routes(http_server: Any) -> None:
     """`GET /ellm/state`, `/ellm/steps`, `/ellm/requests`, `POST /ellm/policy`, the page that shows
     them (`page.py`), and the SLO fields of requests.
@@ -81,34 +68,32 @@ def add_routes(http_server: Any) -> None:
     app = http_server.app
     app.add_middleware(SloFields)
 
-    async def control(method: str, body: dict[str, Any]) -> Any:
-        return await ask_scheduler(http_server._global_state.tokenizer_manager, method, body)
+    async def control(method: str, body: dict[str, Any]) -> list[Answer]:
+        return await ask_replicas(http_server._global_state.tokenizer_manager, method, body)
 
-    async def look(method: str, body: dict[str, Any]) -> Any:
-        """What the scheduler answers; a 500 where it cannot: its log says why."""
-        answer = await control(method, body)
-        if not answer.success:
-            raise HTTPException(500, answer.error)
-        return answer.response
+    async def look(method: str, body: dict[str, Any]) -> list[Answer]:
+        """What the schedulers answer; a 500 where one cannot: its log says why."""
+        answers = await control(method, body)
+        if error := error_of(answers):
+            raise HTTPException(500, error)
+        return answers
 
     seen_of_late = Recent(lambda: look("requests", {}))
 
     @app.get("/ellm/state")
     async def ellm_state(integrity: bool = False) -> Any:
         """eLLM's state, from the scheduler process. Checking the page table, too, takes longer."""
-        [state] = await look("state", {"integrity": integrity})
-        return state
+        return one_of(await look("state", {"integrity": integrity}))
 
     @app.get("/ellm/steps")
     async def ellm_steps() -> Any:
         """The last measured steps beside what the latency models predicted."""
-        return await look("steps", {})
+        return all_of(await look("steps", {}))
 
     @app.get("/ellm/requests")
     async def ellm_requests() -> Any:
         """Requests with what of each is cached, the last decisions, and what steps do of late."""
-        [seen] = await seen_of_late.answer()
-        return seen
+        return one_of(await seen_of_late.answer())
 
     add_page(app)
 
@@ -125,7 +110,6 @@ def add_routes(http_server: Any) -> None:
             check_finite(wanted["options"], "options")
         except ValueError as problem:
             return JSONResponse({"error": str(problem)}, status_code=400)
-        answer = await control("policy", wanted)
-        if not answer.success:
-            return JSONResponse({"error": answer.error}, status_code=400)
+        if error := error_of(await control("policy", wanted)):
+            return JSONResponse({"error": error}, status_code=400)
         return wanted

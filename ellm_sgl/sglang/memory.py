@@ -104,9 +104,10 @@ def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, *
     if host_units:
         streamer = make_streamer(settings, table.host.kv_units, pool, hidden)
     max_restored = _max_restored_tokens(configurator)
-    ranks = get_parallel().tp_size
+    arguments = adapter().resolved(configurator.server_args)
+    ranks = get_parallel().tp_size * arguments.dp_size  # which all have this machine's memory
     ours = Context(settings, table, pool, max_restored, SLOTS, streamer, hidden, ranks)
-    ours.sizing = make_sizing(settings, table, pool, adapter().resolved(configurator.server_args))
+    ours.sizing = make_sizing(settings, table, pool, arguments)
     units = table.unit_limit
     logger.info(
         "eLLM pool: %d tokens on the device (%d units of %d layers x %d tokens, %.1f MB), "

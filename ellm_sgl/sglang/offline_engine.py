@@ -8,12 +8,13 @@ from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
 
+from ellm_sgl.client.process import resize_of
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.config.flags import SETTINGS, instead_of
 from ellm_sgl.config.ranges import check_finite
 from ellm_sgl.sglang.children import run_detokenizer, run_scheduler
 from ellm_sgl.sglang.enabling import enabled, settings_of
-from ellm_sgl.sglang.http import ask_scheduler
+from ellm_sgl.sglang.replicas import Answer, all_of, ask_replicas, error_of, one_of
 
 PREFIX = "ellm_"
 RESIZE_S = 60.0
@@ -62,12 +63,11 @@ class Engine(SglangEngine):
         Args:
             integrity: have the page table checked as well, which takes longer.
         """
-        [state] = self._ask("state", {"integrity": integrity})
-        return dict(state)
+        return one_of(self._ask("state", {"integrity": integrity}))
 
     def ellm_steps(self) -> list[dict[str, Any]]:
         """What `GET /ellm/steps` says: the last measured steps."""
-        return list(self._ask("steps", {}))
+        return all_of(self._ask("steps", {}))
 
     def set_policy(self, name: str, **options: Any) -> None:
         """Ask another policy from now on.
@@ -94,16 +94,16 @@ class Engine(SglangEngine):
         self._ask("resize", {"tokens": device_kv_tokens})
         deadline = time.monotonic() + RESIZE_S
         while True:
-            resize: dict[str, Any] = self.ellm_state()["resize"]
+            resize = resize_of(self.ellm_state())
             if resize["outcome"] != "under way" or time.monotonic() > deadline:
                 return resize
             time.sleep(0.02)
 
-    def _ask(self, method: str, body: dict[str, Any]) -> Any:
+    def _ask(self, method: str, body: dict[str, Any]) -> list[Answer]:
         if self.ellm_settings is None:
             raise ConfigError("ellm_policy off: this engine is stock SGLang, and has no such state")
-        asked = ask_scheduler(self.tokenizer_manager, method, body)
-        answer = self.loop.run_until_complete(asked)
-        if not answer.success:
-            raise ConfigError(answer.error)
-        return answer.response
+        asked = ask_replicas(self.tokenizer_manager, method, body)
+        answers: list[Answer] = self.loop.run_until_complete(asked)
+        if error := error_of(answers):
+            raise ConfigError(error)
+        return answers

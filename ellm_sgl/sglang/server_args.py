@@ -98,6 +98,7 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             f"--disable-radix-cache: what --ellm-kv-store {config.kv_store} has is found through "
             "the prefix cache; leave out one of them"
         )
+    _check_replicas(config, args)
     args.page_size = config.block_tokens
     args.radix_cache_backend = PREFIX_CACHE
     if cuda.available():
@@ -114,6 +115,24 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             "leave it out"
         )
     _check_model(config, decided, adapter().model_config(args))
+
+
+def _check_replicas(config: EllmConfig, args: ServerArgs) -> None:
+    """Refuse what several schedulers cannot each have."""
+    if args.dp_size == 1:
+        return
+    of_one = {
+        "--ellm-host-path": config.host_path,
+        "--ellm-kv-store": config.kv_store,
+        "--nccl-port": args.nccl_port,
+    }
+    for flag, value in of_one.items():
+        if value is not None:
+            _refuse(
+                f"--data-parallel-size {args.dp_size}: {flag} {value} can be one scheduler's, and "
+                "there would be several; leave one of them out, or start a server for each "
+                "replica behind a router"
+            )
 
 
 def _check_model(config: EllmConfig, args: ServerArgs, model: Any) -> None:

@@ -24,6 +24,7 @@ from ellm_sgl.sglang.calibration import calibrate, model_shape
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.fingerprint import open_prefixes
 from ellm_sgl.sglang.metrics import metrics_of
+from ellm_sgl.sglang.replicas import in_turn
 from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
 from ellm_sgl.sglang.start_screen import screen
 from ellm_sgl.sglang.versions import adapter
@@ -62,7 +63,9 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     shape = model_shape(scheduler.model_config, ranks.tp_size)
     runner = scheduler.tp_worker.model_runner
     ours.attach(runner.model.model)
-    ours.hardware, activations = calibrate(runner, ours, shape)
+    # The other ranks wait for what rank 0 has measured.
+    with in_turn(scheduler.server_args.dp_size if ranks.tp_rank == 0 else 1):
+        ours.hardware, activations = calibrate(runner, ours, shape)
     ours.elastic.room.activations = activations
     model = latency.BY_NAME[settings.latency_model](shape, ours.hardware)
     limits = ServerLimits(

@@ -21,7 +21,7 @@ from ellm_sgl.memory import IntegrityError, PageTable
 from ellm_sgl.policies import Policy
 from ellm_sgl.policies.registry import create
 from ellm_sgl.sglang.context import Context, context_of
-from ellm_sgl.sglang.http import CONTROL
+from ellm_sgl.sglang.replicas import CONTROL, REPLICA
 from ellm_sgl.sglang.request_views import describe_requests
 from ellm_sgl.sglang.scheduler import scheduler_of
 from ellm_sgl.sglang.start import switch_policy
@@ -171,16 +171,17 @@ def control(original: Callable[..., Any], scheduler: Scheduler, request: Any) ->
     if not request.method.startswith(CONTROL):
         return original(scheduler, request)
     method = request.method.removeprefix(CONTROL)
+    who = {REPLICA: adapter().replica(scheduler)}
     try:
-        response = _CONTROLS[method](scheduler, request.body)
+        response = [who, *_CONTROLS[method](scheduler, request.body)]
         answer = DumperControlReqOutput(success=True, response=response)
     except ConfigError as error:
-        answer = DumperControlReqOutput(success=False, response=[], error=str(error))
+        answer = DumperControlReqOutput(success=False, response=[who], error=str(error))
     except Exception as error:
         if method not in LOOKING:
             raise
         logger.exception("eLLM: /ellm/%s cannot be answered", method)  # to look ends nobody
-        answer = DumperControlReqOutput(success=False, response=[], error=repr(error))
+        answer = DumperControlReqOutput(success=False, response=[who], error=repr(error))
     return scheduler.ipc_channels.send_to_tokenizer.send_output(answer, request)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -91,6 +92,16 @@ def test_it_says_what_the_page_says(url: str) -> None:
 def test_an_answer_of_another_shape_is_one_line(state: Any) -> None:
     with pytest.raises(TopError, match="another shape"):
         draw(Look(state, SEEN), [])
+
+
+def test_replicas_are_told_apart() -> None:
+    states = [STATE | {"replica": 0}, STATE | {"replica": 1, "evicted_units_total": 70}]
+    seen = [SEEN | {"replica": 0}, SEEN | {"replica": 1}]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(draw(Look(STATE | {"replicas": states}, SEEN | {"replicas": seen}), [], 120))
+    told = console.export_text()
+    assert "policy fcfs, replica 0" in told and "policy fcfs, replica 1" in told
+    assert "evicted units 70" in told
 
 
 def test_json_is_one_document(url: str) -> None:

@@ -20,7 +20,18 @@ declare()
 
 TOKEN = 1 << 20
 """Bytes."""
-SGLANG: Any = SimpleNamespace(server_args=SimpleNamespace(mem_fraction_static=0.5))
+
+
+def sglang(dp_size: int = 1, max_total_tokens: int | None = None) -> Any:
+    """As much of its configurator as is asked for."""
+    return SimpleNamespace(
+        server_args=SimpleNamespace(
+            mem_fraction_static=0.5, dp_size=dp_size, max_total_tokens=max_total_tokens
+        )
+    )
+
+
+SGLANG = sglang()
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +70,17 @@ def test_what_was_given_is_refused_where_it_can_never_be(root: Path) -> None:
         tokens_within(EllmConfig(max_device_kv_tokens=4097), 100, TOKEN, SGLANG)
     shared = EllmConfig(device_kv_tokens=5000, memory_budget="a:2GiB")
     assert tokens_within(shared, 5000, TOKEN, SGLANG) == 5000, "it never has more than its share"
+
+
+def test_replicas_share_the_machine(root: Path) -> None:
+    assert tokens_within(EllmConfig(), 6000, TOKEN, sglang(2)) == 3000
+    assert tokens_within(EllmConfig(), 6000, TOKEN, sglang(2, 6000)) == 6000, "given, for each"
+    assert tokens_within(EllmConfig(device_kv_tokens=6000), 6000, TOKEN, sglang(2)) == 6000
+    with pytest.raises(ConfigError, match="give at most 8192"):
+        tokens_within(EllmConfig(device_kv_tokens=9000), 9000, TOKEN, sglang(2))
+    version_2(root, "pod", 4 * GIB, GIB)
+    assert tokens_within(EllmConfig(), 6000, TOKEN, sglang(2)) == 768
+    assert tokens_within(EllmConfig(host_kv_tokens=268), 6000, TOKEN, sglang(2)) == 500
 
 
 def test_a_container_that_is_full_is_told_of(root: Path) -> None:

@@ -24,7 +24,11 @@ def client(**keys: str | None) -> TestClient:
     from sglang.srt.utils.auth import add_api_key_middleware
 
     async def dumper_control(request: Any) -> list[Any]:
-        return [SimpleNamespace(success=True, response=[{"asked": request.method}], error="")]
+        return [
+            SimpleNamespace(
+                success=True, response=[{"replica": 0}, {"asked": request.method}], error=""
+            )
+        ]
 
     manager = SimpleNamespace(dumper_control=dumper_control)
     app = FastAPI()

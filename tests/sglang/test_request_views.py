@@ -94,7 +94,7 @@ def test_each_request_is_told_of_once(server: Server) -> None:
     server.scheduler.waiting_queue = [waits]
     answer = server.control("requests")
     assert answer.success
-    first, second = answer.response[0]["requests"]
+    first, second = answer.response[1]["requests"]
     assert (first["rid"], first["state"], second["state"]) == ("<b>runs</b>", "decoding", "waiting")
     assert first["spans"] == [(25, CACHED)] and second["spans"] == []
     assert len(second["rid"]) == MOST_RID
@@ -106,7 +106,7 @@ def test_each_request_is_told_of_once(server: Server) -> None:
 
 def test_requests_are_bounded(server: Server) -> None:
     server.scheduler.waiting_queue = [Req(f"r{i}") for i in range(MOST_REQUESTS + 5)]
-    answer = server.control("requests").response[0]
+    answer = server.control("requests").response[1]
     assert len(answer["requests"]) == MOST_REQUESTS and answer["left_out"] == 5
 
 

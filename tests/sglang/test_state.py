@@ -20,8 +20,8 @@ from ellm_sgl.memory import KVPool, PageTable, PoolShape
 from ellm_sgl.policies import Fcfs, FixedRatio
 from ellm_sgl.sglang import state
 from ellm_sgl.sglang.context import Context
-from ellm_sgl.sglang.http import CONTROL
 from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.sglang.replicas import CONTROL
 from ellm_sgl.sglang.scheduler import EllmScheduler
 from tests.latency.machines import GPU, TINY
 
@@ -42,7 +42,7 @@ class Server:
         channel = SimpleNamespace(send_output=lambda answer, _: self.sent.append(answer))
         self.scheduler: Any = SimpleNamespace(
             token_to_kv_pool_allocator=SimpleNamespace(ellm=ours),
-            ps=SimpleNamespace(tp_size=1, tp_rank=rank),
+            ps=SimpleNamespace(tp_size=1, tp_rank=rank, dp_rank=None),
             running_batch=SimpleNamespace(reqs=[]),
             waiting_queue=[],
             ipc_channels=SimpleNamespace(send_to_tokenizer=channel),
@@ -176,10 +176,10 @@ def test_the_page_table_is_checked_only_when_that_is_asked_for(
         check(table)
 
     monkeypatch.setattr(PageTable, "check_integrity", counted)
-    plain = server.control("state", integrity=False).response[0]
+    plain = server.control("state", integrity=False).response[1]
     reported = state.report(SimpleNamespace(internal_state={}), server.scheduler).internal_state
     assert checks == 0 and "integrity" not in plain and reported["ellm"].keys() == plain.keys()
-    checked = server.control("state", integrity=True).response[0]
+    checked = server.control("state", integrity=True).response[1]
     assert checks == 1 and checked == plain | {"integrity": "ok"}
 
 
@@ -188,7 +188,7 @@ def test_a_broken_page_table_is_told_of(server: Server) -> None:
     server.table.place(blocks)
     server.table._units[blocks[0]] = server.table.units[blocks[1]]
     assert (
-        "owned more than once" in server.control("state", integrity=True).response[0]["integrity"]
+        "owned more than once" in server.control("state", integrity=True).response[1]["integrity"]
     )
 
 

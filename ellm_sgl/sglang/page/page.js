@@ -34,7 +34,7 @@ async function look() {
   if (held || document.hidden || asking) return;
   asking = true;
   try {
-    const [state, seen] = await Promise.all([ask("state"), ask("requests")]);
+    const [state, seen] = (await Promise.all([ask("state"), ask("requests")])).map(ofReplica);
     latest = { state, seen };
     draw(state, seen);
     link("live", "Live");
@@ -45,6 +45,16 @@ async function look() {
     clearTimeout(timer);
     timer = setTimeout(look, EVERY_MS);
   }
+}
+
+// What the chosen one of several schedulers says (--data-parallel-size).
+function ofReplica(answer) {
+  const every = answer.replicas ?? [], select = $("replica");
+  select.hidden = !every.length;
+  for (const { replica } of every.slice(select.options.length)) {
+    select.append(new Option(`replica ${replica}`, replica));
+  }
+  return every[select.selectedIndex] ?? answer;
 }
 
 function link(state, text) {
@@ -249,6 +259,7 @@ function decisions(state, seen) {
 function controls(state) {
   const pool = $("pool"), { most_tokens: most, wanted_tokens: wanted } = state.resize;
   pool.min = state.block_tokens;
+  // The server rounds down to whole blocks.
   pool.step = 1;
   pool.max = most;
   say("pool-most", `(at most ${number(most)})`);
@@ -303,6 +314,7 @@ $("pool-form").addEventListener("submit", (event) => {
   send(event.target, "../set_internal_state", { server_args: { ellm_device_kv_tokens: tokens } },
     `The pool goes to ${number(tokens)} tokens.`);
 });
+$("replica").addEventListener("change", () => { history.length = 0; look(); });
 $("key-form").addEventListener("submit", (event) => event.preventDefault());
 for (const id of ["policy", "pool"]) $(id).addEventListener("input", () => { $(id).dataset.touched = "yes"; });
 $("all").addEventListener("click", () => { everything = !everything; if (latest) requests(latest.seen); });

@@ -105,6 +105,10 @@ class Adapter(ABC):
         """What has `tp_rank` and `tp_size`."""
 
     @abstractmethod
+    def replica(self, scheduler: Scheduler) -> int:
+        """Which of the server's schedulers it is, with data parallelism; else 0."""
+
+    @abstractmethod
     def charged(self, adder: PrefillAdder) -> float:
         """Tokens that it keeps for those that run or are admitted, in the long run."""
 

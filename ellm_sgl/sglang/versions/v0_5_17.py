@@ -61,6 +61,9 @@ class Sglang0517(Adapter):
     def ranks(self, scheduler: Scheduler) -> Any:
         return scheduler.ps
 
+    def replica(self, scheduler: Scheduler) -> int:
+        return scheduler.ps.dp_rank or 0
+
     def charged(self, adder: PrefillAdder) -> float:
         return adder.rem_total_token_offset
 

@@ -66,6 +66,11 @@ class Sglang0523(Sglang0520):
 
         return get_parallel()
 
+    def replica(self, scheduler: Scheduler) -> int:
+        from sglang.srt.runtime_context import get_parallel
+
+        return get_parallel().dp_rank or 0
+
     def charged(self, adder: PrefillAdder) -> float:
         return adder.memory_budget.total_offset
 

@@ -1,0 +1,91 @@
+"""Two replicas in one server: outputs as of one scheduler, and what is asked reaches both."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from tests.e2e.conftest import AMPLE_TOKENS, STRICT
+from tests.e2e.load import ask, greedy, prompts, token_ids
+
+pytestmark = pytest.mark.slow
+
+PRESSURE = 640
+ARGUMENTS = (*DEMO_ARGUMENTS, "--data-parallel-size", "2", "--ellm-policy", "fixed-ratio",
+             "--ellm-device-kv-tokens", str(AMPLE_TOKENS), "--ellm-host-kv-tokens", "4000",
+             "--random-seed", "1", "--disable-radix-cache", "--enable-metrics")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[ServerProcess]:
+    with ServerProcess(ARGUMENTS, STRICT) as server:
+        yield server
+
+
+def of_both(server: ServerProcess) -> list[dict[str, Any]]:
+    state = server.state()
+    both: list[dict[str, Any]] = state["replicas"]
+    assert [one["replica"] for one in both] == [0, 1]
+    assert state["policy"] == both[0]["policy"]
+    return both
+
+
+def test_replicas_serve_as_one_scheduler_does(replicas: ServerProcess) -> None:
+    bodies = [greedy(p, 24) for p in prompts(12, 60, 200, seed=5)]
+    # With room for all, each by one scheduler alone.
+    expected = token_ids(ask(replicas.url, [body | {"routed_dp_rank": 0} for body in bodies]))
+    replicas.adjust(ellm_ratio=0.5, ellm_device_kv_tokens=PRESSURE)
+    assert [one["resize"]["wanted_tokens"] for one in of_both(replicas)] == [PRESSURE] * 2
+    before = of_both(replicas)
+    assert token_ids(ask(replicas.url, bodies)) == expected
+    replicas.switch_policy("slo-priority")
+    assert token_ids(ask(replicas.url, bodies)) == expected
+    for one, was in zip(of_both(replicas), before, strict=True):
+        assert one["integrity"] == "ok" and one["policy"]["name"] == "slo-priority"
+        assert one["steps_total"] > was["steps_total"], "both served"
+        assert one["saved_units_total"] > 0 and one["fetched_units_total"] > 0
+        assert one["device_units_free"] == one["device_units_total"]
+
+
+def test_who_looks_sees_both(replicas: ServerProcess) -> None:
+    seen = httpx.get(f"{replicas.url}/ellm/requests", timeout=60).json()
+    assert [one["replica"] for one in seen["replicas"]] == [0, 1]
+    assert {step["replica"] for step in replicas.steps()} == {0, 1}
+    metrics = httpx.get(f"{replicas.url}/metrics", timeout=60, follow_redirects=True).text
+    steps = [line for line in metrics.splitlines() if line.startswith("ellm_units{")]
+    assert {rank for rank in "01" for line in steps if f'dp_rank="{rank}"' in line} == {"0", "1"}
+
+
+def test_what_no_replica_can_do_is_refused_once(replicas: ServerProcess) -> None:
+    with pytest.raises(ValueError, match="nonsense") as refused:
+        replicas.switch_policy("nonsense")
+    assert "replica" not in str(refused.value)
+    assert {one["policy"]["name"] for one in of_both(replicas)} == {"slo-priority"}
+
+
+def controller_of(group: int) -> int:
+    """The process of a server's session that SGLang has named so."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        pid = int(command.parent.name)
+        with contextlib.suppress(OSError):
+            if b"data_parallel_controller" in command.read_bytes() and os.getsid(pid) == group:
+                return pid
+    raise AssertionError("no controller")
+
+
+def test_the_end_of_the_controller_is_the_servers(replicas: ServerProcess) -> None:
+    """Which is how SGLang ends where a replica fails: it ends the controller."""
+    os.kill(controller_of(replicas.pid), signal.SIGQUIT)
+    deadline = time.monotonic() + 60
+    while replicas.alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not replicas.alive()
