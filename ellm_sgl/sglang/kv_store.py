@@ -160,8 +160,7 @@ class StoredPrefixes:
         # Others may have taken the room of its first blocks; and it may come again.
         stored.kept, stored.lost, stored.fetched = 0, False, False
         if self.keep(req) and self.store.problem is None:
-            key = adapter().radix_key(req.origin_input_ids + req.output_ids, req)
-            self._ended.append((replace(stored), key))
+            self._ended.append((replace(stored), _key_of(req)))
         self.store.touch(stored.chain.keys, stored.stamp)
 
     def _keep(self, stored: _Stored, blocks: IntArray, most: int) -> bool:
@@ -234,7 +233,7 @@ class StoredPrefixes:
     def _locked(self, req: Req, locks: ExitStack) -> tuple[RadixKey, torch.Tensor]:
         """The key of all that the request has, and the slots that the tree has of it, which stay
         there as long as `locks` are held."""
-        key = adapter().radix_key(req.origin_input_ids + req.output_ids, req)
+        key = _key_of(req)
         found = self._cache.match_prefix(MatchPrefixParams(key=key))
         self._cache.inc_lock_ref(found.last_device_node)
         locks.callback(self._cache.dec_lock_ref, found.last_device_node)
@@ -322,6 +321,11 @@ class StoredPrefixes:
         chain = stored.chain
         if blocks > len(chain.keys):
             chain.extend(ids_of(req, chain.tokens, blocks * self._block_tokens))
+
+
+def _key_of(req: Req) -> RadixKey:
+    """The tree's key of all that the request has."""
+    return adapter().radix_key(req.origin_input_ids + req.output_ids, req)
 
 
 def _most_prefix(req: Req) -> int:

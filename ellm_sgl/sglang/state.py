@@ -171,7 +171,7 @@ def control(original: Callable[..., Any], scheduler: Scheduler, request: Any) ->
     if not request.method.startswith(CONTROL):
         return original(scheduler, request)
     method = request.method.removeprefix(CONTROL)
-    who = {REPLICA: adapter().replica(scheduler)}
+    who = {REPLICA: adapter().ranks(scheduler).dp_rank or 0}
     try:
         response = [who, *_CONTROLS[method](scheduler, request.body)]
         answer = DumperControlReqOutput(success=True, response=response)

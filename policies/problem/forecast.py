@@ -162,12 +162,12 @@ class Forecast:
         value = self._rate(steps.seconds / steps.decodes)
         value[~(steps.possible | steps.pauses).all(axis=0)] = 0.0
         if keep_slo:
-            pauses = steps.pauses
+            pauses, spent_s = steps.pauses, self._spent_s(steps)
             if self.memory.host_tokens > 0:  # else whoever pauses is prefilled again: too dear
                 pauses = pauses & (self.expected_short > 0.0)
-                value[~self._in_turns(steps, SLO_SHARE)] = 0.0
+                value[~self._in_turns(spent_s, steps.decodes, SLO_SHARE)] = 0.0
             # Nobody should have to pause at once.
-            value[steps.pauses[0] | ~self._sitting_out(steps.seconds, pauses, SLO_SHARE)] = 0.0
+            value[steps.pauses[0] | ~self._sitting_out(spent_s, pauses, SLO_SHARE)] = 0.0
         if most is not None:
             value[most + 1 - self.fewest :] = 0.0
         cached = np.flatnonzero((value > 0.0) & (self.short <= 0.0).all(axis=0))
@@ -183,7 +183,8 @@ class Forecast:
         Returns:
             b; less than `fewest` if not even these do.
         """
-        in_time = self._in_turns(self._steps(may_pause=True), share)
+        steps = self._steps(may_pause=True)
+        in_time = self._in_turns(self._spent_s(steps), steps.decodes, share)
         return self.fewest - 1 + int(np.logical_and.accumulate(in_time).sum())
 
     def _steps(self, may_pause: bool) -> _Steps:
@@ -239,24 +240,32 @@ class Forecast:
         made, spent = self._between(left * self.rows), self._between(left * seconds)
         return np.asarray(made.sum(axis=0) / spent.sum(axis=0))
 
-    def _in_turns(self, steps: _Steps, share: float) -> BoolArray:
+    def _spent_s(self, steps: _Steps) -> FloatArray:
+        """Time of all steps up to each time ahead but 0, [times - 1, b]."""
+        return self.pace * self.summed(steps.seconds)
+
+    def _in_turns(self, spent_s: FloatArray, decodes: FloatArray, share: float) -> BoolArray:
         """Whether those who come keep this share of their SLO, [b], if all take turns where some
         have to pause (who is furthest ahead of its SLO does: `pausing.turns`); and of the running
         requests no more than `MISSES` for each of them are expected to end behind theirs because
-        of their prompts."""
-        spent_s = self.pace * self.summed(steps.seconds)
-        allowed_s = share * self.slo_s * self.summed(steps.decodes)
+        of their prompts.
+
+        Args:
+            spent_s: see `_spent_s`.
+            decodes: share of the requests that decode, [times, b].
+        """
+        allowed_s = share * self.slo_s * self.summed(decodes)
         own = (spent_s <= allowed_s).all(axis=0)
         return np.asarray(own & self._others_in_time(spent_s - allowed_s))
 
-    def _sitting_out(self, seconds: FloatArray, pauses: BoolArray, share: float) -> BoolArray:
+    def _sitting_out(self, spent_s: FloatArray, pauses: BoolArray, share: float) -> BoolArray:
         """`_in_turns` if those who come sit out all of these steps.
 
         Args:
-            seconds: T, [times, b];
+            spent_s: see `_spent_s`.
             pauses: where some have to pause, [times, b].
         """
-        spent_s, slo_s = self.pace * self.summed(seconds), share * self.slo_s
+        slo_s = share * self.slo_s
         decodes = ~pauses[1:]
         decodes[-1] = True  # nobody pauses for ever
         taken = self.summed(np.where(pauses, 0.0, 1.0))

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -136,14 +137,13 @@ class Later:
 
 def test_what_a_full_store_cannot_take_is_not_copied_again_and_again(tmp_path: Path) -> None:
     scene = Scene(tmp_path, 16, store_blocks=4)
-    copied: list[int] = []
-    read = scene.plane.pool.read
-    scene.plane.pool.read = lambda units: copied.append(len(units)) or read(units)  # type: ignore
     req = scene.request(100, 8)
     scene.compute(req)
-    for _ in range(5):
-        scene.stored.keep_computed([req])
-    assert copied == [4]
+    pool = scene.plane.pool
+    with patch.object(pool, "read", wraps=pool.read) as read:
+        for _ in range(5):
+            scene.stored.keep_computed([req])
+    assert [len(call.args[0]) for call in read.call_args_list] == [4]
 
 
 def test_a_request_that_meets_another_store_is_stored_there(tmp_path: Path) -> None:
@@ -156,7 +156,8 @@ def test_a_request_that_meets_another_store_is_stored_there(tmp_path: Path) -> N
     scene.store_all(scene.request(4000, 4))
     assert scene.stored.keep(req) is False
     assert scene.stored.store.leading(req._ellm_stored.chain.keys) == 4
-    assert scene.stored.store.index.get(req._ellm_stored.chain.keys[0]).stamp == 6  # type: ignore
+    entry = scene.stored.store.index.get(req._ellm_stored.chain.keys[0])
+    assert entry is not None and entry.stamp == 6
 
 
 def test_a_store_is_opened_once_for_all_updates_before_its_use(tmp_path: Path) -> None:

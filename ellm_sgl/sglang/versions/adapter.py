@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
     from sglang.srt.mem_cache.radix_cache import RadixCache as _Tree
-    from torch import nn
+
+    from ellm_sgl.step.separate import Through
 else:  # versions are asked where SGLang cannot be imported
-    _Tree = object
+    _Tree = ABC
 
 _HERE = Path(__file__).parent
 
@@ -30,21 +31,21 @@ class TreeCalls(_Tree):
     """What SGLang calls of its prefix tree when a request goes on or goes, and what of ours that is
     (`prefix_cache.py`). Stands before SGLang's class among the bases."""
 
+    @abstractmethod
     def whole(self) -> AbstractContextManager[None]:
         """Within it a match does not end at what is missing: a request's own blocks are its own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stays(self, req: Req) -> None:
         """The tree has a request's blocks now, and it goes on with those that the tree had."""
-        raise NotImplementedError
 
+    @abstractmethod
     def leaves(self, req: Req) -> None:
         """It is about to give back its row, with all its KV still there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def has_left(self, req: Req, tokens: int) -> None:
         """Of so many tokens its KV was; now it uses nothing any more."""
-        raise NotImplementedError
 
 
 class Adapter(ABC):
@@ -102,11 +103,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def ranks(self, scheduler: Scheduler) -> Any:
-        """What has `tp_rank` and `tp_size`."""
-
-    @abstractmethod
-    def replica(self, scheduler: Scheduler) -> int:
-        """Which of the server's schedulers it is, with data parallelism; else 0."""
+        """What has `tp_rank`, `tp_size` and `dp_rank` (None without data parallelism)."""
 
     @abstractmethod
     def charged(self, adder: PrefillAdder) -> float:
@@ -145,16 +142,10 @@ class Adapter(ABC):
 
     # -- the model ----------------------------------------------------------------------------
 
+    @property
     @abstractmethod
-    def through_layers(
-        self,
-        layers: Iterable[nn.Module],
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        batch: Any,
-        rows: Callable[[int], int],
-    ) -> None:
-        """Have rows go through a model's decoder layers (`step.separate.Through`)."""
+    def through_layers(self) -> Through:
+        """Has rows go through a model's decoder layers."""
 
     # -- memory -------------------------------------------------------------------------------
 

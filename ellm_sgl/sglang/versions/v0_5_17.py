@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.sglang.versions.adapter import Adapter, TreeCalls
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
     from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-    from torch import nn
+
+    from ellm_sgl.step.separate import Through
 
 
 class TreeCalls0517(TreeCalls):
@@ -61,9 +62,6 @@ class Sglang0517(Adapter):
     def ranks(self, scheduler: Scheduler) -> Any:
         return scheduler.ps
 
-    def replica(self, scheduler: Scheduler) -> int:
-        return scheduler.ps.dp_rank or 0
-
     def charged(self, adder: PrefillAdder) -> float:
         return adder.rem_total_token_offset
 
@@ -93,17 +91,11 @@ class Sglang0517(Adapter):
 
         release_kv_cache(req, tree)
 
-    def through_layers(
-        self,
-        layers: Iterable[nn.Module],
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        batch: Any,
-        rows: Callable[[int], int],
-    ) -> None:
+    @property
+    def through_layers(self) -> Through:
         from ellm_sgl.step.separate import through_layers
 
-        through_layers(layers, positions, hidden, batch, rows)
+        return through_layers
 
     def matched(self, tree: RadixCache, result: MatchResult) -> torch.Tensor:
         return result.device_indices

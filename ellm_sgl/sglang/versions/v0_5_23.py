@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixCache
     from torch import nn
 
+    from ellm_sgl.step.separate import Through
+
 _TREE = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _CHUNKS = "sglang.srt.mem_cache.chunk_cache.ChunkCache"
 
@@ -66,11 +68,6 @@ class Sglang0523(Sglang0520):
 
         return get_parallel()
 
-    def replica(self, scheduler: Scheduler) -> int:
-        from sglang.srt.runtime_context import get_parallel
-
-        return get_parallel().dp_rank or 0
-
     def charged(self, adder: PrefillAdder) -> float:
         return adder.memory_budget.total_offset
 
@@ -86,31 +83,36 @@ class Sglang0523(Sglang0520):
 
         release_kv_cache(req, tree, checkpoint=True)
 
-    def through_layers(
-        self,
-        layers: Iterable[nn.Module],
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        batch: Any,
-        rows: Callable[[int], int],
-    ) -> None:
-        from sglang.srt.layers.layer_boundary.residual import batch as stack
-        from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
-        from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
-
-        stack.start(batch)
-        for index, layer in enumerate(layers):
-            left = rows(index)
-            hidden, residual = batch.residual_stream.export(hidden)
-            hidden = hidden[:left]
-            if residual is not None:
-                hidden, batch.residual_stream = ResidualStream.from_handoff(
-                    hidden, residual[:left], PLAIN_ADD
-                )
-            hidden = layer(positions[:left], hidden, batch)
+    @property
+    def through_layers(self) -> Through:
+        return _through_layers
 
     def matched(self, tree: RadixCache, result: MatchResult) -> torch.Tensor:
         return tree.path_device_indices(result.last_device_node)
+
+
+def _through_layers(
+    layers: Iterable[nn.Module],
+    positions: torch.Tensor,
+    hidden: torch.Tensor,
+    batch: Any,
+    rows: Callable[[int], int],
+) -> None:
+    """`Through`; residuals are beside the batch."""
+    from sglang.srt.layers.layer_boundary.residual import batch as stack
+    from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+    from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
+
+    stack.start(batch)
+    for index, layer in enumerate(layers):
+        left = rows(index)
+        hidden, residual = batch.residual_stream.export(hidden)
+        hidden = hidden[:left]
+        if residual is not None:
+            hidden, batch.residual_stream = ResidualStream.from_handoff(
+                hidden, residual[:left], PLAIN_ADD
+            )
+        hidden = layer(positions[:left], hidden, batch)
 
 
 ADAPTER = Sglang0523()
