@@ -89,8 +89,8 @@ def _make(name: str, options: Mapping[str, object]) -> Policy:
         signature.bind(**options)
     except TypeError as error:
         raise ConfigError(
-            f"policy {name!r}: {error} (options given: {sorted(options)}); {cls.__name__} takes "
-            f"{signature.replace(return_annotation=inspect.Signature.empty)}"
+            f"policy {name!r}: {error} (options given: {shown(sorted(options))}); {cls.__name__} "
+            f"takes {signature.replace(return_annotation=inspect.Signature.empty)}"
         ) from None
     try:
         return cls(**options)
@@ -105,7 +105,7 @@ def _entry(name: str) -> EntryPoint:
     found = list(entry_points(group=GROUP, name=name))
     if not found:
         raise ConfigError(
-            f"no policy {name!r}; installed: {', '.join(installed()) or 'none'} "
+            f"no policy {shown(name)}; installed: {', '.join(installed()) or 'none'} "
             "(ellm-sgl policies list)"
         )
     if len({e.value for e in found}) > 1:

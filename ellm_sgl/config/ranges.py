@@ -60,6 +60,8 @@ class Range:
 MOST_TOKENS = 2**31 - 1
 """SGLang numbers the tokens of a pool with 32 bits."""
 TOKENS = Range(1, MOST_TOKENS, whole=True)
+ANSWERS = Range(1, MOST_TOKENS, whole=True)
+"""To one prompt."""
 MILLISECONDS = Range(0, 10**9, low_open=True)
 """A limit or an objective; at most eleven days."""
 SECONDS = Range(0, 10**9, low_open=True)

@@ -91,6 +91,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_TOKENIZER}.__init__", "AFTER", "http:serve_routes",
          _ALWAYS, "GET /ellm/state; the app is imported by now, and importing it elsewhere takes "
                   "0.5 s"),
+    Hook(f"{_TOKENIZER}.generate_request", "BEFORE", "requests:check_form",
+         _ALWAYS, "SGLang would answer 500 where a field of one request is a list"),
     Hook(f"{_TOKENIZER}._validate_one_request", "BEFORE", "requests:check_request",
          _ALWAYS, "refuse what eLLM cannot serve, and token ids that would end the server"),
     *(

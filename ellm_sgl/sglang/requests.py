@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.config.ranges import shown
+from ellm_sgl.config.ranges import ANSWERS, shown
 from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.slo import check_slos
 
@@ -21,30 +21,43 @@ _EMBEDDINGS = ("input_embeds", "embed_overrides", "positional_embed_overrides")
 """Fields that bring rows which cannot be computed again from token ids."""
 _PLACES = "token_indices_to_pool"
 """Field of SGLang 0.5.23 and later, for scores: places that it looks for in the step's rows."""
+_CACHE_KEYS = ("extra_key", "cache_salt")
+"""Fields that keep requests' cached prefixes apart."""
 
 
 def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> None:
     """Raise ValueError for what eLLM cannot serve: embeddings, places in a prompt that has to be
-    computed at once, and token ids outside of the vocabulary, which would end the scheduler on a
-    CPU.
+    computed at once; and for what would end the scheduler: keys of the prefix cache that are no
+    text, and, on a CPU, token ids outside of the vocabulary.
 
     Args:
         request: with SGLang's fields of a request, tokenized or not.
         vocabulary: number of token ids.
     """
-    for name in _EMBEDDINGS:
-        if getattr(request, name, None) is not None:
-            raise ValueError(f"{name}: not supported with eLLM; send text or input_ids")
+    _check_embeddings(request)
     if getattr(request, _PLACES, None) is not None:
         raise ValueError(
             f"{_PLACES}: not supported with eLLM, which may compute a prompt in parts; leave it out"
         )
+    for name in _CACHE_KEYS:
+        _check_text(name, getattr(request, name, None))
     _check_beams(getattr(request, "sampling_params", None))
     if not input_ids:
         return
     for token_id in (min(input_ids), max(input_ids)):
         if not 0 <= token_id < vocabulary:
             raise ValueError(f"input_ids: {token_id} is not a token id, 0 <= id < {vocabulary}")
+
+
+def _check_embeddings(request: Any) -> None:
+    for name in _EMBEDDINGS:
+        if getattr(request, name, None) is not None:
+            raise ValueError(f"{name}: not supported with eLLM; send text or input_ids")
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str | None):
+        raise ValueError(f"{name}: {shown(value)} is no text; give a string, or leave it out")
 
 
 def _check_beams(sampling_params: Any) -> None:
@@ -56,13 +69,57 @@ def _check_beams(sampling_params: Any) -> None:
             raise ValueError(f"beam_width: {shown(width)} is not supported with eLLM; leave it out")
 
 
+def check_form(manager: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Hook before `TokenizerManager.generate_request`: one name for one answer, one object of
+    sampling parameters for all prompts or one for each, and at least one answer asked for. SGLang
+    takes that for granted, and would answer 500; the ValueError becomes a 400."""
+    if enabling.settings_of(manager) is None:
+        return
+    try:
+        _check_form(request)
+    except ValueError:
+        # Of whom SGLang tells the scheduler, once a stream has ended, that they are gone: nobody.
+        request.is_single, request.rid = False, []
+        raise
+
+
+def _check_form(request: Any) -> None:
+    _check_embeddings(request)
+    prompts, params = _prompts(request), request.sampling_params
+    if prompts == 0:
+        raise ValueError("an empty list of prompts; give one at least")
+    each = params if isinstance(params, list) else [params or {}]
+    if isinstance(params, list) and len(params) != prompts:
+        how_many = "one prompt" if prompts is None else f"{prompts} prompts"
+        raise ValueError(
+            f"sampling_params: {len(params)} objects for {how_many}; give one object for all of "
+            "them, or, for a list of prompts, a list with one for each"
+        )
+    for one in each:
+        ANSWERS.check("n", one.get("n", 1))
+    if prompts is None and each[0].get("n", 1) == 1:
+        _check_text("rid", request.rid)
+
+
+def _prompts(request: Any) -> int | None:
+    """How many are in a list of them; None where a request is of one prompt alone."""
+    given = request.input_ids if request.text is None else request.text
+    if isinstance(given, list) and not (given and isinstance(given[0], int)):
+        return len(given)
+    return None
+
+
 def check_request(manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
     """Hook before `TokenizerManager._validate_one_request`; a ValueError, of `check` or about an
     SLO that makes no sense, becomes a 400."""
     if enabling.settings_of(manager) is None:
         return
-    check_slos(getattr(request, "sampling_params", None))
+    params = getattr(request, "sampling_params", None)
+    check_slos(params)
     check(request, input_ids, manager.model_config.vocab_size)
+    known = manager.sampling_params_class.__struct_fields__
+    if unknown := [name for name in params or () if name not in known]:
+        raise ValueError(f"sampling_params: there is no {shown(unknown[0])}; leave it out")
 
 
 def take_request(

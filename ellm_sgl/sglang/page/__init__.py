@@ -27,25 +27,25 @@ HEADERS = {
 }
 
 
-def add_page(app: Any) -> None:
+def add_page(routes: Any) -> None:
     """Routes for the page's files and for the names of the policies that it offers.
 
     Args:
-        app: SGLang's FastAPI application.
+        routes: the router that they are added to.
     """
     from fastapi.responses import FileResponse
 
     from ellm_sgl.policies.registry import installed
 
     def serve(path: str, file: str, kind: str) -> None:
-        @app.get(f"/ellm/{path}", include_in_schema=False)
+        @routes.get(f"/ellm/{path}", include_in_schema=False)
         async def ellm_page() -> Any:
             return FileResponse(FOLDER / file, media_type=kind, headers=HEADERS)
 
     for path, (file, kind) in FILES.items():
         serve(path, file, kind)
 
-    @app.get("/ellm/policies")
+    @routes.get("/ellm/policies")
     async def ellm_policies() -> list[str]:
         """Names of the policies that a server may be switched to."""
         return list(installed())
