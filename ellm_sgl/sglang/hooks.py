@@ -63,6 +63,7 @@ _SRT = "sglang.srt"
 _ARGS = f"{_SRT}.server_args.ServerArgs"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
 _CONTROL = f"{_SRT}.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_ENGINE = f"{_SRT}.entrypoints.engine"
 _POOLS = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _ALLOC = f"{_SRT}.mem_cache.allocation"
 _BATCH = f"{_SRT}.managers.schedule_batch.ScheduleBatch"
@@ -100,6 +101,8 @@ HOOKS: tuple[Hook, ...] = (
              _ALWAYS, "asked for memory other than KV's, the scheduler would end")
         for name in ("release", "resume")
     ),
+    Hook(f"{_ENGINE}.Engine._launch_scheduler_processes", "AFTER", "watchdog:watch_replicas",
+         _ALWAYS, "SGLang does not notice that a replica was killed"),
     # the CPU platform
     Hook(f"{_SRT}.utils.common.support_triton", "AROUND", "platform.attention:no_triton",
          _PLATFORM, "the CPU platform's attention backend has a name SGLang does not know"),
@@ -111,7 +114,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_SRT}.layers.logits_processor.LogitsProcessor._compute_lm_head", "AROUND",
          "platform.linear:lm_head", _PLATFORM, "same, of the language model's head"),
     # the process of `ellm-sgl serve`
-    Hook(f"{_SRT}.entrypoints.engine._set_envs_and_config", "AFTER", "processes:fork_if_alone",
+    Hook(f"{_ENGINE}._set_envs_and_config", "AFTER", "processes:fork_if_alone",
          _COPIED, "worker processes as copies of this one, which has imported all that they need"),
     # memory: the pool, and who owns which block
     Hook(f"{_POOLS}._resolve_memory_pool_config", "AFTER", "memory:widen_logical_capacity",

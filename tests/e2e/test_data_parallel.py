@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
@@ -72,20 +70,32 @@ def test_what_no_replica_can_do_is_refused_once(replicas: ServerProcess) -> None
     assert {one["policy"]["name"] for one in of_both(replicas)} == {"slo-priority"}
 
 
-def controller_of(group: int) -> int:
-    """The process of a server's session that SGLang has named so."""
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        pid = int(command.parent.name)
-        with contextlib.suppress(OSError):
-            if b"data_parallel_controller" in command.read_bytes() and os.getsid(pid) == group:
-                return pid
-    raise AssertionError("no controller")
+def test_the_end_of_a_replica_is_the_servers(replicas: ServerProcess) -> None:
+    """Of one that is killed only the kernel knows. Clients of both get an error at once."""
+    main = psutil.Process(replicas.pid)
+    processes = [main, *main.children(recursive=True)]
+    schedulers = [each for each in processes if "sglang::scheduler" in " ".join(each.cmdline())]
+    assert len(schedulers) == 2
+    bodies = [greedy(prompt, 4000) for prompt in prompts(4, 60, 200, seed=6)]
+    with ThreadPoolExecutor(4) as background:
+        lost = [background.submit(error_of, replicas.url, body) for body in bodies]
+        deadline = time.monotonic() + 60
+        while any(one["running"] == 0 for one in of_both(replicas)):
+            assert time.monotonic() < deadline, "they do not begin"
+            time.sleep(0.05)
+        schedulers[1].kill()
+        for each in lost:
+            assert isinstance(each.result(timeout=60), httpx.TransportError)
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    told = f"eLLM: process {schedulers[1].pid}, a replica's scheduler, has ended"
+    assert replicas.log.read_text().count(told) == 1
 
 
-def test_the_end_of_the_controller_is_the_servers(replicas: ServerProcess) -> None:
-    """Which is how SGLang ends where a replica fails: it ends the controller."""
-    os.kill(controller_of(replicas.pid), signal.SIGQUIT)
-    deadline = time.monotonic() + 60
-    while replicas.alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not replicas.alive()
+def error_of(url: str, body: dict[str, Any]) -> Exception | None:
+    """What a client sees."""
+    try:
+        httpx.post(f"{url}/generate", json=body, timeout=600)
+    except httpx.HTTPError as error:
+        return error
+    return None
