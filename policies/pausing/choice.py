@@ -34,8 +34,9 @@ GAIN = 0.05
 COUNT_EVERY = 16
 """Iterations after which it is asked again who takes part, though nobody has come or gone, nor has
 twice as much memory come to be missing."""
-GROWTH_STEPS = COUNT_EVERY
-"""What is evicted of those that pause makes room for so many further steps at once."""
+GROWTH_STEPS = 4
+"""What is evicted of those that pause makes room for so many further steps at once: what is kept
+need not be brought back."""
 
 
 class Pausing:
@@ -71,8 +72,9 @@ class Pausing:
         return np.flatnonzero(paused)
 
     def evicted(self, state: SystemState, paused: int) -> IntArray:
-        """n_i of the running requests, while so many pause."""
-        if self._evicted is None:
+        """n_i of the running requests, while so many pause; more as the others grow."""
+        short = short_tokens(state, Candidates.of(state))
+        if self._evicted is None or short > self._evicted.sum():
             evicted = evicted_tokens(_in_order(state, self._order), len(self._order) - paused)
             self._evicted = np.empty_like(evicted)
             self._evicted[self._order] = evicted
@@ -113,7 +115,8 @@ def participants(state: SystemState, active: int) -> int:
     best = int(value[:active].argmax()) + 1
     if now.short[active] > 0.0 and value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
-    return max(active, _resumed(state, active, now.short, value))
+    back = _brought_back if state.memory.host_tokens > 0 else _computed_again
+    return max(active, back(state, active, now.short, value))
 
 
 def _with_paused(state: SystemState, short: FloatArray, rows: FloatArray | IntArray) -> FloatArray:
@@ -131,19 +134,44 @@ def _with_paused(state: SystemState, short: FloatArray, rows: FloatArray | IntAr
     return np.asarray(short + beyond + state.memory.block_tokens * rows)
 
 
-def _resumed(state: SystemState, active: int, short: FloatArray, value: FloatArray) -> int:
-    """How many take part once some resume: not so many that they would have to pause again, nor
-    more than one step can bring back."""
-    back = np.cumsum(state.running.uncached_tokens[active:])
+def _brought_back(state: SystemState, active: int, short: FloatArray, value: FloatArray) -> int:
+    """How many take part once some resume whose KV the host has: not so many that they would have
+    to pause again, nor more than one step can bring back.
+
+    Args:
+        short: see `_with_paused`, now, [b from 0];
+        value: tokens per second that the first b decode now, [b from 1].
+    """
     lasting = value[active:] * (1.0 + GAIN) >= np.maximum.accumulate(value)[active:]
-    lasting |= short[active + 1 :] <= 0.0
-    possible = (back <= state.memory.max_restored_tokens) & lasting
-    most = active + int(np.logical_and.accumulate(possible).sum())
-    if most == active:
+    most = _most_back(state, active, lasting | (short[active + 1 :] <= 0.0))
+    if most == 0:
         return active
     forecast = Forecast.of(state, 0, fewest=active)
     short = _with_paused(state, forecast.short, forecast.rows)
-    return replace(forecast, short=short).solve(most=most, keep_slo=False)
+    return replace(forecast, short=short).solve(most=active + most, keep_slo=False)
+
+
+def _computed_again(state: SystemState, active: int, short: FloatArray, value: FloatArray) -> int:
+    """How many take part once some resume whose KV has to be computed again: those for whom there
+    is room, no more than one step can compute, if until memory is short again all of them decode
+    more per second, that step included, than those that take part already. Takes the same as
+    `_brought_back`."""
+    most = _most_back(state, active, short[active + 1 :] <= 0.0)
+    if most == 0 or (most == len(state.running) - active and not len(state.waiting)):
+        return active + most  # with memory for all, nobody else has a use for it
+    back = state.running.uncached_tokens[active:].astype(np.float64)
+    forecast = Forecast.of(state, 0, fewest=active)
+    short = _with_paused(state, forecast.short, forecast.rows)[:, : most + 1]
+    sums = (np.append(0.0, np.cumsum(of[:most])) for of in (back, back * back))
+    return active + int(np.flatnonzero(forecast.pays_to_resume(short, *sums)).max(initial=0))
+
+
+def _most_back(state: SystemState, active: int, possible: BoolArray) -> int:
+    """How many of those that pause can resume, of whom these can, [paused], if one step can restore
+    what all of them lack."""
+    back = np.cumsum(state.running.uncached_tokens[active:])
+    possible = possible & (back <= state.memory.max_restored_tokens)
+    return int(np.logical_and.accumulate(possible).sum())
 
 
 def evicted_tokens(state: SystemState, active: int) -> IntArray:

@@ -172,12 +172,16 @@ def test_who_is_admitted_must_fit_until_all_have_ended() -> None:
     # Where answers go on to their bounds the first comes to 230 tokens, the other meanwhile to
     # 222: 23 blocks each.
     both = requests([102], prompt_tokens=95, max_new_tokens=135), requests([95], max_new_tokens=135)
-    state = scene(*both, 460, token_ms=1.0)
+    state = scene(*both, 460, token_ms=0.1)
     assert answers(state, Fcfs())[0] == 1
-    state = scene(*both, 300, token_ms=1.0)
+    state = scene(*both, 300, token_ms=0.1)
     assert answers(state, Fcfs(pause=False))[0] == 0
     assert answers(state, Fcfs())[0] == 1  # it pauses meanwhile,
     assert answers(replace(state, tpot_slo_s=0.005), Fcfs())[0] == 0  # too long for its SLO
+    costly = scene(
+        *both, 300, token_ms=1.0
+    )  # where what is evicted meanwhile takes long to restore
+    assert answers(costly, Fcfs())[0] == 0
     # Where that is certain, also with a host tier; where they are not expected to be short, but may
     # be, it counts that they take turns: 3 ms a token while both fit, then 4 ms, 3.4 in the mean.
     host = replace(state, memory=replace(state.memory, host_tokens=1000))
