@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, SystemState
-from ellm_sgl.policies.pausing.turns import exchange, pause_order
+from ellm_sgl.policies.pausing.turns import AMPLE_STEPS, exchange, pause_order
 from ellm_sgl.policies.planned import select
 from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
@@ -83,7 +83,10 @@ class Pausing:
     def _choose(self, state: SystemState, paused: BoolArray, level: IntArray) -> None:
         """Who pauses from now on, in `paused`."""
         ids, slack = state.running.request_id, slack_s(state, SLO_SHARE)
-        order = pause_order(ids, slack, paused, level)
+        ample_s = np.inf
+        if state.memory.host_tokens == 0:
+            ample_s = AMPLE_STEPS * decode_seconds(state, ~paused)
+        order = pause_order(ids, slack, paused, level, ample_s)
         active = max(int(paused[order].argmax()), 1) if paused.any() else len(order)
         active = participants(_in_order(state, order), active)
         paused[order] = np.arange(len(order)) >= active

@@ -18,6 +18,9 @@ from ellm_sgl.policies.problem.candidates import decode_seconds
 RESERVE_STEPS = 32
 """Whoever pauses comes back, where others can take its place, before its slack is less than the
 time of so many steps."""
+AMPLE_STEPS = 2 * RESERVE_STEPS
+"""With slack for so many steps, and KV that has to be computed again, the last to come pauses
+first: it has least of it, and comes back into the smallest gap."""
 GAP = 3
 """The other has at least so many times that more slack: else they change places all the time."""
 COST = 0.05
@@ -25,15 +28,24 @@ COST = 0.05
 
 
 def pause_order(
-    request_id: IntArray, slack_s: FloatArray, paused: BoolArray, level: IntArray
+    request_id: IntArray,
+    slack_s: FloatArray,
+    paused: BoolArray,
+    level: IntArray,
+    ample_s: float = np.inf,
 ) -> IntArray:
     """The running requests in the order in which they should take part: by urgency; then those
     with an SLO, first those that do already, then the paused ones as they come back; then the
-    others as they came. The last of all pause first."""
+    others as they came. The last of all pause first.
+
+    Args:
+        ample_s: slack from which on it does not matter who has more of it.
+    """
     free = np.isinf(slack_s)
     out, slack = paused & ~free, np.where(free, 0.0, slack_s)
-    lost = out & (slack < 0.0)
-    return np.lexsort((request_id, np.where(lost, -slack, slack), lost, out, free, level))
+    lost, ample = out & (slack < 0.0), ~out & (slack >= ample_s)
+    rank = np.where(lost, -slack, np.where(ample, 0.0, slack))
+    return np.lexsort((request_id, rank, ample, lost, out, free, level))
 
 
 def exchange(state: SystemState, slack_s: FloatArray, paused: BoolArray, level: IntArray) -> None:

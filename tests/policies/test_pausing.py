@@ -13,8 +13,9 @@ from ellm_sgl.policies import Batch, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.pausing.choice import GROWTH_STEPS, evicted_tokens, participants
+from ellm_sgl.policies.pausing.turns import AMPLE_STEPS
 from ellm_sgl.policies.planned import planned_tokens
-from ellm_sgl.policies.problem.candidates import slack_s
+from ellm_sgl.policies.problem.candidates import decode_seconds, slack_s
 from ellm_sgl.policies.problem.forecast import SLO_SHARE
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 from tests.policies.known_lengths import TO_THE_BOUND
@@ -145,7 +146,8 @@ def test_answers_are_valid_and_fit_whenever_somebody_is_paused(seed: int) -> Non
     check_ratios(state, batch, ratios)
     if batch.pause:
         active = ~np.isin(np.arange(len(state.running)), batch.pause)
-        slack = slack_s(state, SLO_SHARE)
+        ample_s = AMPLE_STEPS * decode_seconds(state) if state.memory.host_tokens == 0 else np.inf
+        slack = np.minimum(slack_s(state, SLO_SHARE), ample_s)
         assert active.any() and slack[active].max() <= slack[~active].min()
         evicted = planned_tokens(state.running, ratios.running, state.memory.block_tokens)
         assert evicted[active].sum() <= state.memory.max_restored_tokens

@@ -29,9 +29,9 @@ Running = st.lists(
 )
 
 
-@given(Running)
+@given(Running, st.sampled_from([2.0, np.inf]))
 def test_the_order_is_by_urgency_then_who_takes_part_then_slack(
-    running: list[tuple[float, bool, int]],
+    running: list[tuple[float, bool, int]], ample_s: float
 ) -> None:
     slack, paused, level = map(np.array, zip(*running, strict=True))
     ids = np.arange(len(running))[::-1]
@@ -39,10 +39,12 @@ def test_the_order_is_by_urgency_then_who_takes_part_then_slack(
     def key(i: int) -> tuple[float, ...]:
         if np.isinf(slack[i]):
             return level[i], 1, ids[i]
+        if not paused[i] and slack[i] >= ample_s:
+            return level[i], 0, 0, 1, ids[i]
         lost = paused[i] and slack[i] < 0
         return level[i], 0, paused[i], lost, -slack[i] if lost else slack[i], ids[i]
 
-    order = pause_order(ids, slack, paused, level).tolist()
+    order = pause_order(ids, slack, paused, level, ample_s).tolist()
     assert order == sorted(range(len(running)), key=key)
 
 
