@@ -2,9 +2,8 @@
 
 To restore part of every request in every step may cost more than to pause some, without their KV,
 until there is room for them again. The latency model decides how many: the first k requests run for
-which k / T(k, r(k)) is best, in the order of `turns.pause_order`. Those that pause come back as new
-requests come in: where there is room for what they have lost, and more is decoded so until they
-end, by what is known of output lengths.
+which k / T(k, r(k)) is best, in the order of `turns.pause_order`. When those that pause come back
+`resuming` decides.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, SystemState
+from ellm_sgl.policies.base import BoolArray, IntArray, SystemState
+from ellm_sgl.policies.pausing.resuming import GAIN, brought_back, computed_again, with_paused
 from ellm_sgl.policies.pausing.turns import AMPLE_STEPS, exchange, pause_order
 from ellm_sgl.policies.planned import select
 from ellm_sgl.policies.problem.batch_size import BatchProblem
@@ -26,11 +26,9 @@ from ellm_sgl.policies.problem.candidates import (
     short_tokens,
     slack_s,
 )
-from ellm_sgl.policies.problem.forecast import SLO_SHARE, Forecast
+from ellm_sgl.policies.problem.forecast import SLO_SHARE
 from ellm_sgl.policies.problem.standing import Standing
 
-GAIN = 0.05
-"""Requests begin to pause when that decodes so much more per second."""
 COUNT_EVERY = 16
 """Iterations after which it is asked again who takes part, though nobody has come or gone, nor has
 twice as much memory come to be missing."""
@@ -110,7 +108,7 @@ def participants(state: SystemState, active: int) -> int:
         return count
     sizes, anything = np.arange(1, count + 1), np.full(count + 1, np.inf)
     now = replace(BatchProblem.of(state, 0), limit_s=anything)
-    now = replace(now, short=_with_paused(state, now.short, np.arange(count + 1)))
+    now = replace(now, short=with_paused(state, now.short, np.arange(count + 1)))
     _, seconds, fits = now.least(sizes)
     value = np.where(fits, sizes / seconds, 0.0)
     # What was evicted may find no room to come back: each step restores it then.
@@ -118,63 +116,8 @@ def participants(state: SystemState, active: int) -> int:
     best = int(value[:active].argmax()) + 1
     if now.short[active] > 0.0 and value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
-    back = _brought_back if state.memory.host_tokens > 0 else _computed_again
+    back = brought_back if state.memory.host_tokens > 0 else computed_again
     return max(active, back(state, active, now.short, value))
-
-
-def _with_paused(state: SystemState, short: FloatArray, rows: FloatArray | IntArray) -> FloatArray:
-    """Device tokens that are missing with the last of the running requests paused: they hold what
-    cannot be evicted; and until it is asked again each of the others may grow by a block.
-
-    Args:
-        short: without those that pause, [..., b], up to all requests;
-        rows: and how many decode.
-    """
-    candidates = Candidates.of(state)
-    held = (candidates.charged - candidates.evictable).astype(np.float64)
-    beyond = np.append(np.cumsum(held[::-1])[::-1], 0.0)
-    beyond = beyond[-short.shape[-1] :]
-    return np.asarray(short + beyond + state.memory.block_tokens * rows)
-
-
-def _brought_back(state: SystemState, active: int, short: FloatArray, value: FloatArray) -> int:
-    """How many take part once some resume whose KV the host has: not so many that they would have
-    to pause again, nor more than one step can bring back.
-
-    Args:
-        short: see `_with_paused`, now, [b from 0];
-        value: tokens per second that the first b decode now, [b from 1].
-    """
-    lasting = value[active:] * (1.0 + GAIN) >= np.maximum.accumulate(value)[active:]
-    most = _most_back(state, active, lasting | (short[active + 1 :] <= 0.0))
-    if most == 0:
-        return active
-    forecast = Forecast.of(state, 0, fewest=active)
-    short = _with_paused(state, forecast.short, forecast.rows)
-    return replace(forecast, short=short).solve(most=active + most, keep_slo=False)
-
-
-def _computed_again(state: SystemState, active: int, short: FloatArray, value: FloatArray) -> int:
-    """How many take part once some resume whose KV has to be computed again: those for whom there
-    is room, no more than one step can compute, if until memory is short again all of them decode
-    more per second, that step included, than those that take part already. Takes the same as
-    `_brought_back`."""
-    most = _most_back(state, active, short[active + 1 :] <= 0.0)
-    if most == 0 or (most == len(state.running) - active and not len(state.waiting)):
-        return active + most  # with memory for all, nobody else has a use for it
-    back = state.running.uncached_tokens[active:].astype(np.float64)
-    forecast = Forecast.of(state, 0, fewest=active)
-    short = _with_paused(state, forecast.short, forecast.rows)[:, : most + 1]
-    sums = (np.append(0.0, np.cumsum(of[:most])) for of in (back, back * back))
-    return active + int(np.flatnonzero(forecast.pays_to_resume(short, *sums)).max(initial=0))
-
-
-def _most_back(state: SystemState, active: int, possible: BoolArray) -> int:
-    """How many of those that pause can resume, of whom these can, [paused], if one step can restore
-    what all of them lack."""
-    back = np.cumsum(state.running.uncached_tokens[active:])
-    possible = possible & (back <= state.memory.max_restored_tokens)
-    return int(np.logical_and.accumulate(possible).sum())
 
 
 def evicted_tokens(state: SystemState, active: int) -> IntArray:

@@ -187,35 +187,6 @@ class Forecast:
         in_time = self._in_turns(self._spent_s(steps), steps.decodes, share)
         return self.fewest - 1 + int(np.logical_and.accumulate(in_time).sum())
 
-    def pays_to_resume(
-        self, short: FloatArray, tokens: FloatArray, squares: FloatArray
-    ) -> BoolArray:
-        """Whether b requests decode more per second than the fewest, from now until memory is
-        short, [b]; the time to bring their KV back included.
-
-        Args:
-            short: device tokens that are missing, [times, b]; none is now;
-            tokens: to be restored first, [b],
-            squares: and the sum of their squares over requests.
-        """
-        columns, fewest = np.arange(short.shape[1]), np.zeros(short.shape[1], np.int64)
-        rows, held = self.rows[:, columns], self.tokens[:, columns]
-        seconds = self.latency.step_seconds(StepWork(rows, held))
-        work = StepWork(rows[0], held[0], restored_tokens=tokens, restored_squares=squares)
-        back_s = self.latency.step_seconds(work) - seconds[0]
-        late = short > 0.0
-        ends = np.where(late.any(axis=0), late.argmax(axis=0), len(self.steps) - 1)
-        last, first = short[ends, columns], short[ends - 1, columns]
-        part = np.where(last > 0.0, first / np.minimum(first - last, -1.0), 1.0)
-
-        def until(of: FloatArray, size: IntArray) -> FloatArray:
-            whole = np.vstack((np.zeros(len(columns)), self.summed(of)))
-            before, after = whole[ends - 1, size], whole[ends, size]
-            return np.asarray(before + part * (after - before))
-
-        made, spent_s = until(rows, columns), until(seconds, columns) + back_s
-        return np.asarray(made * until(seconds, fewest) > until(rows, fewest) * spent_s)
-
     def _steps(self, may_pause: bool) -> _Steps:
         """What a step does where memory is short, by whichever is faster."""
         seconds, possible = self._restoring()
