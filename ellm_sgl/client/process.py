@@ -31,13 +31,15 @@ SERVER_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "THP_MEM_ALLOC_ENABLE": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
 }
 """Unless the user says otherwise. Threads that spin while they wait take the core that another
 thread needs to finish: with one more busy process on two cores, 5 times the tokens per second.
 PyTorch's larger tensors lie in huge pages: a KV pool in small ones costs decode attention up to
 40 % (docs/performance.md). Threads that NumPy and SciPy start when they are imported, for products
 of a size that no server has, would keep a server's processes from being copies of one
-(sglang/processes.py)."""
+(sglang/processes.py). SGLang notices that a client has gone before its first token once in so many
+seconds: meanwhile its prompt would go on being computed."""
 
 
 def has_tokenizer(model: str | Path) -> bool:

@@ -200,7 +200,7 @@ def _requests(now: Look, room: int, bar_width: int) -> RenderableType:
             request["state"],
             bar(spans, width),
             f"{cached:,}/{request['tokens']:,}" if spans else f"{request['tokens']:,}",
-            _tpot(request, now.seen["tpot_slo_ms"]),
+            _pace(request, now.seen["tpot_slo_ms"]),
         )
     hidden = len(requests) - len(shown) + now.seen["left_out"]
     legend = "■ cached  ▨ missing, on the host  □ missing, to recompute"
@@ -220,7 +220,11 @@ def bar(spans: Sequence[tuple[int, str]], width: int) -> Text:
     return drawn
 
 
-def _tpot(request: Mapping[str, Any], server_slo_ms: float | None) -> Text:
+def _pace(request: Mapping[str, Any], server_slo_ms: float | None) -> Text:
+    """How fast it decodes; of a prompt that is computed in chunks, how far it is."""
+    if prompt := request["prompt"]:
+        share = prompt["done"] / max(request["tokens"], 1)
+        return Text(f"{share:.0%}, {_ms(prompt['left_ms'])} left")
     tpot = request["tpot_ms"]
     if tpot is None:
         return Text("")

@@ -12,6 +12,7 @@ from typing import Any
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.config.ranges import check_finite, shown
 from ellm_sgl.sglang import enabling
+from ellm_sgl.sglang.keep_alive import KeepAlive
 from ellm_sgl.sglang.page import add_page
 from ellm_sgl.sglang.queue_full import QueueFull
 from ellm_sgl.sglang.replicas import Answer, all_of, ask_replicas, error_of, one_of
@@ -67,6 +68,7 @@ def add_routes(http_server: Any) -> None:
 
     app = http_server.app
     app.add_middleware(SloFields)
+    app.add_middleware(KeepAlive)
     routes = plain_router()
 
     async def control(method: str, body: dict[str, Any]) -> list[Answer]:

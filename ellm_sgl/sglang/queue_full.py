@@ -13,6 +13,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from ellm_sgl.sglang.keep_alive import COMMENT
 from ellm_sgl.sglang.slo import PATHS, refusal, route
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class QueueFull:
                         scope, receive, send
                     )
                     return
-                if status == 200:
+                if status == 200 and not message.get("body", b"").startswith(COMMENT):
                     self._waited_s = time.monotonic() - came
                 await send(begin)
             await send(message)

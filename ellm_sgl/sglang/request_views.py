@@ -17,6 +17,7 @@ from ellm_sgl.engine import Iteration
 from ellm_sgl.memory import PageTable
 from ellm_sgl.policies import Requests, StepReport
 from ellm_sgl.sglang.context import context_of, row_of
+from ellm_sgl.sglang.prompt_progress import describe_progress
 from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def _rows(ours: EllmScheduler, known: Sequence[tuple[str, Req]]) -> list[dict[st
             "max_new_tokens": int(facts.max_new_tokens[i]),
             "priority": int(facts.priority[i]),
             "spans": [] if row is None else next(spans),
+            "prompt": None if state != "prefilling" else _progress(ours, req, row),
             "uncached_ratio": 0.0 if row is None else ratios.get(row, 0.0),
             "waited_ms": _ms(facts.waited_s[i]),
             "tpot_ms": _ms(facts.tpot_s[i]),
@@ -102,6 +104,15 @@ def _rows(ours: EllmScheduler, known: Sequence[tuple[str, Req]]) -> list[dict[st
         }
         for i, ((state, req), row) in enumerate(zip(known, rows, strict=True))
     ]
+
+
+def _progress(ours: EllmScheduler, req: Req, row: int | None) -> dict[str, Any]:
+    """How far the prompt is that is being computed in chunks."""
+    scheduler, log = ours.scheduler, ours.iteration.controller.steps
+    total = len(req.origin_input_ids) + len(req.output_ids)
+    done = 0 if row is None else min(context_of(scheduler).table.length_of(row), total)
+    chunk = scheduler.chunked_prefill_size or total
+    return describe_progress(done, total, chunk, reversed(log.reports), log.model)
 
 
 def _facts(ours: EllmScheduler, reqs: Sequence[Req]) -> Requests:

@@ -67,7 +67,7 @@ class SloFields:
         if scope["type"] != "http" or (path := route(scope)) not in PATHS:
             await self._app(scope, receive, send)
             return
-        body = await _read_body(receive)
+        body = await read_body(receive)
         if b"_slo_ms" in body:
             try:
                 body = _moved(body, native=path == "/generate")
@@ -77,7 +77,7 @@ class SloFields:
             length = str(len(body)).encode()
             headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
             scope = {**scope, "headers": [*headers, (b"content-length", length)]}
-        await self._app(scope, _replay(body, receive), send)
+        await self._app(scope, replay(body, receive), send)
 
 
 def route(scope: Scope) -> str:
@@ -101,7 +101,8 @@ def refusal(
     return JSONResponse(error, status, headers)
 
 
-async def _read_body(receive: Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
+    """All of a request's body; what there is of it where the client has gone."""
     parts = []
     while True:
         message = await receive()
@@ -110,8 +111,8 @@ async def _read_body(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body once, then whatever the client sends further (that it has gone, in time)."""
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Says the body once, then whatever the client sends further (that it has gone, in time)."""
     sent = False
 
     async def again() -> Message:

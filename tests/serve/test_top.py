@@ -36,7 +36,7 @@ STATE: dict[str, Any] = {
 }
 RUNS: dict[str, Any] = {
     "rid": "\x1b[31m[red]chat", "state": "decoding", "tokens": 40, "tpot_ms": 60.0,
-    "tpot_slo_ms": None, "spans": [[16, 2], [24, 0]],
+    "tpot_slo_ms": None, "spans": [[16, 2], [24, 0]], "prompt": None,
 }  # fmt: skip
 WAITS: dict[str, Any] = RUNS | {"rid": "other", "state": "waiting", "tpot_ms": None, "spans": []}
 MADE = {
@@ -92,6 +92,14 @@ def test_it_says_what_the_page_says(url: str) -> None:
 def test_an_answer_of_another_shape_is_one_line(state: Any) -> None:
     with pytest.raises(TopError, match="another shape"):
         draw(Look(state, SEEN), [])
+
+
+def test_a_long_prompt_says_how_far_it_is() -> None:
+    prompt = {"done": 10, "tokens_per_s": 500.0, "left_ms": 4_200.0}
+    seen = SEEN | {"requests": [RUNS | {"state": "prefilling", "tpot_ms": None, "prompt": prompt}]}
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(draw(Look(STATE, seen), [], 140))
+    assert "25%, 4.2 s left" in console.export_text()
 
 
 def test_replicas_are_told_apart() -> None:

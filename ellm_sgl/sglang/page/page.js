@@ -221,10 +221,14 @@ function fill(parts, request, seen, longest) {
   parts.amount.textContent = request.spans.length
     ? `${number(cached)} / ${number(request.tokens)} cached` : `${number(request.tokens)} tokens`;
   const limit = slo(request, seen), over = request.tpot_ms !== null && request.tpot_ms > limit;
-  parts.pace.textContent = request.tpot_ms === null ? "" : ms(request.tpot_ms)
+  const prompt = request.prompt;
+  if (prompt) parts.pace.textContent = `${percent(prompt.done / request.tokens)} of prompt, ${ms(prompt.left_ms)} left`;
+  else parts.pace.textContent = request.tpot_ms === null ? "" : ms(request.tpot_ms)
     + (Number.isFinite(limit) ? ` ${over ? ">" : "≤"} ${ms(limit)}` : "");
   parts.pace.classList.toggle("over", over);
-  parts.pace.title = "time per output token" + (Number.isFinite(limit) ? ", and its SLO" : "");
+  parts.pace.title = prompt ? `${number(prompt.done)} tokens done`
+    + (prompt.tokens_per_s === null ? "" : `, ${number(prompt.tokens_per_s)} a second`)
+    : "time per output token" + (Number.isFinite(limit) ? ", and its SLO" : "");
 }
 
 function decisions(state, seen) {

@@ -1,0 +1,56 @@
+"""How far a long prompt is that is computed in chunks, how fast it goes on, and when it will be
+done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ellm_sgl.latency import LatencyModel, StepWork
+from ellm_sgl.policies import StepReport
+
+RECENT_S = 5.0
+"""How fast it goes on is how fast prompts did in so many seconds,"""
+FEWEST_CHUNKS = 2
+"""or in so many chunks, if these took longer."""
+
+
+def describe_progress(
+    done: int, total: int, chunk: int, steps: Iterable[StepReport], latency: LatencyModel
+) -> dict[str, Any]:
+    """Of a prompt of which something is left. Chunks take longer the more tokens are before them:
+    what is left is predicted by the latency model, and corrected by what steps of late took over
+    what it had predicted of prompts, those that decoded meanwhile included.
+
+    Args:
+        done, total: its tokens.
+        chunk: tokens that one step computes of it.
+        steps: the latest first.
+
+    Returns:
+        `done` tokens, `tokens_per_s` of late (None before the first chunk) and `left_ms`.
+    """
+    spent_s = predicted_s = 0.0
+    tokens = chunks = 0
+    for step in steps:
+        if spent_s > RECENT_S and chunks >= FEWEST_CHUNKS:
+            break
+        spent_s += step.seconds
+        if step.work.prefill_rows:
+            tokens += int(step.work.prefill_rows)
+            predicted_s += step.predicted_s
+            chunks += 1
+    begins = np.arange(done, total, max(chunk, 1))
+    rows = np.minimum(total - begins, chunk)
+    pairs = rows * (begins + (rows + 1) / 2)
+    work = StepWork(0, 0, prefill_rows=rows, prefill_pairs=pairs)
+    left_s = float(np.broadcast_to(latency.step_seconds(work), rows.shape).sum())
+    if predicted_s > 0.0:
+        left_s *= spent_s / predicted_s
+    return {
+        "done": done,
+        "tokens_per_s": tokens / spent_s if chunks else None,
+        "left_ms": left_s * 1e3,
+    }
