@@ -17,6 +17,8 @@ from typing import Any, Self
 
 import httpx
 
+from ellm_sgl.client.state import resize_of
+
 START_TIMEOUT_S = 240.0
 EXIT_S = 5.0
 """A server whose connections have broken has exited after so long, or has not meant to."""
@@ -46,14 +48,6 @@ def has_tokenizer(model: str | Path) -> bool:
     """Whether a model's folder has a tokenizer. Without one a server takes token ids alone, and
     has to be told `--skip-tokenizer-init`."""
     return any(Path(model).glob("tokenizer*"))
-
-
-def resize_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`resize` of a state: of the replica that is farthest from its size."""
-    order = ("under way", "ceiling", "floor")
-    every = [replica["resize"] for replica in state.get("replicas", (state,))]
-    told = [found for outcome in order for found in every if found["outcome"] == outcome]
-    return dict((told or every)[0])
 
 
 class ServerError(RuntimeError):

@@ -139,11 +139,13 @@ def demo(
     from ellm_sgl.serve.colocated_report import render as render_colocated
     from ellm_sgl.serve.demo import run_demo
     from ellm_sgl.serve.demo_report import render
+    from ellm_sgl.sglang.versions import check_known
 
     live = sys.stdout.isatty() and not as_json
     progress = Console() if live else Console(stderr=True, force_terminal=False)
     load = ChatLoad(streams, output_tokens)
     with told_in_a_line(ServerError, ValueError):
+        check_known()
         if colocated:
             shared = run_colocated(load, pool_tokens, progress)
             answer(as_json, shared.to_json(), render_colocated(shared))

@@ -79,8 +79,10 @@ def verify(
     """
     from ellm_sgl.client.process import ServerError
     from ellm_sgl.serve.verify import runner  # imports PyTorch, which takes seconds
+    from ellm_sgl.sglang.versions import check_known
 
     with told_in_a_line(ServerError, OSError, ValueError):
+        check_known()
         report = runner.verify(
             model_path,
             dtypes=tuple(dict.fromkeys(dtypes)) or runner.DTYPES,

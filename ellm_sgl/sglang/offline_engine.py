@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
 
-from ellm_sgl.client.process import resize_of
+from ellm_sgl.client.state import resize_of
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.config.flags import SETTINGS, instead_of
 from ellm_sgl.config.ranges import check_finite

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MESSAGES = ("The request queue is full.", "The request is aborted by a higher priority request.")
 """SGLang's, in `Scheduler._abort_on_queued_limit`; who is refused may have waited already."""
 
+_SIGNS = (b'"abort"', b'{"error"')
+"""One is in the first event of a stream that was refused: of a native one, of OpenAI's."""
+
 LONGEST_S = 60
 """What clients' libraries wait at most because a server asks them to."""
 
@@ -74,16 +77,15 @@ class QueueFull:
 
 def _queue_full(status: int, begin: bytes) -> str | None:
     """SGLang's message, where an answer that begins so says that the queue is full."""
-    if status == 200 and begin.startswith(b"data: {") and b'"abort"' in begin:
+    if status == 503:
+        said = _message(_object(begin))
+    elif status == 200 and begin.startswith(b"data: {") and any(s in begin for s in _SIGNS):
         event = _object(begin.partition(b"\n")[0].removeprefix(b"data: "))
         meta = event.get("meta_info")
-        reason = meta.get("finish_reason") if isinstance(meta, dict) else None
-        said = None if "index" in event else _message(reason)
-    elif status == 200 and begin.startswith(b'data: {"error"'):
-        event = _object(begin.partition(b"\n")[0].removeprefix(b"data: "))
-        said = _message(event.get("error"))
-    elif status == 503:
-        said = _message(_object(begin))
+        if isinstance(meta, dict) and "index" not in event:
+            said = _message(meta.get("finish_reason"))
+        else:
+            said = _message(event.get("error"))
     else:
         return None
     return said if said in MESSAGES else None

@@ -19,6 +19,7 @@ from ellm_sgl.client.summary import summarize
 from ellm_sgl.client.traces import Trace
 from ellm_sgl.client.workloads import PRINTABLE, Lengths, LogNormal, drawn, poisson_arrivals
 from ellm_sgl.eval.bench.result import MeasurementError, Taken
+from ellm_sgl.sglang.versions import check_known
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """As for the demo: clients and tokenizers share the cores with the model."""
@@ -35,8 +36,14 @@ def starter(
     model: Sequence[str] = DEMO_ARGUMENTS,
     environment: Mapping[str, str] | None = None,
 ) -> Callable[[], ServerProcess]:
-    """How a server is started; the demo model's unless told otherwise."""
+    """How a server is started; the demo model's unless told otherwise.
+
+    Raises:
+        UnknownVersionError: one with eLLM, which the SGLang that is installed would serve without.
+    """
     words = [*model, *map(str, arguments)]
+    if "--ellm-policy" in words:
+        check_known()
     return lambda: ServerProcess(words, {**ENVIRONMENT, **(environment or {})})
 
 

@@ -17,27 +17,37 @@ from tests.e2e.load import ask, greedy, prompts, token_ids
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).parents[2] / "examples/offline_batch/batch.py"
+EXAMPLES = Path(__file__).parents[2] / "examples/offline_batch"
 MIB = 1 << 20
 BUDGET, TOKENS = 12 * MIB, 2_900
 """A quarter of what the batch's 11,200 tokens take, all at once."""
 
 
+@pytest.mark.parametrize(
+    ("script", "workers"), [("batch.py", "--processes"), ("on_ray.py", "--actors")]
+)
 def test_two_processes_answer_a_batch_larger_than_their_memory(
-    server: ServerProcess, tmp_path: Path
+    server: ServerProcess, tmp_path: Path, script: str, workers: str
 ) -> None:
+    if script == "on_ray.py":
+        pytest.importorskip("ray.data", reason="needs ray: pip install 'ellm-sgl[ray]'")
     bodies = [greedy(prompt, 40) for prompt in prompts(32, 250, 350, seed=21)]
     expected = token_ids(ask(server.url, bodies))
     requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
     requests.write_text("".join(json.dumps(body) + "\n" for body in bodies))
     name = f"batch-{os.getpid()}"
     command = [
-        sys.executable, str(SCRIPT), "--model-path", str(DEMO_MODEL), "--dtype", "float32",
-        "--input", str(requests), "--output", str(answers), "--at-once", "16",
-        "--processes", "2", "--memory-budget", f"{name}:{BUDGET}",
+        sys.executable, str(EXAMPLES / script), "--model-path", str(DEMO_MODEL),
+        "--dtype", "float32", "--input", str(requests), "--output", str(answers),
+        "--at-once", "16", workers, "2", "--memory-budget", f"{name}:{BUDGET}",
         "--device-kv-tokens", str(TOKENS),
     ]  # fmt: skip
-    environment = {**SERVER_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **SERVER_ENVIRONMENT,
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     with Watcher(name) as watcher:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     path_of(name).unlink(missing_ok=True)

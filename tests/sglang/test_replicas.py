@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from ellm_sgl.client.process import resize_of
+from ellm_sgl.client.state import resize_of
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.sglang.replicas import Answer, all_of, ask_replicas, error_of, in_turn, one_of
 

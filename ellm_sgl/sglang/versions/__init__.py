@@ -12,7 +12,7 @@ import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from ellm_sgl.config import EllmConfig
+from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.sglang.versions.adapter import Adapter
 
 VERSIONS: tuple[str, ...] = ("0.5.17", "0.5.20", "0.5.23")
@@ -20,7 +20,7 @@ VERSIONS: tuple[str, ...] = ("0.5.17", "0.5.20", "0.5.23")
 was and mean something else, and outputs that are wrong are worse than none."""
 
 
-class UnknownVersionError(RuntimeError):
+class UnknownVersionError(ConfigError):
     """The SGLang that is installed has no adapter."""
 
 
@@ -51,6 +51,15 @@ def adapter() -> Adapter:
     if (found := installed()) not in VERSIONS:
         raise UnknownVersionError(untested(found))
     return adapter_of(found)
+
+
+def check_known() -> None:
+    """For commands that are about eLLM: servers of another version would serve without it.
+
+    Raises:
+        UnknownVersionError: eLLM does not run on the version that is installed.
+    """
+    adapter()
 
 
 def untested(found: str) -> str:
