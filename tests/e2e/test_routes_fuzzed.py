@@ -197,7 +197,7 @@ SAMPLING = st.fixed_dictionaries(
 
 @ON_ONE_SERVER
 @given(fields=st.fixed_dictionaries({}, optional=NATIVE), sampling=SAMPLING | VALUES)
-@example(fields={"extra_key": []}, sampling={})
+@example(fields={"extra_key": [], "input_ids": [65] * 40}, sampling={})
 @example(fields={"rid": []}, sampling={})
 @example(fields={"stream": True, "rid": []}, sampling={})
 @example(fields={}, sampling=[])
