@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -39,6 +40,10 @@ steps, whose tensors come and go, would wait for it till all is committed."""
 COMMIT_NICE = 5
 """By so much lower is the priority of the thread that commits: a quarter of a core where steps take
 all of them. On a par with these it would hold them up by a scheduler's slice at a time."""
+
+COMMIT_SWITCH_S = 1e-4
+"""Meanwhile the thread that commits gets Python's lock, after each of these times, so soon: by
+default it waits 5 ms where steps are mostly Python, ten times what a piece takes."""
 
 RETRY_STEPS = 256
 """Steps after which a pool at its ceiling tries to grow again: others may have given memory back.
@@ -300,6 +305,14 @@ class _Growth:
         self._future = submit(self._commit)
 
     def _commit(self) -> None:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(COMMIT_SWITCH_S)
+        try:
+            self._commit_pieces()
+        finally:
+            sys.setswitchinterval(before)
+
+    def _commit_pieces(self) -> None:
         first, spare, began = self.committed, self._spare(), time.perf_counter()
         while self.committed < self._end:
             end = min(self.committed + self._chunk, self.last)

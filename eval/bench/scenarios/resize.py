@@ -36,7 +36,7 @@ from ellm_sgl.eval.simulator.machines import read_model
 GIB, MIB = 1 << 30, 1 << 20
 WHEN = ("before", "meanwhile")
 PROMPT_TOKENS, LONG_TOKENS = 64, 2000
-LONGEST_OUTPUT = 2000
+LONGEST_OUTPUT = 4096
 """Of streams, that are given up before."""
 STEPS = 1000
 PAUSE_S = 0.5
