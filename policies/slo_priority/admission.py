@@ -10,8 +10,8 @@ import numpy as np
 
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
 from ellm_sgl.policies.planned import evictable_tokens, select
-from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted, prompts_s
-from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
+from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted, prompts_s, slack_s
+from ellm_sgl.policies.problem.forecast import FIRST_STEPS, SLO_SHARE, Forecast
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 
 BRIEF_S = 0.1
@@ -23,6 +23,10 @@ PREFILL_SHARE = 0.125
 more urgent requests decode."""
 MOST_SAVED_S = 10.0
 """A longer prompt need not save up more: it waits this / PREFILL_SHARE at most."""
+PATIENCE = 2.0
+"""A prompt that takes longer than the more urgent requests are ahead of their SLO saves up so many
+times its time: most of them have got further by then. A request that has just begun is ahead by
+next to nothing, and if its answer is short it cannot make up for the prompt."""
 CONTENDED_S = 30.0
 """For so long after requests of different urgency were seen, others are expected."""
 
@@ -113,9 +117,15 @@ def affordable(
     for `budget`: all, or those that are as urgent as the most urgent that run."""
     most_urgent = levels.running.min(initial=LEVELS)
     head = levels.waiting[order[0]]
-    if head > most_urgent and not budget.affords(float(prompts_s(state, order[:1])[0])):
-        return np.asarray(order[levels.waiting[order] <= most_urgent])
-    return order
+    if head <= most_urgent:
+        return order
+    seconds = float(prompts_s(state, order[:1])[0])
+    slack = slack_s(state, SLO_SHARE)[levels.running < head]
+    if seconds > slack.min(initial=np.inf, where=slack >= 0.0):
+        seconds *= PATIENCE
+    if budget.affords(seconds):
+        return order
+    return np.asarray(order[levels.waiting[order] <= most_urgent])
 
 
 def paced(state: SystemState, levels: Levels, budget: PrefillBudget, order: IntArray) -> IntArray:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from ellm_sgl.policies import Fcfs, Policy, SystemState
 from ellm_sgl.policies.slo_priority import SloPriority
-from ellm_sgl.policies.slo_priority.admission import CONTENDED_S, PREFILL_SHARE, PrefillBudget
+from ellm_sgl.policies.slo_priority.admission import (
+    CONTENDED_S,
+    PATIENCE,
+    PREFILL_SHARE,
+    PrefillBudget,
+)
 from ellm_sgl.policies.testing import make_state, requests
 from tests.policies.slo_server import CpuServer, Request, Simulation
 
@@ -31,6 +37,27 @@ def test_a_long_prompt_waits_until_its_time_is_saved_up() -> None:
     assert policy.batch(scene(0.0)).admit == ()
     assert policy.batch(scene(0.5 * 0.1 / PREFILL_SHARE)).admit == ()
     assert policy.batch(scene(1.5 * 0.1 / PREFILL_SHARE)).admit == (0,)
+
+
+@pytest.mark.parametrize(
+    ("further", "tpot_s", "waits"),
+    [(2, 0.01, True), (20, 0.01, False), (20, 0.04, False)],
+    ids=["has just begun", "is ahead", "misses its SLO anyway"],
+)
+def test_a_prompt_waits_longer_for_one_that_could_not_make_up_for_it(
+    further: int, tpot_s: float, waits: bool
+) -> None:
+    """An urgent request with an SLO of 0.02 s per token; the prompt takes 0.1 s."""
+    first = scene(0.0)
+    running = requests(
+        [101 + further, 100], prompt_tokens=[100, 100], request_id=[1, 2], priority=[5, 0],
+        arrival_s=0.0, tpot_slo_s=[0.02, np.inf], tpot_s=tpot_s,
+    )  # fmt: skip
+    policy = SloPriority()
+    policy.batch(replace(first, running=running))
+    for times, admitted in ((1.5, () if waits else (0,)), (1.5 * PATIENCE, (0,))):
+        later = replace(first, running=running, now_s=times * 0.1 / PREFILL_SHARE)
+        assert policy.batch(later).admit == admitted
 
 
 def test_what_a_prompt_took_has_to_be_saved_up_again() -> None:
