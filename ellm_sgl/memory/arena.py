@@ -24,8 +24,6 @@ import torch
 HUGE_PAGE = 2 << 20
 """Bytes; memory comes and goes in whole ones, since to give back part of one would split it."""
 
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE (Linux 5.14), which Python's mmap does not name."""
 _PROT_NONE = 0
 _FAILED: int = ctypes.c_size_t(-1).value
 """What mmap returns then."""
@@ -79,11 +77,12 @@ class CpuArena:
         self._begin = -(-address // granule) * granule
         self.memory = memoryview(pages).cast("B")[self._begin - address :][:nbytes]
         """All that is reserved."""
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._call("madvise", 0, nbytes, mmap.MADV_HUGEPAGE)  # an error: the machine has none
 
     def tensor(self) -> torch.Tensor:
         """See `Arena.tensor`; it keeps the addresses, whoever has the arena."""
-        return torch.frombuffer(self.memory, dtype=torch.uint8)
+        return self._bytes
 
     def _reserve(self, length: int) -> int:
         """The first of so many addresses behind which there is no memory."""
@@ -102,14 +101,13 @@ class CpuArena:
 
     def commit(self, low: int, high: int, lazily: bool = False) -> None:
         problem = self._call("mprotect", low, high, mmap.PROT_READ | mmap.PROT_WRITE)
-        if not problem and not lazily:
-            problem = self._call("madvise", low, high, _POPULATE_WRITE)
-            if problem == errno.EINVAL:  # an older kernel: then by writing
-                ctypes.memset(self._begin + low, 0, high - low)
-                problem = 0
         if problem:
             self.decommit(low, high)
             raise MemoryError(f"{high - low:,} bytes: {os.strerror(problem)}")
+        if not lazily:
+            # Not MADV_POPULATE_WRITE: all that maps or unmaps waits for it, milliseconds for each
+            # huge page that a virtual machine has to get first; for a fault of a page nobody does.
+            self._bytes[low : high : mmap.PAGESIZE].zero_()
 
     def decommit(self, low: int, high: int) -> None:
         self._call("madvise", low, high, mmap.MADV_DONTNEED)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,18 +31,13 @@ STEP_BYTES = 64 << 20
 model's own step takes long: see `Resizer._units_to_move`."""
 DECOMMIT_BYTES = 1 << 30
 """What one step gives back: likewise."""
-COMMIT_BYTES = 2 << 20
-"""What is committed at once, before it can be published: others' maps and unmaps wait as long."""
-COMMIT_PAUSE_S = 3e-4
-"""After each time: Linux's lock on a process's addresses goes to whoever asks again first, and
-steps, whose tensors come and go, would wait for it till all is committed."""
+COMMIT_BYTES = 32 << 20
+"""What is committed at once, before it can be published: 2 ms, or where a virtual machine has to
+get the memory first, 70. So little of it is for Python, whose lock steps have, that it need not be
+had sooner than after the 5 ms that they may keep it."""
 COMMIT_NICE = 5
 """By so much lower is the priority of the thread that commits: a quarter of a core where steps take
 all of them. On a par with these it would hold them up by a scheduler's slice at a time."""
-
-COMMIT_SWITCH_S = 1e-4
-"""Meanwhile the thread that commits gets Python's lock, after each of these times, so soon: by
-default it waits 5 ms where steps are mostly Python, ten times what a piece takes."""
 
 RETRY_STEPS = 256
 """Steps after which a pool at its ceiling tries to grow again: others may have given memory back.
@@ -305,14 +299,6 @@ class _Growth:
         self._future = submit(self._commit)
 
     def _commit(self) -> None:
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(COMMIT_SWITCH_S)
-        try:
-            self._commit_pieces()
-        finally:
-            sys.setswitchinterval(before)
-
-    def _commit_pieces(self) -> None:
         first, spare, began = self.committed, self._spare(), time.perf_counter()
         while self.committed < self._end:
             end = min(self.committed + self._chunk, self.last)
@@ -321,7 +307,6 @@ class _Growth:
                 raise MemoryError(f"{left:,} bytes were left beside a step's activations")
             self._pool.commit(self.committed, end)
             self.committed = end
-            time.sleep(COMMIT_PAUSE_S)
             self.seconds_per_unit = (time.perf_counter() - began) / (end - first)
 
     def stop(self) -> None:

@@ -3,6 +3,7 @@ opens its page in a browser."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import threading
@@ -101,10 +102,22 @@ def prometheus(watched: ServerProcess, tmp_path: Path) -> Iterator[str]:
             [*command, f"--web.listen-address={address}"], stdout=log, stderr=log
         )
     try:
+        become_ready(f"http://{address}")
         yield f"http://{address}"
     finally:
         process.terminate()
         process.wait()
+
+
+def become_ready(prometheus: str) -> None:
+    """Queries are refused before: it answers before it has read what it stores."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{prometheus}/-/ready", trust_env=False).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise TimeoutError(f"{prometheus} is not ready after 60 s")
 
 
 def results(prometheus: str, query: str) -> list[dict[str, Any]]:
@@ -125,18 +138,11 @@ def test_every_query_of_the_dashboard_has_an_answer(
     with ThreadPoolExecutor(1) as background:
         deadline = time.monotonic() + 60
         load = background.submit(put_under_load, watched)
-        while asked := [query for query in asked if not answered(prometheus, query)]:
+        while asked := [query for query in asked if not results(prometheus, query)]:
             assert time.monotonic() < deadline, asked
             if load.done():
                 load = background.submit(put_under_load, watched)
             time.sleep(1)
-
-
-def answered(prometheus: str, query: str) -> bool:
-    try:
-        return bool(results(prometheus, query))
-    except httpx.TransportError:  # it has not started yet
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -79,15 +79,6 @@ def test_memory_lasts_as_long_as_a_tensor_over_it() -> None:
     assert resident_at(begin, 32 * MIB) == 0
 
 
-def test_where_the_kernel_does_not_know_how_to_commit_it_is_done_by_writing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ellm_sgl.memory.arena._POPULATE_WRITE", 9999)  # EINVAL
-    arena = CpuArena(16 * MIB)
-    arena.commit(0, 16 * MIB)
-    assert resident(torch.frombuffer(arena.memory, dtype=torch.uint8)) == 16 * MIB
-
-
 @pytest.mark.parametrize("access", ["int(tensor[8 << 20])", "tensor[-1] = 1", "tensor.sum()"])
 @pytest.mark.parametrize("committed", [8, 16])
 def test_to_touch_what_is_not_committed_ends_the_process(access: str, committed: int) -> None:
