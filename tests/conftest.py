@@ -29,3 +29,14 @@ settings.load_profile("ellm-sgl")
 # everything below it: tests send it to themselves and to their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONG = frozenset(
+    {"test_verify.py", "test_regret.py", "test_learnt_lengths.py", "test_soak.py", "test_compare.py"}
+)
+"""Files of few tests that take a minute or more each: last, they would leave one of two workers
+waiting for the other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, the others as they come."""
+    items.sort(key=lambda item: item.path.name not in LONG)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
 """How often to look at the ledger, which takes 0.1 ms."""
-OBSERVE_S = 0.01
+OBSERVE_S = 0.05
 """How often to add up what requests need, while they decode and none waits."""
 SHARE_S, FLOOR_S = 2.0, 30.0
 """How long to wait at the start for the share, and for the floor: others give back what they have
@@ -77,6 +77,8 @@ class Sizing:
         self._load = Load(0, 0, 0)
         self._report = Report(0, 0, 0, under_way=False)
         self._observed_s = 0.0
+        self._growth: tuple[tuple[Any, ...], Growth] | None = None
+        """What it was reckoned from, and what came of it: it stands for many steps."""
         self._asked = False
         """What was asked last has not been reported on."""
         self._woken = threading.Event()
@@ -113,13 +115,22 @@ class Sizing:
     def observe(self, scheduler: Scheduler, resizer: Resizer) -> None:
         """On rank 0, before a step: what requests need."""
         now, before = time.monotonic(), self._load
-        needed, idle_since = before.needed_units, None
-        running, waiting = work(scheduler.running_batch.reqs), work(scheduler.waiting_queue)
-        if not (running or waiting or scheduler.chunked_req):
+        if (
+            now < self._observed_s + OBSERVE_S
+            and before.idle_since_s is None
+            and before.asked_units == resizer.wanted_units
+            and scheduler.running_batch.reqs
+            and not scheduler.waiting_queue
+        ):
+            return
+        self._observed_s, idle_since = now, None
+        if not (
+            work(scheduler.running_batch.reqs)
+            or work(scheduler.waiting_queue)
+            or scheduler.chunked_req
+        ):
             idle_since = now if before.idle_since_s is None else before.idle_since_s
-        if not running or waiting or now >= self._observed_s + OBSERVE_S:
-            self._observed_s = now
-            needed = needed_units(scheduler, self.sizes, self.most_units)
+        needed = needed_units(scheduler, self.sizes, self.most_units)
         self._load = Load(
             needed,
             self.most_units,
@@ -133,6 +144,13 @@ class Sizing:
 
     def growth(self, resizer: Resizer, shape: PoolShape) -> Growth:
         """On rank 0: what the pool could come to hold beside what it does."""
+        given = (self.standing, self.most_units, resizer.limit_units, resizer.outcome,
+                 resizer.commit_s_per_unit)  # fmt: skip
+        if self._growth is None or self._growth[0] != given:
+            self._growth = given, self._growth_now(resizer, shape)
+        return self._growth[1]
+
+    def _growth_now(self, resizer: Resizer, shape: PoolShape) -> Growth:
         at_once = with_idle = self.most_units
         if self.shares:
             standing = self.standing or Standing(0, 0, 0)
