@@ -30,9 +30,7 @@ settings.load_profile("ellm-sgl")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONG = frozenset(
-    {"test_verify.py", "test_regret.py", "test_learnt_lengths.py", "test_soak.py", "test_compare.py"}
-)
+LONG = {f"test_{name}.py" for name in ("verify", "regret", "learnt_lengths", "soak", "compare")}
 """Files of few tests that take a minute or more each: last, they would leave one of two workers
 waiting for the other."""
 
