@@ -17,7 +17,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, free_port
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, hold_port, port_of
 from tests.e2e import browser
 from tests.e2e.browser import Browser
 from tests.e2e.load import ask, greedy, prompts
@@ -95,7 +95,8 @@ def prometheus(watched: ServerProcess, tmp_path: Path) -> Iterator[str]:
         "  scrape_interval: 1s\n"
         f"  static_configs: [{{targets: ['127.0.0.1:{watched.port}']}}]\n"
     )
-    address = f"127.0.0.1:{free_port()}"
+    held = hold_port()
+    address = f"127.0.0.1:{port_of(held)}"
     command = [program, f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -107,6 +108,7 @@ def prometheus(watched: ServerProcess, tmp_path: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+        held.close()
 
 
 def become_ready(prometheus: str) -> None:
