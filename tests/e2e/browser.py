@@ -19,7 +19,7 @@ from ellm_sgl.client.process import hold_port, port_of
 
 CHROMIUM = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
             "--disable-dev-shm-usage", "--force-color-profile=srgb")  # fmt: skip
-KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Space": " "}
+KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Space": " ", "Up": "\ue013", "Down": "\ue015"}
 
 
 def lacking() -> str | None:
