@@ -62,6 +62,9 @@ class ServerProcess:
         environment: variables to set beside the current ones.
     """
 
+    module = "ellm_sgl.serve.launch"
+    """What Python is to run."""
+
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
@@ -110,7 +113,7 @@ class ServerProcess:
 
     def launch(self) -> None:
         """The first half of `start`: others may be launched before the second."""
-        command = [sys.executable, "-m", "ellm_sgl.serve.launch", *self._arguments]
+        command = [sys.executable, "-m", self.module, *self._arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         # Of replicas SGLang gives each its own, and has no flag for those.
         if "--data-parallel-size" not in self._arguments:
