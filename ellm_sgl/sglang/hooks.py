@@ -113,6 +113,10 @@ HOOKS: tuple[Hook, ...] = (
          "products of few rows by kernels that read weights at memory speed"),
     Hook(f"{_SRT}.layers.logits_processor.LogitsProcessor._compute_lm_head", "AROUND",
          "platform.linear:lm_head", _PLATFORM, "same, of the language model's head"),
+    Hook(f"{_SRT}.layers.layernorm.RMSNorm.forward_native", "AROUND", "platform.operators:norm",
+         _PLATFORM, "one kernel in place of eight of PyTorch's operators"),
+    Hook(f"{_SRT}.layers.rotary_embedding.base.RotaryEmbedding.forward_native", "AROUND",
+         "platform.operators:rope", _PLATFORM, "same, in place of some twenty"),
     # the process of `ellm-sgl serve`
     Hook(f"{_ENGINE}._set_envs_and_config", "AFTER", "processes:fork_if_alone",
          _COPIED, "worker processes as copies of this one, which has imported all that they need"),

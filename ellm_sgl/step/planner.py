@@ -12,7 +12,6 @@ from ellm_sgl.memory import ElasticMemory
 from ellm_sgl.policies import WorkSplit
 from ellm_sgl.step.hidden import plan_capture
 from ellm_sgl.step.plan import NewTokens, StepPlan, TokenIds, plan_step
-from ellm_sgl.step.resident import ResidentDecodes
 from ellm_sgl.step.restoration import Missing, plan_restoration
 
 
@@ -37,7 +36,6 @@ class Planner:
         self._token_ids = token_ids
         self._device = device
         self._captures = captures
-        self._resident = ResidentDecodes(device)
 
     def decode(self, seq_ids: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan one more token for each of these requests. Blocks that the step restores anyway are
@@ -47,10 +45,7 @@ class Planner:
         if table.missing_units:
             missing = Missing.of(table, seq_ids)
             self._elastic.restore(seq_ids, missing.blocks)
-        plan = None
-        if missing is None:
-            plan = self._resident.plan(table, seq_ids, table.lengths_of(seq_ids).tolist())
-        return self._plan(seq_ids, [1] * len(seq_ids), missing, split, plan)
+        return self._plan(seq_ids, [1] * len(seq_ids), missing, split)
 
     def extend(self, seq_ids: Sequence[int], counts: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan the last `counts` tokens of each request: a prompt, or a chunk of one."""
@@ -64,10 +59,8 @@ class Planner:
         counts: Sequence[int],
         missing: Missing | None,
         split: WorkSplit,
-        plan: StepPlan | None = None,
     ) -> StepPlan:
-        """`missing`: as before any block was placed for good in this step; None: nothing. `plan`:
-        where it has been made."""
+        """`missing`: as before any block was placed for good in this step; None: nothing."""
         table, totals, restoration = self._elastic.table, self._elastic.totals, None
         if missing is not None:
             slots = self._elastic.slots
@@ -77,10 +70,9 @@ class Planner:
             totals.recomputed_units += int(missing.groups.sum()) - fetched
             totals.borrowed_units += len(restoration.borrowed)
             totals.projected_units += restoration.projected_units
-        if plan is None:
-            lengths = table.lengths_of(seq_ids).tolist()
-            new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
-            plan = plan_step(table, new, restoration, self._token_ids, self._device)
+        lengths = table.lengths_of(seq_ids).tolist()
+        new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
+        plan = plan_step(table, new, restoration, self._token_ids, self._device)
         totals.recomputed_tokens += plan.recomputed_rows
         plan = plan._replace(delta=split.delta_share)
         if self._captures:

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "layer.h"
 #include "plan.h"
 #include "product.h"
 #include "run.h"
@@ -73,6 +74,12 @@ EXPORT void ellm_attend(const std::vector<Plan>* plans, int64_t group, const Cal
 }
 
 EXPORT void ellm_multiply(const Product* product) { multiply(*product, *kTable[product->isa]); }
+
+EXPORT void ellm_normalise(const Norm* norm) { normalise(*norm, *kTable[norm->isa]); }
+
+EXPORT bool ellm_rotate(const Rotation* rotation) {
+  return rotate(*rotation, *kTable[rotation->isa]);
+}
 
 EXPORT void ellm_copy_units(char* to, const int64_t* to_units, const char* from,
                             const int64_t* from_units, int64_t count, int64_t unit_bytes,

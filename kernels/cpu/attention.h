@@ -56,6 +56,30 @@ struct Product {
   int32_t isa;
 };
 
+// What lies between a layer's matrix products. All of one type; strides are in elements, from row
+// to row.
+struct Norm {
+  const void* x;         // [rows, size], contiguous
+  const void* residual;  // [rows, size], contiguous, or null
+  const void* weight;    // [size]
+  void* out;             // [rows, size]
+  void* out_residual;    // [rows, size], where there is a residual
+  int64_t rows, size;
+  float epsilon;
+  int32_t type, threads, isa;
+};
+
+struct Rotation {
+  void* q;                   // [rows, heads, head_dim]
+  void* k;                   // [rows, kv_heads, head_dim]
+  const void* cosines;       // [known_positions, turned]: cosines, then sines
+  const int64_t* positions;  // [rows]
+  int64_t q_stride, k_stride, rows, known_positions;
+  int32_t heads, kv_heads, head_dim;
+  int32_t turned;            // the first elements of each head, an even number
+  int32_t type, threads, isa;
+};
+
 // Where the KV of one request's tokens is.
 struct Source {
   const int64_t* blocks;  // per token block: its unit, or ~r: its first token would be row r
@@ -91,6 +115,10 @@ struct Kernels {
   int64_t (*product_floats)(const Product&);
   void (*prepare)(const Product&, float* prepared);
   void (*multiply)(const Product&, const float* prepared, int64_t first, int64_t last);
+
+  // Rows [first, last).
+  void (*normalise)(const Norm&, int64_t first, int64_t last);
+  void (*rotate)(const Rotation&, int64_t first, int64_t last);
 };
 
 extern const Kernels kPortable;

@@ -11,6 +11,7 @@ import torch
 
 from ellm_sgl.kernels.cpu.library import (
     ISA_VARIABLE,
+    TYPES,
     Call,
     PlanArguments,
     instruction_set,
@@ -20,9 +21,6 @@ from ellm_sgl.kernels.cpu.library import (
 from ellm_sgl.kernels.cpu.prefetch import DEFAULT, HINTS, Prefetch
 from ellm_sgl.kernels.cpu.transfer import check_buffers, check_units
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, StackedLayout, packed_heads
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Types of rows and of the pool, as attention.h numbers them."""
 
 
 def supports(head_dim: int, row_type: torch.dtype, pool_type: torch.dtype) -> bool:

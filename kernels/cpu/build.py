@@ -21,7 +21,15 @@ LIBRARY = "libellm_cpu.so"
 COMPILERS = ("g++", "clang++", "c++")
 
 _FLAGS = ("-std=gnu++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-_PLAIN = ("api.cpp", "plan.cpp", "product.cpp", "run.cpp", "threads.cpp", "transfer.cpp")
+_PLAIN = (
+    "api.cpp",
+    "layer.cpp",
+    "plan.cpp",
+    "product.cpp",
+    "run.cpp",
+    "threads.cpp",
+    "transfer.cpp",
+)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c")
 

@@ -1,5 +1,6 @@
 // The vector kernels, compiled once per instruction set; ELLM_KERNELS names the table.
 #include "decode.h"
+#include "operators.h"
 #include "products.h"
 #include "tile.h"
 
@@ -46,6 +47,23 @@ void tile(const Call& call, const Source& source, int64_t row, int64_t position,
   }
 }
 
+// Calls work(T{}) for the type T of an operator's elements.
+template <class F>
+void with_plain_type(int32_t type, const F& work) {
+  if (type == ellm::kFloat32) return work(Float32{});
+  if (type == ellm::kBFloat16) return work(BFloat16{});
+  work(Float16{});
+}
+
+void normalise(const Norm& norm, int64_t first, int64_t last) {
+  with_plain_type(norm.type, [&](auto type) { normalise_as<decltype(type)>(norm, first, last); });
+}
+
+void rotate(const Rotation& rotation, int64_t first, int64_t last) {
+  with_plain_type(rotation.type,
+                  [&](auto type) { rotate_as<decltype(type)>(rotation, first, last); });
+}
+
 // Calls work(T{}) for the type T of a product's elements.
 template <class F>
 void with_type(const ellm::Product& product, const F& work) {
@@ -76,5 +94,6 @@ void multiply(const ellm::Product& product, const float* prepared, int64_t first
 
 namespace ellm {
 extern const Kernels ELLM_KERNELS = {
-    ELLM_NAME, W, scratch_floats, decode, tile, product_floats, prepare, multiply};
+    ELLM_NAME, W,       scratch_floats, decode,    tile,
+    product_floats, prepare, multiply,       normalise, rotate};
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from ctypes import (
     POINTER,
     Structure,
+    c_bool,
     c_char_p,
     c_double,
     c_float,
@@ -18,10 +20,15 @@ from ctypes import (
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ellm_sgl.kernels.cpu.build import FOLDER, LIBRARY, source_hash
 
 INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512bf16")
 """In the order of the table in api.cpp, each better than the one before."""
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""`ellm::Dtype`."""
 
 ISA_VARIABLE = "ELLM_SGL_CPU_ISA"
 """Environment: attention uses no better instruction set than this. For tests and comparisons."""
@@ -63,6 +70,28 @@ class Product(Structure):
     )
 
 
+class Norm(Structure):
+    """`ellm::Norm` of attention.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "residual", "weight", "out", "out_residual")),
+        *((name, c_int64) for name in ("rows", "size")),
+        ("epsilon", c_float),
+        *((name, c_int32) for name in ("type", "threads", "isa")),
+    )
+
+
+class Rotation(Structure):
+    """`ellm::Rotation` of attention.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "cosines", "positions")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "rows", "known_positions")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "turned")),
+        *((name, c_int32) for name in ("type", "threads", "isa")),
+    )
+
+
 class TransferArguments(Structure):
     """`ellm::TransferArguments` of transfer.h."""
 
@@ -78,6 +107,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ellm_free_plans": (None, (c_void_p,)),
     "ellm_attend": (None, (c_void_p, c_int64, POINTER(Call), c_int64)),
     "ellm_multiply": (None, (POINTER(Product),)),
+    "ellm_normalise": (None, (POINTER(Norm),)),
+    "ellm_rotate": (c_bool, (POINTER(Rotation),)),
     "ellm_copy_units": (None, (*[c_void_p] * 4, c_int64, c_int64, c_int)),
     "ellm_make_transfer": (c_void_p, ()),
     "ellm_transfer_start": (None, (c_void_p, POINTER(TransferArguments))),
@@ -142,3 +173,12 @@ def instruction_set(head_dim: int, most: str | None = None) -> tuple[int, str] |
     index = c_int32()
     name = loaded().ellm_instruction_set(limit, head_dim, ctypes.byref(index))
     return None if name is None else (index.value, name.decode())
+
+
+@functools.cache
+def best_instruction_set() -> int:
+    """The index of the best there is, or of the environment's, for all but attention; what the
+    environment says is read once."""
+    found = instruction_set(64, os.environ.get(ISA_VARIABLE))  # there is none better for any size
+    assert found is not None
+    return found[0]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
+from ctypes import byref
 
 import torch
 
-from ellm_sgl.kernels.cpu.attention import TYPES
-from ellm_sgl.kernels.cpu.library import ISA_VARIABLE, Product, instruction_set, load
+from ellm_sgl.kernels.cpu.library import TYPES, Product, best_instruction_set, load
 
 MOST_ROWS = 32
 """`kProductRows`."""
@@ -30,39 +28,38 @@ def linear(
         weight: [outputs, size] of the same type; it is read as it lies.
         bias: [outputs] of that type.
     """
-    library = load().library
-    if library is None or not _suits(x, weight, bias):
+    library, dtype, rows = load().library, x.dtype, x
+    if (
+        library is None
+        or (kind := TYPES.get(dtype)) is None
+        or weight.dtype is not dtype
+        or not (x.is_cpu and weight.is_cpu and weight.is_contiguous())
+        or len(shape := weight.shape) != 2
+        or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    ):
         return None
-    # The best instruction set for heads of 64 is the best there is.
-    isa = instruction_set(64, os.environ.get(ISA_VARIABLE))
-    assert isa is not None
-    outputs, size = weight.shape
-    rows = x.reshape(-1, size)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    out = x.new_empty((*x.shape[:-1], outputs))
-    product = Product(
-        rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        out.data_ptr(), rows.stride(0), len(rows), size, outputs, TYPES[x.dtype],
-        torch.get_num_threads(), isa[0],
-    )  # fmt: skip
-    library.ellm_multiply(ctypes.byref(product))
-    return out
-
-
-def _suits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    dtype, size = x.dtype, x.shape[-1] if x.dim() else 0
+    outputs, size = shape
     short = size < SHORT_SUM and dtype is not torch.float32
-    return (
-        size > 0
-        and 0 < x.numel() <= size * (MOST_ROWS_OF_SHORT if short else MOST_ROWS)
-        and dtype in TYPES
-        and weight.dtype is dtype
-        and weight.dim() == 2
-        and weight.shape[1] == size
-        and weight.is_contiguous()
-        and (bias is None or (bias.dtype is dtype and bias.shape == weight.shape[:1]))
-        and (bias is None or bias.is_contiguous())
-        and x.device.type == weight.device.type == "cpu"
-        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-    )
+    if (
+        not x.dim()
+        or x.shape[-1] != size
+        or not 0 < x.numel() <= size * (MOST_ROWS_OF_SHORT if short else MOST_ROWS)
+    ):
+        return None
+    beside = None
+    if bias is not None:
+        if bias.dtype is not dtype or bias.shape != shape[:1] or not bias.is_contiguous():
+            return None
+        beside = bias.data_ptr()
+    if x.dim() != 2:
+        rows = x.reshape(-1, size)
+    stride, step = rows.stride()
+    if step != 1:
+        rows, stride = rows.contiguous(), size
+    out = x.new_empty((len(rows), outputs))
+    product = Product(
+        rows.data_ptr(), weight.data_ptr(), beside, out.data_ptr(), stride, len(rows), size,
+        outputs, kind, torch.get_num_threads(), best_instruction_set(),
+    )  # fmt: skip
+    library.ellm_multiply(byref(product))
+    return out if rows is x else out.view(*x.shape[:-1], outputs)

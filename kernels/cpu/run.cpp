@@ -19,17 +19,7 @@
 namespace ellm {
 namespace {
 
-// Applies `each(begin, end)` to parts of [0, count), on several threads if that is worth it.
-template <class F>
-void split(const Call& call, int64_t count, double microseconds, const F& each) {
-  constexpr int64_t kPart = 64;
-  std::atomic<int64_t> next{0};
-  run_on_threads(useful_threads(call.threads, microseconds), [&](int) {
-    for (int64_t begin; (begin = next.fetch_add(kPart)) < count;) {
-      each(begin, std::min(begin + kPart, count));
-    }
-  });
-}
+constexpr int64_t kRowsOfPart = 64;  // converted, or written, by one thread at once
 
 // Converts `rows` rows of k and v to the pool's type; afterwards `call` describes the copies.
 void convert_rows(Call& call, int64_t rows, std::vector<char>& copies) {
@@ -37,7 +27,7 @@ void convert_rows(Call& call, int64_t rows, std::vector<char>& copies) {
   copies.resize(2 * rows * width * bytes);
   const void* from[2] = {call.k, call.v};
   const int64_t strides[2] = {call.k_stride, call.v_stride};
-  split(call, rows, 2.0 * rows * width / 1e3, [&](int64_t begin, int64_t end) {
+  split(call.threads, rows, kRowsOfPart, 2.0 * rows * width / 1e3, [&](int64_t begin, int64_t end) {
     for (int which = 0; which < 2; ++which) {
       for (int64_t row = begin; row < end; ++row) {
         for (int64_t i = 0; i < width; ++i) {
@@ -56,7 +46,8 @@ void write_rows(const Call& call, const Plan& plan) {
   const int64_t bytes = size_of(call.pool_type);
   const int64_t width = int64_t{call.kv_heads} * call.head_dim * bytes;
   const int64_t writes = static_cast<int64_t>(plan.write_rows.size());
-  split(call, writes, 4.0 * writes * width / kBytesPerMicrosecond, [&](int64_t begin, int64_t end) {
+  const double microseconds = 4.0 * writes * width / kBytesPerMicrosecond;
+  split(call.threads, writes, kRowsOfPart, microseconds, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = plan.write_rows[i];
       const int64_t to = (plan.write_units[i] * call.unit_stride +

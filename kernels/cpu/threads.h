@@ -1,6 +1,12 @@
 // A pool of worker threads that sleep between calls.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "memory.h"
+
 namespace ellm {
 
 // Runs work(context, 0) on the calling thread and work(context, i), 0 < i < threads, on as many
@@ -14,6 +20,18 @@ void run_on_threads(int threads, const F& work) {
   run_on_threads(
       threads, [](void* f, int thread) { (*static_cast<const F*>(f))(thread); },
       const_cast<F*>(&work));
+}
+
+// Calls work(begin, end) for parts of [0, count), on several threads where `microseconds` of one
+// are worth it.
+template <class F>
+void split(int threads, int64_t count, int64_t part, double microseconds, const F& work) {
+  std::atomic<int64_t> next{0};
+  run_on_threads(useful_threads(threads, microseconds), [&](int) {
+    for (int64_t begin; (begin = next.fetch_add(part)) < count;) {
+      work(begin, std::min(begin + part, count));
+    }
+  });
 }
 
 }  // namespace ellm

@@ -15,11 +15,11 @@ from typing import Any
 
 import httpx
 
-from ellm_sgl.client.process import hold_port, port_of
+from ellm_sgl.client.process import free_port
 
 CHROMIUM = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
             "--disable-dev-shm-usage", "--force-color-profile=srgb")  # fmt: skip
-KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Space": " ", "Up": "\ue013", "Down": "\ue015"}
+KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Space": " "}
 
 
 def lacking() -> str | None:
@@ -107,8 +107,7 @@ def chromium(log: Path) -> Iterator[Browser]:
     Args:
         log: what the driver says goes there.
     """
-    held = hold_port()
-    port = port_of(held)
+    port = free_port()
     with log.open("wb") as out:
         driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=out, stderr=out)
     session = None
@@ -120,7 +119,6 @@ def chromium(log: Path) -> Iterator[Browser]:
             httpx.delete(session, timeout=60, trust_env=False)
         driver.terminate()
         driver.wait()
-        held.close()
 
 
 def _session(driver: str) -> str:

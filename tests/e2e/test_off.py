@@ -5,19 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from ellm_sgl.client.process import (
-    DEMO_ARGUMENTS,
-    START_TIMEOUT_S,
-    ServerProcess,
-    hold_port,
-    port_of,
-)
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, free_port
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
 pytestmark = pytest.mark.slow
@@ -46,16 +39,12 @@ def test_plain_launch_server(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "sglang.launch_server", *DEMO_ARGUMENTS]
-    held = hold_port()
-    port = port_of(held)
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command += ["--port", str(port), "--ellm-policy", "fixed-ratio", "--ellm-ratio", "0.5"]
-    with (
-        held,
-        subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as process,
-    ):
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         try:
             wait_until_up(url, process)
             answer = ask(url, [greedy(prompts(1, 100, 100)[0], 16)])
@@ -67,8 +56,9 @@ def test_plain_launch_server(tmp_path: Path) -> None:
 
 
 def wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
+    import time
+
+    for _ in range(600):
         assert process.poll() is None, "the server exited"
         try:
             if httpx.get(f"{url}/health", timeout=20).status_code == 200:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ellm_sgl.kernels import reference
 from ellm_sgl.kernels.cpu.attention import mixed_attention, supports
-from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, ISA_VARIABLE, instruction_set, load
+from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.memory import NONE
 from tests.kernels.attention_inputs import AttentionInputs, attention_inputs, make_inputs
 from tests.kernels.cpu_steps import BF16, F32, TYPES, Inputs, Sizes, make, sizes
@@ -26,16 +26,6 @@ pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or
 random_steps = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = str(request.param)
-    found = instruction_set(64, name)
-    if found is None or found[1] != name:
-        pytest.skip(f"this processor has no {name}")
-    monkeypatch.setenv(ISA_VARIABLE, name)
-    return name
 
 
 @contextmanager

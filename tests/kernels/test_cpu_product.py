@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, ISA_VARIABLE, instruction_set, load
+from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.kernels.cpu.product import MOST_ROWS, linear
 
 pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
@@ -23,16 +23,6 @@ def multiply(
 
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = str(request.param)
-    found = instruction_set(64, name)
-    if found is None or found[1] != name:
-        pytest.skip(f"this processor has no {name}")
-    monkeypatch.setenv(ISA_VARIABLE, name)
-    return name
 
 
 @settings(

@@ -1,0 +1,40 @@
+// Operators between a layer's matrix products: rows on as many threads as they are worth.
+#include "layer.h"
+
+#include <algorithm>
+
+#include "threads.h"
+
+namespace ellm {
+namespace {
+
+constexpr int64_t kPart = 16;  // rows
+// Rough speed of one thread: elements per microsecond of a row that is in cache.
+constexpr double kElementsPerMicrosecond = 2e3;
+
+// Calls work(begin, end) for parts of `rows` rows of so many elements.
+template <class F>
+void split_rows(int threads, int64_t rows, int64_t elements, const F& work) {
+  split(threads, rows, kPart, rows * elements / kElementsPerMicrosecond, work);
+}
+
+}  // namespace
+
+void normalise(const Norm& norm, const Kernels& kernels) {
+  split_rows(norm.threads, norm.rows, norm.size, [&](int64_t begin, int64_t end) {
+    kernels.normalise(norm, begin, end);
+  });
+}
+
+bool rotate(const Rotation& rotation, const Kernels& kernels) {
+  const int64_t* const positions = rotation.positions;
+  const auto known = [&](int64_t at) { return at >= 0 && at < rotation.known_positions; };
+  if (!std::all_of(positions, positions + rotation.rows, known)) return false;
+  const int64_t elements = (rotation.heads + rotation.kv_heads) * rotation.turned;
+  split_rows(rotation.threads, rotation.rows, elements, [&](int64_t begin, int64_t end) {
+    kernels.rotate(rotation, begin, end);
+  });
+  return true;
+}
+
+}  // namespace ellm

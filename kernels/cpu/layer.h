@@ -1,0 +1,14 @@
+#pragma once
+
+#include "attention.h"
+
+namespace ellm {
+
+// out = x · weight / sqrt(mean of x² + epsilon); where there is a residual, of x + residual, which
+// goes to out_residual.
+void normalise(const Norm& norm, const Kernels& kernels);
+
+// Turns q and k where they are. False, with nothing done: a position has no cosines.
+bool rotate(const Rotation& rotation, const Kernels& kernels);
+
+}  // namespace ellm
