@@ -30,7 +30,8 @@ settings.load_profile("ellm-sgl")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONG = {f"test_{name}.py" for name in ("verify", "regret", "learnt_lengths", "soak", "compare")}
+LONG = {f"test_{name}.py" for name in ("verify", "regret", "learnt_lengths", "mixed_load",
+                                        "soak", "compare")}  # fmt: skip
 """Files of few tests that take a minute or more each: last, they would leave one of two workers
 waiting for the other."""
 

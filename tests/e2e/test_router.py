@@ -69,7 +69,7 @@ def wait_until(holds: Any, what: str) -> None:
 def test_a_server_that_dies_behind_a_router_costs_no_answer(server: ServerProcess) -> None:
     """Requests of its are sent to the other one, and all answers are those of one server alone."""
     assert f"look at  {server.url}/ellm/ (a page)" in server.log.read_text()
-    bodies = [greedy(prompt, 150) for prompt in prompts(24, 40, 120, seed=41)]
+    bodies = [greedy(prompt, 300) for prompt in prompts(24, 40, 120, seed=41)]
     expected = token_ids(ask(server.url, bodies))
     with ServerProcess(SERVER_ARGUMENTS, STRICT) as other, router(server.url, other.url) as url:
         answers: list[list[int]] = []
