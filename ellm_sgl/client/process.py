@@ -62,6 +62,9 @@ class ServerProcess:
         environment: variables to set beside the current ones.
     """
 
+    module = "ellm_sgl.serve.launch"
+    """What Python is to run."""
+
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
@@ -74,7 +77,9 @@ class ServerProcess:
             **(environment or {}),
         }
         self.log = Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
-        self.port = free_port()
+        # SGLang would take the second of the ephemeral range, which any connection may take first.
+        self._held = hold_port(), hold_port()
+        self.port = port_of(self._held[0])
         self.url = f"http://127.0.0.1:{self.port}"
         self._http = httpx.Client(base_url=self.url, limits=CONNECTIONS, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
@@ -108,12 +113,11 @@ class ServerProcess:
 
     def launch(self) -> None:
         """The first half of `start`: others may be launched before the second."""
-        command = [sys.executable, "-m", "ellm_sgl.serve.launch", *self._arguments]
+        command = [sys.executable, "-m", self.module, *self._arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        # SGLang would take one of the ephemeral range, which any connection may take before it.
         # Of replicas SGLang gives each its own, and has no flag for those.
         if "--data-parallel-size" not in self._arguments:
-            command += ["--nccl-port", str(free_port())]
+            command += ["--nccl-port", str(port_of(self._held[1]))]
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 command,
@@ -231,6 +235,8 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the server and all its worker processes."""
+        for held in self._held:
+            held.close()
         if self._process is None:
             return
         if self._serves:
@@ -258,11 +264,22 @@ def stop_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def free_port() -> int:
-    """A port below the ephemeral range that nobody uses now. At random: two programs that look at
-    the same time find different ones."""
+def hold_port() -> socket.socket:
+    """A port of the loopback interface, below the ephemeral range, that nobody uses: kept from all
+    who look for one without SO_REUSEADDR, as this does, until the socket is closed. Servers listen
+    with it, and so they can on this port (Linux, as long as the socket itself never listens)."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return held
     raise ServerError("no free port between 20,000 and 32,000: end some servers")
+
+
+def port_of(held: socket.socket) -> int:
+    """The port that is held."""
+    return int(held.getsockname()[1])

@@ -114,6 +114,9 @@ class PageTable:
         """(block, group) pairs of allocated blocks without a unit. 0: nothing to restore."""
         self.sharing_version = 0
         """Grows when blocks may have come to be shared, or ceased to be."""
+        self.layout_version = 0
+        """Grows when a request may have come to have other blocks, but for more at its end, or one
+        of its blocks other units than it had."""
 
     # -- capacity ---------------------------------------------------------------------------
 
@@ -198,6 +201,7 @@ class PageTable:
         sources = self.units[blocks, groups]
         targets = self._free_units.take(len(sources))
         self._units[blocks, groups] = targets
+        self.layout_version += 1
         self._free_units.give(sources)
         return sources, targets
 
@@ -287,6 +291,7 @@ class PageTable:
         held = row[row != NONE]
         self._free_units.give(held)
         row[row != NONE] = NONE
+        self.layout_version += 1
         self._missing_groups[block] += len(held)
         self.missing_units += len(held)
         return len(held)
@@ -307,6 +312,7 @@ class PageTable:
         gaps = (self.units[destination] == NONE) & (self.units[source] != NONE)
         self._units[destination, gaps] = self.units[source, gaps]
         self._units[source, gaps] = NONE
+        self.layout_version += 1
         moved = int(np.count_nonzero(gaps))
         self._missing_groups[destination] -= moved
         self._missing_groups[source] += moved
@@ -394,6 +400,7 @@ class PageTable:
         self.sharing_version += 1
         self.unmap(seq_id)
         self._sequences[seq_id] = Sequence(ids, length)
+        self.layout_version += 1
         self._starts[ids] = np.arange(len(ids)) * self.shape.block_tokens
 
     def extend(self, seq_id: int, length: int, blocks: Blocks = ()) -> None:

@@ -34,6 +34,11 @@ _DEVICE_TOKENS = "_ellm_device_tokens"
 """Attribute of SGLang's model config (its configurator takes none): tokens that the device pool
 holds at the start, and at most, decided before SGLang learns of the larger logical capacity."""
 
+_SLOT_TABLE_BYTES = 1 << 30
+"""Of SGLang's table of every request's slots, 4 bytes for each token of context, where nobody has
+said how many requests may run: with a context of a million tokens it would be 8.6 GB. Up to
+131,072 tokens of context SGLang's own least number of requests, 2,048, fits."""
+
 
 def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -> Any:
     """Hook after `_resolve_memory_pool_config`: SGLang gets logical capacity, we the physical.
@@ -46,6 +51,7 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     refuses by what is there, and no block is ever without memory.
     """
     settings = _settings()
+    _bound_requests(config, configurator)
     block = settings.block_tokens
     chosen = settings.device_kv_tokens or config.max_total_num_tokens
     if configurator.device == "cpu":
@@ -62,6 +68,22 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     )
     config.max_total_num_tokens = -(-logical // block) * block
     return config
+
+
+def _bound_requests(config: Any, configurator: Any) -> None:
+    """As many requests at most as `_SLOT_TABLE_BYTES` has rows for, unless the user said more."""
+    if adapter().resolved(configurator.server_args).max_running_requests is not None:
+        return
+    context = configurator.model_config.context_len
+    most = max(_SLOT_TABLE_BYTES // (4 * context), 1)
+    if config.max_running_requests > most:
+        logger.info(
+            "eLLM: %d requests run at most, not %d: for a context of %d tokens SGLang's table of "
+            "their slots would take %.1f GB (--max-running-requests says otherwise)",
+            most, config.max_running_requests, context,
+            4 * context * config.max_running_requests / 1e9,
+        )  # fmt: skip
+        config.max_running_requests = most
 
 
 def build_pool(original: Callable[..., Any], configurator: Any, *, sizes: Any, **_: Any) -> KVCache:

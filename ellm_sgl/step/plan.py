@@ -125,8 +125,6 @@ def plan_step(
     of_each = [table.blocks_of(r.seq_id) for r in requests]
     blocks = _Blocks(np.concatenate(of_each), [0, *itertools.accumulate(map(len, of_each))])
     if restoration is None:
-        if (plan := _plan_resident_decode(table, requests, blocks, device)) is not None:
-            return plan
         rows = _Rows.of(table, requests, blocks, (), None)
         nothing = _tensor(_NOTHING, device)
         return StepPlan(rows.new, nothing, nothing, rows.in_groups(device))
@@ -154,40 +152,6 @@ def plan_step(
 
 
 _NOTHING = np.empty(0, np.int64)
-
-
-def _plan_resident_decode(
-    table: PageTable,
-    requests: Sequence[NewTokens],
-    blocks: _Blocks,
-    device: str | torch.device,
-) -> StepPlan | None:
-    """The plan where each request decodes one token and none misses anything: what most steps
-    are. None for others."""
-    block_tokens = table.shape.block_tokens
-    layouts = []
-    for row, (request, (begin, end)) in enumerate(
-        zip(requests, itertools.pairwise(blocks.first), strict=True)
-    ):
-        position = request.start
-        in_last_block = position // block_tokens == end - begin - 1
-        if request.end != position + 1 or not in_last_block:
-            return None
-        layouts.append(RequestLayout(RowRange(row, position, 1), (), slice(begin, end), False))
-    units = np.ascontiguousarray(table.units[blocks.ids].T, np.int64)
-    targets = units[:, [request.blocks.stop - 1 for request in layouts]]
-    if targets.min() == NONE:
-        return None
-    groups = StackedLayout(
-        rows=len(layouts),
-        requests=tuple(layouts),
-        units=upload(units, device),
-        write_rows=slice(0, len(layouts)),
-        write_units=upload(targets, device),
-        write_offsets=upload(np.array([r.start % block_tokens for r in requests]), device),
-    )
-    nothing = upload(_NOTHING, device)
-    return StepPlan(len(layouts), nothing, nothing, groups.layouts())
 
 
 def _missing_spans(

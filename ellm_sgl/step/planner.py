@@ -12,6 +12,7 @@ from ellm_sgl.memory import ElasticMemory
 from ellm_sgl.policies import WorkSplit
 from ellm_sgl.step.hidden import plan_capture
 from ellm_sgl.step.plan import NewTokens, StepPlan, TokenIds, plan_step
+from ellm_sgl.step.resident import ResidentDecodes
 from ellm_sgl.step.restoration import Missing, plan_restoration
 
 
@@ -36,6 +37,7 @@ class Planner:
         self._token_ids = token_ids
         self._device = device
         self._captures = captures
+        self._resident = ResidentDecodes(device)
 
     def decode(self, seq_ids: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan one more token for each of these requests. Blocks that the step restores anyway are
@@ -45,7 +47,10 @@ class Planner:
         if table.missing_units:
             missing = Missing.of(table, seq_ids)
             self._elastic.restore(seq_ids, missing.blocks)
-        return self._plan(seq_ids, [1] * len(seq_ids), missing, split)
+        plan = None
+        if missing is None:
+            plan = self._resident.plan(table, seq_ids, table.lengths_of(seq_ids).tolist())
+        return self._plan(seq_ids, [1] * len(seq_ids), missing, split, plan)
 
     def extend(self, seq_ids: Sequence[int], counts: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan the last `counts` tokens of each request: a prompt, or a chunk of one."""
@@ -59,8 +64,10 @@ class Planner:
         counts: Sequence[int],
         missing: Missing | None,
         split: WorkSplit,
+        plan: StepPlan | None = None,
     ) -> StepPlan:
-        """`missing`: as before any block was placed for good in this step; None: nothing."""
+        """`missing`: as before any block was placed for good in this step; None: nothing. `plan`:
+        where it has been made."""
         table, totals, restoration = self._elastic.table, self._elastic.totals, None
         if missing is not None:
             slots = self._elastic.slots
@@ -70,9 +77,10 @@ class Planner:
             totals.recomputed_units += int(missing.groups.sum()) - fetched
             totals.borrowed_units += len(restoration.borrowed)
             totals.projected_units += restoration.projected_units
-        lengths = table.lengths_of(seq_ids).tolist()
-        new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
-        plan = plan_step(table, new, restoration, self._token_ids, self._device)
+        if plan is None:
+            lengths = table.lengths_of(seq_ids).tolist()
+            new = [NewTokens(s, n - c, n) for s, n, c in zip(seq_ids, lengths, counts, strict=True)]
+            plan = plan_step(table, new, restoration, self._token_ids, self._device)
         totals.recomputed_tokens += plan.recomputed_rows
         plan = plan._replace(delta=split.delta_share)
         if self._captures:

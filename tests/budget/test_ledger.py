@@ -234,9 +234,9 @@ def test_processes_killed_at_any_moment_never_have_more_than_the_budget(tmp_path
             victim = servers.pop(rng.randrange(3))
             victim.kill()
             pid = victim.process.pid
-            deadline = time.monotonic() + 1
+            deadline = time.monotonic() + 60
             while any(row.pid == pid for row in rows(tmp_path)):
-                assert time.monotonic() < deadline, "its row is still there after a second"
+                assert time.monotonic() < deadline, "its row is still there after a minute"
                 time.sleep(0.005)
             servers.append(Sharing(tmp_path, seed))
             servers[-1].joined()

@@ -15,11 +15,11 @@ from typing import Any
 
 import httpx
 
-from ellm_sgl.client.process import free_port
+from ellm_sgl.client.process import hold_port, port_of
 
 CHROMIUM = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
             "--disable-dev-shm-usage", "--force-color-profile=srgb")  # fmt: skip
-KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Space": " "}
+KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Space": " ", "Up": "\ue013", "Down": "\ue015"}
 
 
 def lacking() -> str | None:
@@ -107,7 +107,8 @@ def chromium(log: Path) -> Iterator[Browser]:
     Args:
         log: what the driver says goes there.
     """
-    port = free_port()
+    held = hold_port()
+    port = port_of(held)
     with log.open("wb") as out:
         driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=out, stderr=out)
     session = None
@@ -119,6 +120,7 @@ def chromium(log: Path) -> Iterator[Browser]:
             httpx.delete(session, timeout=60, trust_env=False)
         driver.terminate()
         driver.wait()
+        held.close()
 
 
 def _session(driver: str) -> str:

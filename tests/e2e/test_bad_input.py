@@ -235,5 +235,5 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         family = [main, *main.children(recursive=True)]
         assert len(family) > 2
         main.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]

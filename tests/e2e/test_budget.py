@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from ellm_sgl.budget import Member, list_budgets, path_of
 from ellm_sgl.budget.file import LedgerFile
-from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, hold_port, port_of
 from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
@@ -28,6 +29,8 @@ BUDGET = 96 * MIB
 TOKENS = 22_000
 """Of the demo model: 86 MiB."""
 NEEDED = TOKENS * 4096
+PATIENCE_S = 120.0
+"""For what takes a second or two on a machine that does nothing else."""
 
 
 @pytest.fixture
@@ -84,18 +87,24 @@ def scheduler_of(server: ServerProcess) -> int:
     return row.pid
 
 
-def wait_until(holds: Callable[[], bool], seconds: float, what: str) -> float:
+def wait_until(holds: Callable[[], bool], what: str) -> float:
     """Returns seconds that it took."""
     began = time.monotonic()
     while not holds():
-        assert time.monotonic() < began + seconds, what
+        assert time.monotonic() < began + PATIENCE_S, what
         time.sleep(0.005)
     return time.monotonic() - began
 
 
+def ledger_is_right(budget: str, server: ServerProcess) -> bool:
+    """Whether it has what its state says."""
+    has = server.state(integrity=False)["device_bytes_committed"]
+    return bool(has == committed(budget)[server.port])
+
+
 def test_opposite_bursts_share_one_budget(budget: str) -> None:
     """Each has most of it while the other has nothing to do, and half while both have."""
-    bodies = [greedy(p, 80) for p in prompts(24, 500, 700, seed=11)]
+    bodies = [greedy(p, 160) for p in prompts(24, 500, 700, seed=11)]
     with (
         ServerProcess(arguments(budget), STRICT) as one,
         ServerProcess(arguments(budget), STRICT) as two,
@@ -112,7 +121,6 @@ def test_opposite_bursts_share_one_budget(budget: str) -> None:
         share = BUDGET // 2
         wait_until(
             lambda: all(0.8 * share < b <= share for b in committed(budget).values()),
-            20,
             f"no fair shares: {committed(budget)}",
         )
         assert [token_ids(answers.result()) for answers in both] == [alone, alone]
@@ -120,7 +128,7 @@ def test_opposite_bursts_share_one_budget(budget: str) -> None:
             state = server.state()
             assert state["integrity"] == "ok" and state["retractions_total"] == 0
             assert state["budget"]["problem"] is None
-            assert state["device_bytes_committed"] == committed(budget)[server.port]
+            wait_until(partial(ledger_is_right, budget, server), "the ledger is wrong")
     assert len(watcher.sums) > 200 and max(watcher.sums) <= BUDGET
     assert len(watcher.most) == 2
 
@@ -130,15 +138,12 @@ def test_a_server_that_is_killed_leaves_its_memory_to_the_other(budget: str) -> 
     with ServerProcess(arguments(budget), STRICT) as one, ThreadPoolExecutor(2) as background:
         with ServerProcess(arguments(budget), STRICT) as two:
             other, mine = (background.submit(ask, s.url, bodies) for s in (two, one))
-            wait_until(
-                lambda: committed(budget)[two.port] > 0.4 * BUDGET, 30, "no share of its own"
-            )
+            wait_until(lambda: committed(budget)[two.port] > 0.4 * BUDGET, "no share of its own")
             before = committed(budget)
             os.kill(scheduler_of(two), signal.SIGKILL)
             whole = NEEDED - 2 * MIB  # growth goes in steps
             took = wait_until(
                 lambda: committed(budget).get(one.port, 0) >= whole,
-                20,
                 f"what the dead server had is nobody's: {committed(budget)}, {before}",
             )
             more = (committed(budget)[one.port] - before[one.port]) / MIB
@@ -150,13 +155,15 @@ def test_a_server_that_is_killed_leaves_its_memory_to_the_other(budget: str) -> 
 
 def start(*more: str) -> str:
     """What a server says that does not start."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ellm_sgl.serve.launch", *DEMO_ARGUMENTS, "--port", "29999", *more],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    with hold_port() as held:
+        port = ("--port", str(port_of(held)))
+        done = subprocess.run(
+            [sys.executable, "-m", "ellm_sgl.serve.launch", *DEMO_ARGUMENTS, *port, *more],
+            capture_output=True,
+            text=True,
+            timeout=180,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("ellm-sgl: error: ")]
     assert len(said) == 1, done.stderr[-3000:]
@@ -228,7 +235,6 @@ def test_a_ledger_that_breaks_while_servers_run(budget: str) -> None:
         path_of(budget).write_bytes(b"something else")
         wait_until(
             lambda: server.state(integrity=False)["budget"]["problem"] is not None,
-            5,
             "it has not noticed",
         )
         assert "is corrupt" in server.state()["budget"]["problem"]
@@ -253,9 +259,7 @@ def test_two_ranks_follow_their_share(budget: str) -> None:
         with Watcher(budget) as watcher:
             answers = background.submit(ask, server.url, bodies)
             for _ in range(3):
-                wait_until(
-                    lambda: other.publish(BUDGET).free >= 40 * MIB, 20, "it does not give back"
-                )
+                wait_until(lambda: other.publish(BUDGET).free >= 40 * MIB, "it does not give back")
                 assert other.debit(40 * MIB)
                 assert server.state()["integrity"] == "ok"
                 other.publish(0)

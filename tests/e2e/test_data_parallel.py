@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from tests.e2e import browser
 from tests.e2e.conftest import AMPLE_TOKENS, STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
@@ -61,6 +63,29 @@ def test_who_looks_sees_both(replicas: ServerProcess) -> None:
     metrics = httpx.get(f"{replicas.url}/metrics", timeout=60, follow_redirects=True).text
     steps = [line for line in metrics.splitlines() if line.startswith("ellm_units{")]
     assert {rank for rank in "01" for line in steps if f'dp_rank="{rank}"' in line} == {"0", "1"}
+
+
+def test_the_page_shows_the_replica_that_is_chosen(replicas: ServerProcess, tmp_path: Path) -> None:
+    """By keyboard: the request of the second one is seen there, and nowhere else."""
+    if (problem := browser.lacking()) is not None:
+        pytest.skip(problem)
+    choice = "document.getElementById('replica')"
+    listed = "[...document.querySelectorAll('#list .rid')].map((one) => one.title.split(',')[0])"
+    long = greedy(prompts(1, 60, 60)[0], 2000) | {"rid": "of the second", "routed_dp_rank": 1}
+    replicas.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
+    with browser.chromium(tmp_path / "log") as window, ThreadPoolExecutor(1) as background:
+        window.open(f"{replicas.url}/ellm/")
+        window.wait(f"return !{choice}.hidden && {choice}.options.length === 2")
+        running = background.submit(ask, replicas.url, [long])
+        window.run(f"{choice}.focus()")
+        window.press("Down")
+        window.wait(f"return {listed}.includes('of the second')")
+        assert window.run(f"return {choice}.selectedIndex") == 1
+        window.press("Up")
+        window.wait(f"return {listed}.length === 0")
+        assert window.run(f"return {choice}.selectedIndex") == 0
+        assert not running.done(), "it goes on: the first one has none"
+        running.result()
 
 
 def test_what_no_replica_can_do_is_refused_once(replicas: ServerProcess) -> None:

@@ -73,10 +73,10 @@ def test_a_stopped_demo_leaves_nothing_behind(sent: signal.Signals, tmp_path: Pa
         servers = _servers_of(demo.pid)
     finally:
         demo.send_signal(sent)
-        _, said = demo.communicate(timeout=60)
+        _, said = demo.communicate(timeout=120)
     assert demo.returncode == 1
     assert b"Aborted!" in said and b"Traceback" not in said
-    _, alive = psutil.wait_procs(servers, timeout=10)
+    _, alive = psutil.wait_procs(servers, timeout=60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert not list(tmp_path.glob("ellm-sgl-*"))
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.client.process import SERVER_ENVIRONMENT, START_TIMEOUT_S, free_port
+from ellm_sgl.client.process import SERVER_ENVIRONMENT, START_TIMEOUT_S, hold_port, port_of
 from tests.e2e.load import ask, greedy, prompts
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,8 @@ OUTSIDE = "input_ids: 1000000 is not a token id"
 @contextmanager
 def started(way: str, log: Path) -> Iterator[str]:
     """URL of a server that `SCRIPT` has started in this way."""
-    port = free_port()
+    held = hold_port()
+    port = port_of(held)
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, str(SCRIPT), way, str(port)]
     with log.open("wb") as out:
@@ -45,6 +46,7 @@ def started(way: str, log: Path) -> Iterator[str]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        held.close()
 
 
 def answers(url: str) -> bool:
@@ -142,15 +144,19 @@ def test_arguments_that_eLLM_has_not_seen_are_refused() -> None:  # noqa: N802 (
 
 def run(way: str) -> subprocess.CompletedProcess[str]:
     """The script to its end; whatever happens none of its processes stays."""
-    command = [sys.executable, str(SCRIPT), way, str(free_port())]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    ) as process:
+    held = hold_port()
+    command = [sys.executable, str(SCRIPT), way, str(port_of(held))]
+    with (
+        held,
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             out, error = process.communicate(timeout=2 * START_TIMEOUT_S)
         finally:

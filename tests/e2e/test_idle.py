@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,8 @@ pytestmark = pytest.mark.slow
 TOKENS = 100_000
 """Of the demo model: 400 MiB."""
 IDLE_S = 5
+PATIENCE_S = 60.0
+"""For what takes a second on a machine that does nothing else."""
 BODIES = [greedy(p, 40) for p in prompts(40, 900, 1000, seed=21)]
 
 
@@ -25,26 +30,45 @@ def resident_mib(server: ServerProcess) -> float:
     return Resident(server.pid).bytes() / 2**20
 
 
+def last_seen_at_work(server: ServerProcess, answers: Future[Any]) -> float:
+    """A time after which the server still had something to do."""
+    worked = -math.inf
+    while not answers.done():
+        asked = time.monotonic()
+        if server.state(integrity=False)["running"]:
+            worked = asked
+        time.sleep(0.05)
+    assert math.isfinite(worked)
+    return worked
+
+
 @pytest.mark.parametrize("keep", ["on", "off"])
 def test_memory_goes_back_after_a_while_and_comes_again(keep: str) -> None:
     more = ["--ellm-policy", "fcfs", "--ellm-device-kv-tokens", str(TOKENS)]
     more += ["--ellm-idle-release-s", str(IDLE_S), "--ellm-idle-keep-prefixes", keep]
     with ServerProcess([*DEMO_ARGUMENTS, *more], STRICT) as server:
         warm = resident_mib(server)
-        expected = token_ids(ask(server.url, BODIES))
-        ended, loaded = time.monotonic(), resident_mib(server)
+        with ThreadPoolExecutor(1) as background:
+            answers = background.submit(ask, server.url, BODIES)
+            worked = last_seen_at_work(server, answers)
+            expected = token_ids(answers.result())
+        loaded = resident_mib(server)
         assert loaded > warm + 150
         full = server.state()
+        deadline = time.monotonic() + IDLE_S + PATIENCE_S
         while server.state(integrity=False)["resize"]["wanted_tokens"] == TOKENS:
-            assert time.monotonic() < ended + IDLE_S + 2
+            assert time.monotonic() < deadline
             assert server.answers(), "to be asked for its health is no work"
             time.sleep(0.2)
-        assert time.monotonic() > ended + IDLE_S - 1
-        time.sleep(0.5)
-        rested, state = resident_mib(server), server.state()
-        print(f"\nkeep {keep}: {warm:.0f} MiB warm, {loaded:.0f} loaded, {rested:.0f} idle")
+        assert time.monotonic() > worked + IDLE_S
+        while (state := server.state())["resize"]["outcome"] == "under way":
+            assert time.monotonic() < deadline, state
+            time.sleep(0.1)
         kept = state["device_bytes_committed"] / 2**20
-        assert rested < warm + 16 + (kept if keep == "on" else 0)
+        most = warm + 16 + (kept if keep == "on" else 0)
+        while (rested := resident_mib(server)) >= most:
+            assert time.monotonic() < deadline, f"{warm} warm, {loaded} loaded, {rested} idle"
+            time.sleep(0.2)
         used = full["device_units_total"] - full["device_units_free"]
         if keep == "on":
             assert 0 <= state["device_units_total"] - used < 64
@@ -65,7 +89,7 @@ def test_two_ranks_rest_alike() -> None:
     with ServerProcess([*DEMO_ARGUMENTS, *more], {**STRICT, **binding}) as server:
         expected = token_ids(ask(server.url, bodies))
         for _ in range(2):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE_S
             while (state := server.state())["device_units_free"] >= 32:
                 assert time.monotonic() < deadline, state
                 time.sleep(0.1)
@@ -74,7 +98,8 @@ def test_two_ranks_rest_alike() -> None:
             assert token_ids(ask(server.url, bodies)) == expected
             assert server.state()["integrity"] == "ok"
         server.flush_cache()
+        deadline = time.monotonic() + PATIENCE_S
         while (state := server.state())["resize"]["wanted_tokens"] > 512:
-            assert time.monotonic() < deadline + 30, state
+            assert time.monotonic() < deadline, state
             time.sleep(0.1)
         assert state["integrity"] == "ok"

@@ -17,16 +17,18 @@ from tests.e2e.load import greedy, prompts
 
 pytestmark = pytest.mark.slow
 
-PROMPT_TOKENS = 7_000
+PROMPT_TOKENS, CHUNK = 7_000, 16
 LONG = prompts(1, PROMPT_TOKENS, PROMPT_TOKENS)[0]
-SILENT_TOKENS = 3_000
+STEPS = PROMPT_TOKENS // CHUNK
+"""Of a prompt that is computed to its end."""
+SILENT_TOKENS = 8_000
 """That take the demo model longer than streams are silent for."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "16000",
-                 "--chunked-prefill-size", "32", "--max-running-requests", "1",
+                 "--chunked-prefill-size", str(CHUNK), "--max-running-requests", "1",
                  "--disable-radix-cache"]  # fmt: skip
     with ServerProcess(arguments, STRICT) as running:
         yield running
@@ -39,9 +41,13 @@ def seen(server: ServerProcess) -> list[dict[str, Any]]:
     return list(found["requests"])
 
 
-def until(holds: Any, seconds: float = 30.0) -> Any:
+def steps(server: ServerProcess) -> int:
+    return int(server.state(integrity=False)["steps_total"])
+
+
+def until(holds: Any) -> Any:
     """What it says, once it is something."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 60
     while not (found := holds()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -51,33 +57,33 @@ def until(holds: Any, seconds: float = 30.0) -> Any:
 def test_a_long_prompt_tells_how_far_it_is_and_ends_when_its_client_goes(
     server: ServerProcess,
 ) -> None:
-    body = greedy(LONG, 8) | {"stream": True}
-    told = []
+    body, before = greedy(LONG, 8) | {"stream": True}, steps(server)
+
+    def beyond(done: int) -> list[dict[str, Any]]:
+        return [r["prompt"] for r in seen(server) if r["prompt"] and r["prompt"]["done"] > done]
+
     with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60, trust_env=False):
-        for _ in range(2):
-            (prompt,) = until(lambda: [r["prompt"] for r in seen(server) if r["prompt"]])
-            told.append(prompt)
-            time.sleep(0.6)
-    first, second = told
-    assert 0 < first["done"] < second["done"] < PROMPT_TOKENS
+        (first,) = until(lambda: beyond(0))
+        (second,) = until(lambda: beyond(first["done"]))
+    assert second["done"] < PROMPT_TOKENS
     assert second["tokens_per_s"] > 0 and second["left_ms"] > 0
-    gone = time.monotonic()
-    until(lambda: not seen(server), 5)
-    left_s = second["left_ms"] / 1e3
-    print(f"\n{second}, gone after {time.monotonic() - gone:.2f} s of {left_s:.2f} that were left")
+    until(lambda: not seen(server))
+    assert steps(server) - before < STEPS
 
 
 def test_a_client_of_openai_that_goes_before_its_first_token_ends_its_prompt(
     server: ServerProcess,
 ) -> None:
+    before = steps(server)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=1.0, max_retries=0)
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(model="demo", prompt=LONG, max_tokens=8, stream=True)
-    until(lambda: not seen(server), 5)
+    until(lambda: not seen(server))
+    assert steps(server) - before < STEPS
 
 
 def test_who_waits_long_hears_that_the_server_is_there(server: ServerProcess) -> None:
-    """The first request takes the only place for longer than streams are silent for."""
+    """The first request takes the only place until they have."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
 
     def post(path: str, body: dict[str, Any]) -> str:
@@ -89,11 +95,16 @@ def test_who_waits_long_hears_that_the_server_is_there(server: ServerProcess) ->
         return "".join(chunk.choices[0].text for chunk in chunks)
 
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(post, "/generate", greedy(LONG[:16], SILENT_TOKENS))
+        long = greedy(LONG[:16], SILENT_TOKENS) | {"rid": "first"}
+        first = pool.submit(post, "/generate", long)
         until(lambda: [r for r in seen(server) if r["state"] == "decoding"])
         text = pool.submit(stream)
         body = {"model": "demo", "prompt": "Once", "max_tokens": 4, "stream": True}
-        lines = post("/v1/completions", body).split("\n\n")
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == ": still here"
+            post("/abort_request", {"rid": "first"})
+            assert "data: [DONE]" in list(lines)
         first.result()
-    assert lines[0] == ": still here" and "data: [DONE]" in lines, lines
     assert text.result()

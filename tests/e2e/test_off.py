@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 
-from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, free_port
+from ellm_sgl.client.process import (
+    DEMO_ARGUMENTS,
+    START_TIMEOUT_S,
+    ServerProcess,
+    hold_port,
+    port_of,
+)
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
 pytestmark = pytest.mark.slow
@@ -39,12 +46,16 @@ def test_plain_launch_server(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "sglang.launch_server", *DEMO_ARGUMENTS]
-    port = free_port()
+    held = hold_port()
+    port = port_of(held)
     url = f"http://127.0.0.1:{port}"
     command += ["--port", str(port), "--ellm-policy", "fixed-ratio", "--ellm-ratio", "0.5"]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with (
+        held,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process,
+    ):
         try:
             wait_until_up(url, process)
             answer = ask(url, [greedy(prompts(1, 100, 100)[0], 16)])
@@ -56,9 +67,8 @@ def test_plain_launch_server(tmp_path: Path) -> None:
 
 
 def wait_until_up(url: str, process: subprocess.Popen[bytes]) -> None:
-    import time
-
-    for _ in range(600):
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
         assert process.poll() is None, "the server exited"
         try:
             if httpx.get(f"{url}/health", timeout=20).status_code == 200:

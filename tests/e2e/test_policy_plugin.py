@@ -40,8 +40,8 @@ def choose(server: ServerProcess, name: str, **options: Any) -> httpx.Response:
 
 def wait_until(server: ServerProcess, condition: Callable[[dict[str, Any]], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not condition(server.state()):
-        assert time.monotonic() < deadline, server.state()
+    while not condition(state := server.state(integrity=False)):
+        assert time.monotonic() < deadline, state
         time.sleep(0.01)
 
 
@@ -66,12 +66,16 @@ def test_load_beyond_memory_completes_unchanged(server: ServerProcess) -> None:
 
 def test_a_short_request_overtakes_a_long_one(server: ServerProcess) -> None:
     """All eight places are taken; of two that wait, the one that came last is shorter."""
-    occupants = [greedy(p, 400) for p in prompts(8, 64, 64, seed=6)]
+    # More than they get to: one is ended when both wait, and its place is the only one.
+    occupants = [
+        greedy(p, 3000) | {"rid": f"occupant {i}"} for i, p in enumerate(prompts(8, 64, 64, seed=6))
+    ]
     [long], [short] = prompts(1, 1500, 1500, seed=7), prompts(1, 40, 40, seed=8)
-    # Places become free one after the other, so that the two that wait take turns.
-    for more, body in enumerate(occupants):
-        body["sampling_params"]["max_new_tokens"] += 100 * more
     finished: dict[str, float] = {}
+
+    def end(occupant: int) -> None:
+        body = {"rid": f"occupant {occupant}"}
+        httpx.post(f"{server.url}/abort_request", json=body, timeout=60).raise_for_status()
 
     def one(name: str, prompt: list[int]) -> None:
         ask(server.url, [greedy(prompt, 64)])
@@ -85,14 +89,18 @@ def test_a_short_request_overtakes_a_long_one(server: ServerProcess) -> None:
         wait_until(server, lambda state: state["waiting"] == 1)
         later.append(background.submit(one, "short", short))
         wait_until(server, lambda state: state["waiting"] == 2)
-        busy.result()
+        end(0)
         for future in later:
             future.result()
+        for occupant in range(1, 8):
+            end(occupant)
+        kinds = [answer["meta_info"]["finish_reason"]["type"] for answer in busy.result()]
+    assert kinds == ["abort"] * 8
     assert finished["short"] < finished["long"]
 
 
 def test_switching_while_it_serves(server: ServerProcess) -> None:
-    bodies = [greedy(p, 200) for p in prompts(4, 100, 200, seed=9)]
+    bodies = [greedy(p, 700) for p in prompts(4, 100, 200, seed=9)]
     expected = token_ids(ask(server.url, bodies))
     server.flush_cache()
     with ThreadPoolExecutor(1) as background:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -68,15 +70,28 @@ def test_a_full_queue_is_told_with_a_time_to_come_again(
 
 
 def test_who_has_to_make_room_for_a_more_urgent_one_is_told_so(limited: ServerProcess) -> None:
-    body = ROUTES["/generate"] | {"stream": True}
-    bodies = [body | {"priority": 0}] * 8 + [body | {"priority": 9}] * 2
-    answers = ask_at_once(limited.url, "/generate", bodies)
-    assert [answer.status_code for answer in answers[8:]] == [200, 200]
-    refused = [answer for answer in answers[:8] if answer.status_code == 429]
-    displaced = [a for a in refused if "higher priority" in a.text]
-    assert displaced, [a.text[:200] for a in answers]
+    """Those that run go on until the more urgent ones have come."""
+    long = greedy(ROUTES["/generate"]["input_ids"], 1000) | {"stream": True, "priority": 0}
+    short = ROUTES["/generate"] | {"stream": True}
+    with ThreadPoolExecutor(2) as background:
+        running = background.submit(ask_at_once, limited.url, "/generate", [long] * RUNNING)
+        wait_for(limited, running=RUNNING, waiting=0)
+        queued = [short | {"priority": 0}] * QUEUED
+        waiting = background.submit(ask_at_once, limited.url, "/generate", queued)
+        wait_for(limited, running=RUNNING, waiting=QUEUED)
+        urgent = ask_at_once(limited.url, "/generate", [short | {"priority": 9}] * 2)
+        assert [answer.status_code for answer in (*running.result(), *urgent)] == [200] * 4
+        displaced = [answer for answer in waiting.result() if answer.status_code != 200]
+    assert len(displaced) == 2
     for answer in displaced:
         assert_told(answer, "The request is aborted by a higher priority request.")
+
+
+def wait_for(server: ServerProcess, **counts: int) -> None:
+    deadline = time.monotonic() + 60
+    while counts != {name: (state := server.state(integrity=False))[name] for name in counts}:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
 
 
 def test_a_stream_of_several_prompts_goes_on_for_those_that_have_a_place(

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.client.process import SERVER_ENVIRONMENT, ServerProcess, free_port
+from ellm_sgl.client.process import SERVER_ENVIRONMENT, ServerProcess, hold_port, port_of
 from tests.e2e.conftest import SERVER_ARGUMENTS, STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 
@@ -32,7 +32,8 @@ START = (
 @contextmanager
 def router(*workers: str) -> Iterator[str]:
     """URL of a router with these workers, all of which it has found to be healthy."""
-    port, metrics = free_port(), free_port()
+    held = hold_port(), hold_port()
+    port, metrics = map(port_of, held)
     command = [
         sys.executable, "-W", "ignore", "-c", START, "--worker-urls", *workers,
         "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics),
@@ -48,6 +49,8 @@ def router(*workers: str) -> Iterator[str]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        for each in held:
+            each.close()
 
 
 def healthy(url: str) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -87,12 +88,13 @@ class Streams:
     def __init__(self, server: ServerProcess, bodies: Sequence[dict[str, Any]]) -> None:
         self.said: list[list[int]] = [[] for _ in bodies]
         self._server = server
+        self._rids = [uuid.uuid4().hex for _ in bodies]
         self._threads = [Thread(target=self._read, args=(i, body)) for i, body in enumerate(bodies)]
         for thread in self._threads:
             thread.start()
 
     def _read(self, index: int, body: dict[str, Any]) -> None:
-        url = f"{self._server.url}/generate"
+        url, body = f"{self._server.url}/generate", body | {"rid": self._rids[index]}
         with httpx.stream("POST", url, json=body | {"stream": True}, timeout=300) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
@@ -100,17 +102,30 @@ class Streams:
 
     def wait_until_all_speak(self) -> None:
         """And some of their KV is missing."""
-        deadline = time.monotonic() + 120
-        while min(map(len, self.said)) < 8 or self._server.state()["uncached_tokens"] == 0:
-            assert time.monotonic() < deadline, self._server.state()
-            time.sleep(0.05)
+        self._until(
+            lambda: (
+                min(map(len, self.said)) >= 8
+                and self._server.state(integrity=False)["uncached_tokens"] > 0
+            )
+        )
 
     def settled(self) -> list[list[int]]:
-        """What they have said once nothing more comes."""
-        before = None
-        while before != (before := [list(said) for said in self.said]):
-            time.sleep(2)
-        return before
+        """What they have said once all that the server has computed has arrived: no step runs."""
+        self._until(lambda: self._computed() == [len(said) for said in self.said])
+        return [list(said) for said in self.said]
+
+    def _computed(self) -> list[int | None]:
+        """Tokens of each, as the server has them."""
+        url = f"{self._server.url}/ellm/requests"
+        rows = httpx.get(url, timeout=60).raise_for_status().json()["requests"]
+        tokens = {row["rid"]: row["tokens"] - row["prompt_tokens"] for row in rows}
+        return [tokens.get(rid) for rid in self._rids]
+
+    def _until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not holds():
+            assert time.monotonic() < deadline, (self._server.state(), self._computed(), self.said)
+            time.sleep(0.05)
 
     def end(self) -> list[list[int]]:
         for thread in self._threads:
@@ -166,10 +181,15 @@ def test_while_requests_are_paused_in_place_weights_stay_as_they_are(
         assert "(requests: 6)" in answer.text and "mode retract or abort" in answer.text
     overwritten = post(small, "weights_checker", action="reset_tensors")
     assert not overwritten.json()["success"] and "(requests: 6)" in overwritten.text
-    time.sleep(PAUSED_S)
+    pause_s = PAUSED_S + 2 * longest_step_s(small)
+    time.sleep(pause_s)
     post(small, "continue_generation").raise_for_status()
     assert streams.end() == expected
-    assert max(step["seconds"] for step in small.steps()) < PAUSED_S, "the pause is no step's time"
+    assert longest_step_s(small) < pause_s, "the pause is no step's time"
+
+
+def longest_step_s(server: ServerProcess) -> float:
+    return max(float(step["seconds"]) for step in server.steps())
 
 
 @pytest.mark.parametrize("flush_cache", [True, False])

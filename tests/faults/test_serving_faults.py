@@ -202,22 +202,24 @@ def test_memory_that_the_machine_does_not_give(
     server.adjust(ellm_device_kv_tokens=AMPLE)
     server.flush_cache()
     scheduler = family.scheduler()
-    answers = background.submit(ask, server.url, bodies)
-    wait_until(lambda: running(server) == len(bodies), "they do not begin")
+    longer = [greedy(body["input_ids"], 600) for body in bodies]
+    answers = background.submit(ask, server.url, longer)
+    wait_until(lambda: running(server) > 0, "they do not begin")
     before = scheduler.rlimit(resource.RLIMIT_DATA)
     scheduler.rlimit(resource.RLIMIT_DATA, (_data(scheduler) + 64 * MIB, before[1]))
     try:
         server.adjust(ellm_device_kv_tokens=MOST)
+        state = server.state()
     finally:
         scheduler.rlimit(resource.RLIMIT_DATA, before)
-    resize = server.state()["resize"]
-    assert resize["outcome"] == "ceiling"
-    assert token_ids(answers.result()) == expected
-    units = server.state()["device_units_total"]
+    assert state["resize"]["outcome"] == "ceiling"
+    assert not answers.done(), "they ended before the pool had grown"
+    found = token_ids(answers.result())
+    assert [tokens[:60] for tokens in found] == expected
     check_nothing_leaked(server)
     server.adjust(ellm_device_kv_tokens=MOST)
     assert server.state()["resize"]["outcome"] == "applied"
-    assert server.state()["device_units_total"] > units
+    assert server.state()["device_units_total"] > state["device_units_total"]
     assert token_ids(ask(server.url, bodies)) == expected
     check_nothing_leaked(server)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from ellm_sgl.client.process import CONNECTIONS, ServerProcess
+from ellm_sgl.client.process import CONNECTIONS, ServerProcess, hold_port, port_of
 
 
 class Server(ThreadingHTTPServer):
@@ -78,4 +79,15 @@ def test_a_broken_connection_tells_how_the_server_ended(monkeypatch: pytest.Monk
         monkeypatch.setattr("ellm_sgl.client.process.EXIT_S", 0.1)
         assert str(process.lost("no answer")).startswith("the connection broke: 'no answer'")
         alive.kill()
+    monkeypatch.setattr(process, "_process", None)
+    process.stop()
     process.log.unlink()
+
+
+def test_a_held_port_is_nobody_elses_but_a_server_can_listen_on_it() -> None:
+    with hold_port() as held:
+        port = port_of(held)
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with Server(("127.0.0.1", port), Handler) as server:
+            assert server.allow_reuse_address and server.server_port == port

@@ -197,7 +197,11 @@ def _configurator(configuration: Configuration) -> tuple[Any, Any]:
         layer_info=SimpleNamespace(num_effective_layers=layers, start_layer=0, end_layer=layers),
         kv_cache_dtype=DTYPE,
         device="cpu",
-        server_args=SimpleNamespace(max_prefill_tokens=configuration.max_prefill, dp_size=1),
+        server_args=SimpleNamespace(
+            max_prefill_tokens=configuration.max_prefill,
+            max_running_requests=configuration.max_running,
+            dp_size=1,
+        ),
     )
     return config, configurator
 

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from ellm_sgl.kernels.layout import RowRange
 from ellm_sgl.memory import NONE, PageTable, PoolShape
 from ellm_sgl.memory.page_table import RESERVED
 from ellm_sgl.step import NewTokens, StepPlan, plan_step
-from tests.steps import Step, recomputing, recomputing_to, rows_of, steps
+from tests.steps import Step, recomputing, rows_of, steps
 
 
 def tensors_of(plan: StepPlan) -> list[torch.Tensor]:
@@ -23,28 +22,6 @@ def tensors_of(plan: StepPlan) -> list[torch.Tensor]:
         rows = torch.arange(plan.new_rows)[rows] if isinstance(rows, slice) else rows
         tensors += [group.units, rows, group.write_units, group.write_offsets]
     return [tensor.clone() for tensor in tensors]
-
-
-@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6), groups=st.integers(1, 3))
-def test_a_decode_step_that_misses_nothing_is_planned_as_any_other(
-    lengths: list[int], groups: int
-) -> None:
-    """Most steps take a shorter way to their plan; it is the same plan."""
-    table = PageTable(PoolShape(2 * groups, 2, 16), 40, 40 * groups)
-    for seq_id, length in enumerate(lengths):
-        blocks = table.allocate(table.shape.blocks_for(length))
-        table.place(blocks[::-1])
-        table.map(seq_id, blocks, length)
-    new = [NewTokens(s, n - 1, n) for s, n in enumerate(lengths)]
-    none = np.empty(0, np.int32)
-    short = plan_step(table, new, None, no_tokens)
-    usual = plan_step(table, new, recomputing_to(none, none, groups), no_tokens)
-    assert short.new_rows == usual.new_rows == len(lengths) and short.recomputed_rows == 0
-    assert all(map(torch.equal, tensors_of(short), tensors_of(usual)))
-    for one, other in zip(short.groups, usual.groups, strict=True):
-        assert (one.rows, one.requests, one.write_rows) == (
-            other.rows, other.requests, other.write_rows
-        )  # fmt: skip
 
 
 def test_a_decode_step_whose_last_block_has_no_unit_goes_the_usual_way() -> None:
