@@ -17,9 +17,17 @@ using ellm::Call;
 using ellm::kDecodeStep;
 using ellm::Part;
 
-// Tokens whose K, or V, is read for all heads before the next ones': more means less to do between
-// heads, fewer that memory is read in the order in which it lies there, which matters more.
+// Tokens whose K, or V, is read for all heads before the next ones', at least, and how many bytes
+// are rather read so: more means less to do between heads, fewer that memory is read in the order in
+// which it lies there. Of small rows a few tokens are next to nothing to read.
 constexpr int kKeyRun = 4, kValueRun = 8;
+constexpr int64_t kRunBytes = 8192;
+
+// Multiples of eight, but for the least: scores of eight keys lie together (`Places`).
+INLINE int run_of(int least, int64_t row_bytes) {
+  const int64_t fitting = kRunBytes / row_bytes / 8 * 8;
+  return static_cast<int>(fitting < least ? least : fitting < kDecodeStep ? fitting : kDecodeStep);
+}
 
 // o[i][0..DV·W) = rescale[i] · o[i] + Σ_n weights[n][i] v[n]; null: 1.
 template <int NQ, int DV, class T>
@@ -123,16 +131,18 @@ void attend_tokens(const Call& call, const Tokens& tokens, const Tokens* next, c
   const int head_dim = call.head_dim;
   const int64_t head_bytes = head_dim * kBytes;
   const int all = (tokens.count + 3) / 4 * 4;
+  const int key_run = run_of(kKeyRun, call.kv_heads * head_bytes);
+  const int value_run = run_of(kValueRun, call.kv_heads * head_bytes);
   const auto run_at = [&](const char* const* rows, const char* const* next_rows, int n, int size,
                           const Heads& heads) {
     const bool fetches = next != nullptr && heads.leads;
     return Run{rows + n, fetches ? next_rows + n : nullptr, all - n < size ? all - n : size,
                heads.kv_head * head_bytes, head_bytes, call.hint};
   };
-  for (int n = 0; n < all; n += kKeyRun) {
+  for (int n = 0; n < all; n += key_run) {
     for_heads(call, [&](const Heads& heads, auto queries) {
       constexpr int NQ = decltype(queries)::value;
-      score_keys<NQ, T>(run_at(tokens.k, next != nullptr ? next->k : nullptr, n, kKeyRun, heads),
+      score_keys<NQ, T>(run_at(tokens.k, next != nullptr ? next->k : nullptr, n, key_run, heads),
                         query_of<T>(row, heads.first * head_dim), head_dim, call.scale,
                         row.scores_of(heads) + Places<NQ>::of(n, 0));
     });
@@ -140,10 +150,10 @@ void attend_tokens(const Call& call, const Tokens& tokens, const Tokens* next, c
   for_heads(call, [&](const Heads& heads, auto queries) {
     weigh<decltype(queries)::value>(row.scores_of(heads), tokens.count, row.softmax_of(heads));
   });
-  for (int n = 0; n < all; n += kValueRun) {
+  for (int n = 0; n < all; n += value_run) {
     for_heads(call, [&](const Heads& heads, auto queries) {
       constexpr int NQ = decltype(queries)::value;
-      Run run = run_at(tokens.v, next != nullptr ? next->v : nullptr, n, kValueRun, heads);
+      Run run = run_at(tokens.v, next != nullptr ? next->v : nullptr, n, value_run, heads);
       const float* const weights = row.scores_of(heads) + Places<NQ>::of(n, 0);
       const float* const rescale = n == 0 ? row.softmax_of(heads).rescale : nullptr;
       int d = 0;
