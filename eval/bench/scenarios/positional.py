@@ -3,8 +3,9 @@
 As in section 7.1 of the eLLM paper on CPUs: a step at position p takes e + p·a, e whatever the
 position and a for each token attended to; the mean of those up to p e + (p+1)/2·a. A server whose
 prefix cache was filled with random KV decodes one request at a time. Reading as much memory as that
-request's KV is timed just before, with as many threads. At the end attention at the longest one
-is compared with chunked float64.
+request's KV is timed just before, with as many threads. A step is the median of those that the
+server measures, TPOT what the client sees. At the end attention at the longest position is compared
+with chunked float64.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Positional(Scenario):
         Column("step ms", "step_s", "{:,.2f}", 1e3),
         Column("reading\nits KV ms", "read_s", "{:,.2f}", 1e3),
         Column("step, of\nreading", "of_read", "{:.2f}"),
+        Column("TPOT ms", "tpot_s", "{:,.2f}", 1e3),
     )
 
     def check(self) -> None:
@@ -144,10 +146,14 @@ class Positional(Scenario):
         (outcome,) = replay_to_end(server.url, [Request(0.0, load, self.output_tokens)])
         if not outcome.complete or len(outcome.token_s) != self.output_tokens:
             raise MeasurementError(f"a request of {len(load)} tokens: {outcome.finish}")
-        gaps = np.diff(outcome.token_s)[UNSETTLED:]
-        step, read = float(np.median(gaps)), self._token_bytes * len(load) / bandwidth
-        figures = {"step_s": step, "read_s": read, "of_read": step / read, "ttft_s": outcome.ttft_s}
-        return Taken(figures, (), gaps.tolist())
+        last = self.output_tokens - UNSETTLED
+        steps = [s["seconds"] for s in loads.full_steps(server, 1, last)]
+        step, read = statistics.median(steps), self._token_bytes * len(load) / bandwidth
+        figures = {
+            "step_s": step, "read_s": read, "of_read": step / read,
+            "ttft_s": outcome.ttft_s, "tpot_s": outcome.tpot_s,
+        }  # fmt: skip
+        return Taken(figures, (), steps)
 
     def finish(self, servers: Mapping[str, Any], result: Result, say: Say) -> Mapping[str, Any]:
         from ellm_sgl.eval.bench.attention_error import attention_error
