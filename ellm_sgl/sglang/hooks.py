@@ -117,6 +117,8 @@ HOOKS: tuple[Hook, ...] = (
          _PLATFORM, "one kernel in place of eight of PyTorch's operators"),
     Hook(f"{_SRT}.layers.rotary_embedding.base.RotaryEmbedding.forward_native", "AROUND",
          "platform.operators:rope", _PLATFORM, "same, in place of some twenty"),
+    Hook(f"{_SRT}.layers.activation.SiluAndMul.forward_native", "AROUND",
+         "platform.operators:silu_and_mul", _PLATFORM, "same, in place of four"),
     # the process of `ellm-sgl serve`
     Hook(f"{_ENGINE}._set_envs_and_config", "AFTER", "processes:fork_if_alone",
          _COPIED, "worker processes as copies of this one, which has imported all that they need"),

@@ -81,6 +81,8 @@ EXPORT bool ellm_rotate(const Rotation* rotation) {
   return rotate(*rotation, *kTable[rotation->isa]);
 }
 
+EXPORT void ellm_gate(const Gate* values) { gate(*values, *kTable[values->isa]); }
+
 EXPORT void ellm_copy_units(char* to, const int64_t* to_units, const char* from,
                             const int64_t* from_units, int64_t count, int64_t unit_bytes,
                             int threads) {

@@ -80,6 +80,13 @@ struct Rotation {
   int32_t type, threads, isa;
 };
 
+struct Gate {
+  const void* x;  // [rows, 2, size], contiguous
+  void* out;      // [rows, size]
+  int64_t rows, size;
+  int32_t type, threads, isa;
+};
+
 // Where the KV of one request's tokens is.
 struct Source {
   const int64_t* blocks;  // per token block: its unit, or ~r: its first token would be row r
@@ -119,6 +126,7 @@ struct Kernels {
   // Rows [first, last).
   void (*normalise)(const Norm&, int64_t first, int64_t last);
   void (*rotate)(const Rotation&, int64_t first, int64_t last);
+  void (*gate)(const Gate&, int64_t first, int64_t last);
 };
 
 extern const Kernels kPortable;

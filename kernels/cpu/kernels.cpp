@@ -64,6 +64,10 @@ void rotate(const Rotation& rotation, int64_t first, int64_t last) {
                   [&](auto type) { rotate_as<decltype(type)>(rotation, first, last); });
 }
 
+void gate(const Gate& gate, int64_t first, int64_t last) {
+  with_plain_type(gate.type, [&](auto type) { gate_as<decltype(type)>(gate, first, last); });
+}
+
 // Calls work(T{}) for the type T of a product's elements.
 template <class F>
 void with_type(const ellm::Product& product, const F& work) {
@@ -95,5 +99,5 @@ void multiply(const ellm::Product& product, const float* prepared, int64_t first
 namespace ellm {
 extern const Kernels ELLM_KERNELS = {
     ELLM_NAME, W,       scratch_floats, decode,    tile,
-    product_floats, prepare, multiply,       normalise, rotate};
+    product_floats, prepare, multiply,       normalise, rotate, gate};
 }

@@ -37,4 +37,10 @@ bool rotate(const Rotation& rotation, const Kernels& kernels) {
   return true;
 }
 
+void gate(const Gate& gate, const Kernels& kernels) {
+  split_rows(gate.threads, gate.rows, gate.size, [&](int64_t begin, int64_t end) {
+    kernels.gate(gate, begin, end);
+  });
+}
+
 }  // namespace ellm

@@ -11,4 +11,7 @@ void normalise(const Norm& norm, const Kernels& kernels);
 // Turns q and k where they are. False, with nothing done: a position has no cosines.
 bool rotate(const Rotation& rotation, const Kernels& kernels);
 
+// out = silu(a) · b, silu(a) = a / (1 + exp(-a)), of the halves a, b of each row.
+void gate(const Gate& gate, const Kernels& kernels);
+
 }  // namespace ellm

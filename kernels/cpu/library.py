@@ -92,6 +92,16 @@ class Rotation(Structure):
     )
 
 
+class Gate(Structure):
+    """`ellm::Gate` of attention.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "out")),
+        *((name, c_int64) for name in ("rows", "size")),
+        *((name, c_int32) for name in ("type", "threads", "isa")),
+    )
+
+
 class TransferArguments(Structure):
     """`ellm::TransferArguments` of transfer.h."""
 
@@ -109,6 +119,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ellm_multiply": (None, (POINTER(Product),)),
     "ellm_normalise": (None, (POINTER(Norm),)),
     "ellm_rotate": (c_bool, (POINTER(Rotation),)),
+    "ellm_gate": (None, (POINTER(Gate),)),
     "ellm_copy_units": (None, (*[c_void_p] * 4, c_int64, c_int64, c_int)),
     "ellm_make_transfer": (c_void_p, ()),
     "ellm_transfer_start": (None, (c_void_p, POINTER(TransferArguments))),

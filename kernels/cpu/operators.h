@@ -1,4 +1,4 @@
-// RMS normalisation and rotary embedding, a row at a time. They round wherever PyTorch, running one
+// RMS normalisation, rotary embedding and gated activation, a row at a time. They round wherever PyTorch, running one
 // operator after the other, stores a result. A row's results are the same to the bit whatever rows
 // it shares the call with.
 #pragma once
@@ -9,6 +9,7 @@
 
 namespace {
 
+using ellm::Gate;
 using ellm::Norm;
 using ellm::Rotation;
 
@@ -133,6 +134,22 @@ void rotate_as(const Rotation& r, int64_t first, int64_t last) {
     };
     rotate(r.q, r.q_stride, r.heads);
     rotate(r.k, r.k_stride, r.kv_heads);
+  }
+}
+
+template <class T>
+void gate_as(const Gate& g, int64_t first, int64_t last) {
+  using bits = typename T::bits;
+  for (int64_t row = first; row < last; ++row) {
+    const bits* const x = static_cast<const bits*>(g.x) + row * 2 * g.size;
+    bits* const out = static_cast<bits*>(g.out) + row * g.size;
+    for (int64_t d = 0; d < g.size; d += W) {
+      const int64_t count = g.size - d;
+      const vf a = load_part<T>(x + d, count), b = load_part<T>(x + g.size + d, count);
+      const vf power = -a > kMostExponent ? splat(__builtin_inff()) : exponential(-a);
+      const vf silu = a / (1.0f + power);
+      store_part<T>(out + d, rounded(silu, T{}) * b, count);
+    }
   }
 }
 

@@ -12,7 +12,7 @@ from ctypes import byref
 
 import torch
 
-from ellm_sgl.kernels.cpu.library import TYPES, Norm, Rotation, best_instruction_set, load
+from ellm_sgl.kernels.cpu.library import TYPES, Gate, Norm, Rotation, best_instruction_set, load
 
 
 def normalise(
@@ -104,3 +104,28 @@ def rotate(
         torch.get_num_threads(), best_instruction_set(),
     )  # fmt: skip
     return bool(library.ellm_rotate(byref(rotation)))
+
+
+def gate(x: torch.Tensor) -> torch.Tensor | None:
+    """silu(a) · b of the halves a, b of each row (SwiGLU: Shazeer, arXiv:2002.05202).
+
+    Args:
+        x: [..., 2 · size], one of `TYPES`.
+    """
+    library = load().library
+    if (
+        library is None
+        or (kind := TYPES.get(x.dtype)) is None
+        or not (x.is_cpu and x.is_contiguous())
+        or not (numel := x.numel())
+        or (width := x.shape[-1]) % 2
+        or torch.is_grad_enabled()
+    ):
+        return None
+    out = x.new_empty((*x.shape[:-1], width // 2))
+    values = Gate(
+        x.data_ptr(), out.data_ptr(), numel // width, width // 2, kind,
+        torch.get_num_threads(), best_instruction_set(),
+    )  # fmt: skip
+    library.ellm_gate(byref(values))
+    return out

@@ -151,11 +151,11 @@ NOINLINE void weigh(float* scores, int count, const Softmax& softmax) {
   largest = largest_of_heads<NQ>(largest);
   vf sum = {};
   for (int n = 0; n < end; n += W) {
-    const vf weight = exp_nonpositive(load(scores + n) - largest);
+    const vf weight = exponential(load(scores + n) - largest);
     store(scores + n, weight);
     sum += weight;
   }
-  const vf rescale = exp_nonpositive(before - largest);
+  const vf rescale = exponential(before - largest);
   store(softmax.rescale, rescale);
   store(softmax.maximum, largest);
   store(softmax.total, load(softmax.total) * rescale + sum);

@@ -110,9 +110,11 @@ INLINE vf splat(float x) { return x - vf{}; }
 
 INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
 
-// exp(x) for x <= 0, to about one unit in the last place; 0 below -87, NaN stays NaN.
+constexpr float kMostExponent = 88;
+
+// exp(x) for x <= kMostExponent, to about one unit in the last place; 0 below -87, NaN stays NaN.
 // Range reduction and polynomial as in Cephes' expf.
-INLINE vf exp_nonpositive(vf x) {
+INLINE vf exponential(vf x) {
   const float shift = 12582912.0f;  // 1.5 × 2^23: adding it rounds to an integer
   const vf shifted = x * 1.44269504088896341f + shift;
   const vf n = shifted - shift;

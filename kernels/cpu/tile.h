@@ -122,11 +122,11 @@ INLINE void weigh_columns(const TileMemory& t, int column, int64_t first_key, in
   }
   vf sum = {};
   for (int n = 0; n < count; ++n) {
-    const vf weight = exp_nonpositive(load(scores + n * kColumns) - largest);
+    const vf weight = exponential(load(scores + n * kColumns) - largest);
     store(scores + n * kColumns, weight);
     sum += weight;
   }
-  const vf rescale = exp_nonpositive(before - largest);
+  const vf rescale = exponential(before - largest);
   store(t.rescale + column, rescale);
   store(t.maximum + column, largest);
   store(t.total + column, load(t.total + column) * rescale + sum);

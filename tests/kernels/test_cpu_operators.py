@@ -1,5 +1,5 @@
-"""Normalisation and rotary embedding agree with PyTorch's operators, and a row's results do not
-depend on the others."""
+"""Normalisation, rotary embedding and gates agree with PyTorch's operators, and a row's results do
+not depend on the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ellm_sgl.kernels.cpu.library import load
-from ellm_sgl.kernels.cpu.operators import normalise, rotate
+from ellm_sgl.kernels.cpu.operators import gate, normalise, rotate
 
 pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
 
@@ -115,6 +115,32 @@ def test_turns_are_pytorchs_to_the_bit(
     assert torch.equal(v, before)
 
 
+@each_isa
+@given(
+    rows=st.integers(1, 12),
+    size=st.one_of(st.integers(1, 130), st.just(512)),
+    dtype=st.sampled_from(TYPES),
+    scale=st.sampled_from((1.0, 30.0, 100.0)),
+    seed=st.integers(0, 2**16),
+)
+def test_gates_agree_with_double_precision(
+    isa: str, rows: int, size: int, dtype: torch.dtype, scale: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    a, b = torch.randn(2, rows, size)
+    x = torch.cat((a * scale, b), dim=-1).to(dtype)
+    out = gate(x)
+    assert out is not None
+    assert out.dtype is dtype
+    a, b = x.double().chunk(2, dim=-1)
+    exact = a * a.sigmoid() * b
+    # silu(a) and the product round to the type; what is too small for it comes to nothing.
+    info = torch.finfo(dtype)
+    rounding = 0.0 if dtype is torch.float32 else info.eps
+    least = max(info.tiny * info.eps, 1e-36) * (1 + b.abs())
+    assert ((out.double() - exact).abs() <= (2e-6 + rounding) * exact.abs() + least).all()
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("size", [50, 192, 2048])
 def test_a_row_does_not_depend_on_the_others(isa: str, dtype: torch.dtype, size: int) -> None:
@@ -130,7 +156,9 @@ def test_a_row_does_not_depend_on_the_others(isa: str, dtype: torch.dtype, size:
         assert total is not None
         q, k = x[some].clone(), residual[some].clone()
         assert rotate(positions[some], q, k, head_dim, cosines)
-        return [out, total, q, k]
+        gated = gate(x[some])
+        assert gated is not None
+        return [out, total, q, k, gated]
 
     together = results(0, rows)
     try:
@@ -159,6 +187,15 @@ def test_values_at_the_edges_of_a_type(isa: str, dtype: torch.dtype) -> None:
     assert torch.equal(out, torch.zeros(1, 20).to(dtype))
     out, _ = normalised(torch.tensor([[1.0, float("nan")]]).to(dtype), torch.ones(2).to(dtype))
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gates_at_the_edges(isa: str, dtype: torch.dtype) -> None:
+    inf, nan = float("inf"), float("nan")
+    a = torch.tensor([inf, -inf, nan, 0.0, -0.0, -1e4, 1e4, -89.0, -88.5, 20.0]).to(dtype)
+    x = torch.cat((a, torch.ones(10).to(dtype)))[None]
+    expected = torch.nn.functional.silu(a)[None]
+    torch.testing.assert_close(gate(x), expected, rtol=1e-5, atol=1e-36, equal_nan=True)
 
 
 def test_norms_of_more_dimensions_and_rows_that_lie_apart() -> None:
@@ -192,6 +229,23 @@ def test_norms_leave_alone_what_they_cannot_do() -> None:
         assert normalise(*case) is None, case
     with torch.enable_grad():
         assert normalise(x, weight, EPSILON) is None
+
+
+def test_gates_leave_alone_what_they_cannot_do() -> None:
+    x = torch.randn(3, 4, 20)
+    out = gate(x)
+    assert out is not None
+    assert out.shape == (3, 4, 10)
+    for case in (
+        x.double(),
+        x[..., :19].contiguous(),
+        x[..., 10:],  # rows that lie apart
+        x[:0],
+        x.to("meta"),
+    ):
+        assert gate(case) is None
+    with torch.enable_grad():
+        assert gate(x) is None
 
 
 def test_turns_leave_alone_what_they_cannot_do() -> None:

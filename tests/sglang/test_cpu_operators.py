@@ -1,4 +1,4 @@
-"""The CPU platform's norms and rotary embeddings against those of SGLang's own layers."""
+"""The CPU platform's norms, rotary embeddings and gates against those of SGLang's own layers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 
-from sglang.srt.layers.layernorm import RMSNorm  # noqa: E402  after declare()
+from sglang.srt.layers.activation import SiluAndMul  # noqa: E402  after declare()
+from sglang.srt.layers.layernorm import RMSNorm  # noqa: E402
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding  # noqa: E402
 from sglang.srt.layers.rotary_embedding.rope_variant import (  # noqa: E402
     Llama3RotaryEmbedding,
 )
 from sglang.srt.runtime_context import get_context  # noqa: E402
 
-from ellm_sgl.sglang.platform.operators import norm, rope  # noqa: E402
+from ellm_sgl.sglang.platform.operators import norm, rope, silu_and_mul  # noqa: E402
 
 pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
 
@@ -82,6 +83,9 @@ def test_norms_left_to_sglang() -> None:
         assert own.count == 1
         for ours, expected in zip(found, own.function(layer, x, residual), strict=True):
             assert torch.equal(ours, expected)
+    without, own = RMSNorm(SIZE, has_weight=False), Calls(RMSNorm.forward_native)
+    assert norm(own, without, x).shape == x.shape
+    assert own.count == 1
     layer, own = make_norm(torch.float32), Calls(RMSNorm.forward_native)
     added = norm(own, layer, x, residual, post_residual_addition=torch.ones(7, SIZE))
     assert own.count == 1
@@ -148,4 +152,24 @@ def test_turns_left_to_sglang() -> None:
     own = Calls(RotaryEmbedding.forward_native)
     with pytest.raises(IndexError):
         rope(own, plain, torch.tensor([3, 128]), q, k)
+    assert own.count == 1
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gates(dtype: torch.dtype) -> None:
+    layer, own = SiluAndMul(), Calls(SiluAndMul.forward_native)
+    x = (torch.randn(7, 2 * SIZE) * 4).to(dtype)
+    expected = own.function(layer, x)
+    found = silu_and_mul(own, layer, x)
+    assert own.count == 0
+    # Another exponential: the result may round to the neighbour.
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps * 4, atol=1e-6)
+    if dtype is not torch.float32:
+        assert (found != expected).float().mean() < 0.01
+
+
+def test_gates_left_to_sglang() -> None:
+    layer, own = SiluAndMul(), Calls(SiluAndMul.forward_native)
+    x = torch.randn(7, 2 * SIZE, dtype=torch.float64)
+    assert torch.equal(silu_and_mul(own, layer, x), own.function(layer, x))
     assert own.count == 1

@@ -21,10 +21,11 @@ def apply(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Hook around `UnquantizedLinearMethod.apply`."""
-    weight = layer.weight
-    assert isinstance(weight, torch.Tensor)
-    out = linear(x, weight, bias)
-    return original(method, layer, x, bias) if out is None else out
+    # `layer.weight` is a search in Python that takes as long as some of these products.
+    weight = layer._parameters.get("weight")
+    if weight is None or (out := linear(x, weight, bias)) is None:
+        return original(method, layer, x, bias)
+    return out
 
 
 def lm_head(

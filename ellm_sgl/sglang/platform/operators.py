@@ -1,4 +1,8 @@
-"""The C++ kernels for what lies between matrix products, in the layers of SGLang's models."""
+"""The C++ kernels for what lies between matrix products, in the layers of SGLang's models.
+
+Parameters and buffers are looked up where modules keep them: `layer.weight` is a search in Python
+that takes a microsecond.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ellm_sgl.kernels.cpu.operators import normalise, rotate
+from ellm_sgl.kernels.cpu.operators import gate, normalise, rotate
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -30,7 +35,8 @@ def norm(
         and layer.variance_size_override is None
         and not layer.fp32_residual
         and not layer.cast_x_before_out_mul
-        and (found := normalise(x, layer.weight, layer.variance_epsilon, residual))
+        and (weight := layer._parameters.get("weight")) is not None
+        and (found := normalise(x, weight, layer.variance_epsilon, residual))
     ):
         return found[0] if residual is None else found
     return original(layer, x, residual, post_residual_addition, **others)
@@ -51,7 +57,16 @@ def rope(
         offsets is None
         and fused_set_kv_buffer_arg is None
         and layer.is_neox_style
-        and rotate(positions, query, key, layer.head_size, layer.cos_sin_cache)
+        and (cosines := layer._buffers.get("cos_sin_cache")) is not None
+        and rotate(positions, query, key, layer.head_size, cosines)
     ):
         return query, key
     return original(layer, positions, query, key, offsets, fused_set_kv_buffer_arg)
+
+
+def silu_and_mul(
+    original: Callable[..., torch.Tensor], layer: SiluAndMul, x: torch.Tensor
+) -> torch.Tensor:
+    """Hook around `SiluAndMul.forward_native`."""
+    out = gate(x)
+    return original(layer, x) if out is None else out
