@@ -1,7 +1,9 @@
-"""What it costs to be watched: metrics, and an open page that looks once a second."""
+"""What it costs to be watched: metrics, SGLang's own and those with eLLM's, and an open page that
+looks once a second."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import httpx
+import psutil
 
 from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.config.click_types import REQUESTS, TOKENS
@@ -27,32 +30,40 @@ class Watched(Scenario):
     rounds: int = rounds_option(20)
     requests: int = option(24, REQUESTS)
     prompt_tokens: int = option(128, TOKENS)
-    output_tokens: int = option(256, TOKENS)
-    pool_tokens: int = option(6_000, TOKENS, "Of the device; the host has room for all.")
+    output_tokens: int = option(512, TOKENS)
+    pool_tokens: int = option(10_000, TOKENS, "eLLM's, of the device; elsewhere is room for all.")
 
-    against: ClassVar = {"metrics": "unwatched", "page open": "metrics"}
+    against: ClassVar = {
+        "SGLang, metrics": "SGLang",
+        "eLLM, metrics": "eLLM",
+        "page open": "eLLM, metrics",
+    }
     columns = (
         Column("tokens/s", "tokens_per_s"),
         Paired("of the row above", "tokens_per_s", "{:.3f}"),
+        Column("processor, ms a token", "cpu_per_token", "{:.3f}", scale=1e3),
+        Paired("of the row above", "cpu_per_token", "{:.3f}"),
     )
 
     def starters(self) -> loads.Starters:
-        host = self.requests * (self.prompt_tokens + self.output_tokens)
+        room = self.requests * (self.prompt_tokens + self.output_tokens)
+        stock: tuple[object, ...] = ("--max-total-tokens", 2 * room)
         own: tuple[object, ...] = (
             "--ellm-policy", "fcfs", "--ellm-layer-group", 1,
-            "--ellm-device-kv-tokens", self.pool_tokens, "--ellm-host-kv-tokens", host,
+            "--ellm-device-kv-tokens", self.pool_tokens, "--ellm-host-kv-tokens", room,
         )  # fmt: skip
         return {
-            "unwatched": loads.starter(*own),
-            "metrics": loads.starter(*own, "--enable-metrics"),
+            "SGLang": loads.starter(*stock),
+            "SGLang, metrics": loads.starter(*stock, "--enable-metrics"),
+            "eLLM": loads.starter(*own),
+            "eLLM, metrics": loads.starter(*own, "--enable-metrics"),
         }
 
     def settings(self) -> list[Setting]:
         """The page is open on the server with metrics, and closed again: the same process."""
         return [
-            Setting("unwatched", "unwatched"),
-            Setting("metrics", "metrics"),
-            Setting("page open", "metrics", value=True),
+            *(Setting(name, name) for name in self.starters()),
+            Setting("page open", "eLLM, metrics", value=True),
         ]
 
     def load(self, cell: str, seed: int) -> loads.Prompts:
@@ -63,8 +74,19 @@ class Watched(Scenario):
         if setting.value:
             watching = open_page(server.url)
         server.flush_cache()
+        before = processor_seconds(server.pid)
         with watching:
-            return loads.generate(server, load, self.output_tokens)
+            taken = loads.generate(server, load, self.output_tokens)
+        took = processor_seconds(server.pid) - before
+        tokens = sum(map(len, taken.outputs))
+        return dataclasses.replace(taken, figures={**taken.figures, "cpu_per_token": took / tokens})
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process and its descendants, those that run, have taken of the processors so far."""
+    main = psutil.Process(pid)
+    times = [process.cpu_times() for process in (main, *main.children(recursive=True))]
+    return float(sum(time.user + time.system for time in times))
 
 
 @contextmanager

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from ellm_sgl.eval.bench.scenarios.watched import ROUTES, Watched, open_page
+from ellm_sgl.eval.bench.scenarios.watched import (
+    ROUTES,
+    Watched,
+    open_page,
+    processor_seconds,
+)
 
 ASKED: list[str] = []
 
@@ -36,4 +44,15 @@ def test_a_page_asks_while_it_is_open() -> None:
 
 def test_the_page_is_open_on_the_server_that_it_is_held_against() -> None:
     servers = {setting.name: setting.server for setting in Watched().settings()}
-    assert servers["page open"] == servers["metrics"] != servers["unwatched"]
+    assert servers["page open"] == servers["eLLM, metrics"] != servers["eLLM"]
+
+
+def test_the_processors_time_is_that_of_all_processes() -> None:
+    """Of a child that reckons for half a second of its own, waiting for nobody."""
+    reckon = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
+    before = processor_seconds(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", reckon], stdin=-1, stdout=-1) as child:
+        assert child.stdout is not None and child.stdin is not None
+        child.stdout.readline()
+        assert processor_seconds(os.getpid()) - before >= 0.4
+        child.stdin.close()
