@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -60,17 +61,19 @@ def latency_seen(model: LatencyModel, running: Requests, memory: MemoryState) ->
 def step_work(state: SystemState, batch: Batch, ratios: Ratios) -> StepWork:
     """Work of the decode step that these answers lead to, with those admitted decoding too.
     `swap_tokens` are those of the restored tokens that can be fetched."""
-    block = state.memory.block_tokens
+    block, memory = state.memory.block_tokens, state.memory
     running, ratio = state.running, ratios.running
     if batch.pause:
         runs = np.delete(np.arange(len(running)), batch.pause)
+        kept = int(running.uncached_on_host[list(batch.pause)].sum())
+        memory = replace(memory, host_tokens=max(memory.host_tokens - kept, 0))
         running, ratio = select(running, runs), ratio[runs]
     decoding = [_decoding(running, ratio, block)]
     if batch.admit:
         admitted = select(state.waiting, batch.admit)
         decoding.append(_decoding(admitted, ratios.admitted, block))
     rows, tokens, uncached, squares, prefix = map(sum, zip(*decoding, strict=True))
-    copies = host_copies(state.running, state.memory)
+    copies = host_copies(running, memory)
     return StepWork(
         decode_rows=int(rows),
         decode_tokens=tokens,

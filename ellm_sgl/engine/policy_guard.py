@@ -1,11 +1,13 @@
 """Ask a policy, and go on without it when it fails.
 
 A policy may be other people's code on the hot path. Each of its answers is checked before use, and
-replaced if it comes late. It runs on a thread of its own, so that one that hangs delays a step by
-its budget and no more. The first question may take longer, for imports and compilation:
+replaced if it is not there in time. It runs on a thread of its own, so that one that hangs delays a
+step by its budget and no more. The first question may take longer, for imports and compilation:
 `FIRST_ANSWER_S`. (One that holds the interpreter's lock in native code cannot be hurried; numpy,
 scipy and cvxpy release it, or return soon.) A policy that promises never to wait is asked on the
-caller's thread, because on a busy machine waking another costs a step milliseconds.
+caller's thread, because on a busy machine waking another costs a step milliseconds. What it says
+is used even if it is late: the time has passed, and the safe answer would bring everybody back who
+pauses, and admit everybody who waits.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class PolicyGuard:
         self.budget_s = budget_s
         self._directly = budget_s == math.inf
         self.failures: Counter[str] = Counter()
-        """Answers replaced, by kind: "late", "exception", or an `InvalidAnswer.kind`."""
+        """Answers that were late, or replaced, by kind: "late", "exception", or an
+        `InvalidAnswer.kind`."""
         self.asked = 0
         self._worker = Worker("ellm-policy")
         self._ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
@@ -138,7 +141,9 @@ class PolicyGuard:
         try:
             answer = self._in_time(self.budget_s, self._ask, state)
             if self._directly and time.perf_counter() - began > self.budget_s:
-                raise OverdueError
+                self._count(
+                    "late", f"took more than {self.budget_s * 1e3:g} ms; its answer is used"
+                )
             return answer
         except OverdueError:
             return self._failed(state, "late", f"took more than {self.budget_s * 1e3:g} ms")
@@ -203,7 +208,7 @@ class PolicyGuard:
         if now - self._logged.get(kind, -LOG_INTERVAL_S) >= LOG_INTERVAL_S:
             self._logged[kind] = now
             logger.warning(
-                "policy %s %s (%d such answers replaced so far)",
+                "policy %s %s (%d such answers so far)",
                 type(self.policy).__name__, what, self.failures[kind],
             )  # fmt: skip
 

@@ -69,15 +69,15 @@ class LatencyModel(ABC):
 
 @dataclass(frozen=True)
 class HostCopies:
-    """How much of what a step restores comes from host memory. In tokens of the running requests:
-    those that pause are not told apart."""
+    """How much of what a step restores comes from host memory. In tokens of the requests that may
+    take part in it; numbers, or arrays that go with the step's work."""
 
-    uncached: int
+    uncached: Quantity
     """Missing on the device now,"""
-    held: int
+    held: Quantity
     """and those of them that the host has."""
-    capacity: int
-    """That the host can hold; 0 without a host tier."""
+    capacity: Quantity
+    """That the host can hold of these requests; 0 without a host tier."""
 
     def fetched(self, restored: Quantity) -> Quantity:
         """Tokens fetched of so many restored ones; the others are recomputed.
@@ -86,7 +86,8 @@ class HostCopies:
         evicted beyond that goes to the host while it fits: copies of what the device still has
         make way there, those of what it misses do not.
         """
-        evicted = np.clip(restored - self.uncached, 0, max(self.capacity - self.held, 0))
+        room = np.maximum(self.capacity - self.held, 0)
+        evicted = np.clip(restored - self.uncached, 0, room)
         fetched: Quantity = np.minimum(restored, self.held + evicted)
         return fetched
 
@@ -116,6 +117,10 @@ class FetchingLatencyModel(LatencyModel):
                 recompute_share=1.0 - fetched / np.maximum(restored, 1.0),
             )
         )
+
+    def with_copies(self, copies: HostCopies) -> FetchingLatencyModel:
+        """Of other requests."""
+        return FetchingLatencyModel(self._inner, copies)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         raise TypeError("show measured steps to the model within")

@@ -27,6 +27,7 @@ from ellm_sgl.policies.problem.candidates import (
     slack_s,
 )
 from ellm_sgl.policies.problem.forecast import SLO_SHARE
+from ellm_sgl.policies.problem.on_host import copies_of_first, fetching
 from ellm_sgl.policies.problem.standing import Standing
 
 COUNT_EVERY = 16
@@ -107,8 +108,13 @@ def participants(state: SystemState, active: int) -> int:
     if active == count and short_tokens(state, Candidates.of(state)) <= 0:
         return count
     sizes, anything = np.arange(1, count + 1), np.full(count + 1, np.inf)
-    now = replace(BatchProblem.of(state, 0), limit_s=anything)
-    now = replace(now, short=with_paused(state, now.short, np.arange(count + 1)))
+    now, every = BatchProblem.of(state, 0), np.arange(count + 1)
+    now = replace(
+        now,
+        limit_s=anything,
+        short=with_paused(state, now.short, every),
+        latency=fetching(state.latency, copies_of_first(state, sizes)),
+    )
     _, seconds, fits = now.least(sizes)
     value = np.where(fits, sizes / seconds, 0.0)
     # What was evicted may find no room to come back: each step restores it then.

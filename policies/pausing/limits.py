@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ellm_sgl.latency import StepWork
+from ellm_sgl.latency import HostCopies, StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
@@ -15,6 +15,7 @@ from ellm_sgl.policies.problem.candidates import (
     slack_s,
     unowned_tokens,
 )
+from ellm_sgl.policies.problem.on_host import fetching
 
 SLO_SHARE = 0.95
 """Share of the SLO that deadlines are planned with; the rest is for what was not foreseen."""
@@ -134,7 +135,10 @@ def excess_share(state: SystemState) -> float:
         restored_tokens=evicted,
         restored_squares=evicted * evicted / rows,
     )
-    seconds = state.latency.step_seconds(work)
+    # The host has room for what is evicted beside what those keep there for whom no room is left.
+    others = np.maximum(charged.sum() - (room + excess), 0.0)
+    host = np.maximum(state.memory.host_tokens - others, 0.0)
+    seconds = fetching(state.latency, HostCopies(0, 0, host)).step_seconds(work)
     slo_s = SLO_SHARE * min(state.tpot_slo_s, float(state.running.tpot_slo_s.min()))
     possible &= state.pace * seconds <= slo_s
     possible[0] = True

@@ -10,6 +10,7 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, SystemState
 from ellm_sgl.policies.problem.candidates import Candidates
 from ellm_sgl.policies.problem.forecast import Forecast
+from ellm_sgl.policies.problem.on_host import copies_of_first, fetching
 
 GAIN = 0.05
 """Requests begin to pause when that decodes so much more per second."""
@@ -44,7 +45,9 @@ def brought_back(state: SystemState, active: int, short: FloatArray, value: Floa
         return active
     forecast = Forecast.of(state, 0, fewest=active)
     short = with_paused(state, forecast.short, forecast.rows)
-    return replace(forecast, short=short).solve(most=active + most, keep_slo=False)
+    copies = copies_of_first(state, np.arange(active, len(state.running) + 1))
+    forecast = replace(forecast, short=short, latency=fetching(state.latency, copies))
+    return forecast.solve(most=active + most, keep_slo=False)
 
 
 def computed_again(state: SystemState, active: int, short: FloatArray, value: FloatArray) -> int:

@@ -24,6 +24,7 @@ from ellm_sgl.policies.base import (
     SystemState,
 )
 from ellm_sgl.policies.planned import Admitted, evictable, running_and
+from ellm_sgl.policies.problem.on_host import copies_of, fetching
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +215,7 @@ def decode_seconds(state: SystemState, runs: slice | BoolArray = slice(None)) ->
     """Time of a decode step of these running requests, by tokens cached and restored."""
     tokens, uncached = state.running.tokens[runs], state.running.uncached_tokens[runs]
     work = StepWork(len(tokens), float(tokens.sum()), restored_tokens=float(uncached.sum()))
-    return float(state.latency.step_seconds(work))
+    return float(fetching(state.latency, copies_of(state, runs)).step_seconds(work))
 
 
 def step_limit_s(state: SystemState, admit_slo_s: FloatArray) -> FloatArray:

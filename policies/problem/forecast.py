@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ellm_sgl.latency import LatencyModel, StepWork
+from ellm_sgl.latency import HostCopies, LatencyModel, StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
 from ellm_sgl.policies.planned import evictable, running_and
 from ellm_sgl.policies.problem.batch_size import BatchProblem
@@ -27,6 +27,7 @@ from ellm_sgl.policies.problem.candidates import (
     slos_s,
     unowned_tokens,
 )
+from ellm_sgl.policies.problem.on_host import fetching
 
 FIRST_STEPS = 8
 """The first time ahead; each further one is `FACTOR` times as far, until all are at their ends,"""
@@ -228,8 +229,11 @@ class Forecast:
         share = np.divide(runs, rows, out=np.ones_like(rows), where=rows > 0.0)
         # They grow by as many tokens, for which others are evicted, to be restored later.
         grown = np.where(short > 0.0, runs, 0.0)
+        # What memory lacks is on the host as far as it has room; the rest is computed again.
+        held = grown * np.minimum(self.memory.host_tokens / np.maximum(short, 1.0), 1.0)
+        latency = fetching(self.latency, HostCopies(uncached=grown, held=held, capacity=held))
         tokens = share * self.tokens[:, sizes]
-        return share, self.latency.step_seconds(StepWork(runs, tokens, restored_tokens=grown))
+        return share, latency.step_seconds(StepWork(runs, tokens, restored_tokens=grown))
 
     def _rate(self, seconds: FloatArray) -> FloatArray:
         """Tokens per second that batches make, [b]. A time ahead counts for as many as are left

@@ -126,25 +126,29 @@ def test_without_a_deadline_the_callers_own_thread_asks() -> None:
     assert threads == [threading.get_ident()]
 
 
-@pytest.mark.parametrize("kind", [Scripted, Prompt])
-def test_all_policies_have_one_budget(kind: type[Scripted]) -> None:
-    def slow() -> Batch:
-        time.sleep(0.05)
-        return Batch(admit=())
+def slowly(*_: object) -> Batch:
+    time.sleep(0.05)
+    return Batch(admit=(2,))
 
-    policy = kind(batch=slow, ratio=lambda: Ratios(np.zeros(2), np.empty(0)))
-    with asking(policy, budget_s=0.01) as safe:
-        assert is_safe(safe.answer(STATE))
+
+def test_what_has_come_late_on_the_callers_thread_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    """The time has passed: to replace it would only undo what was decided."""
+    with asking(Prompt(batch=slowly, ratio=lambda: Ratios(np.zeros(2), np.zeros(1)))) as safe:
+        safe.budget_s = 0.01
+        assert safe.answer(STATE).batch == Batch(admit=(2,))
         assert safe.failures == {"late": 1}
+    assert "took more than 10 ms; its answer is used" in caplog.text
 
 
 def test_built_in_policies_have_the_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*_: object) -> Batch:
-        time.sleep(0.05)
-        return Batch(admit=(2,))
-
-    monkeypatch.setattr(FixedRatio, "batch", slow)
+    monkeypatch.setattr(FixedRatio, "batch", slowly)
     with asking(FixedRatio(0.25), budget_s=0.01) as safe:
+        assert safe.answer(STATE).batch == Batch(admit=(2,))
+        assert safe.failures == {"late": 1}
+
+
+def test_on_a_thread_of_its_own_nobody_waits_for_it() -> None:
+    with asking(Scripted(batch=slowly), budget_s=0.01) as safe:
         assert is_safe(safe.answer(STATE))
         assert safe.failures == {"late": 1}
 
