@@ -62,13 +62,13 @@ def test_the_host_holds_no_more_than_it_has_room_for(seed: int) -> None:
     state = random_state(rng, Size(running=24, waiting=8))
     sizes = np.arange(len(state.running) + 1)
     copies = copies_of_first(state, sizes)
-    kept = state.running.uncached_on_host.sum() - copies.held
-    assert (copies.held <= copies.capacity).all()
-    assert (copies.held <= copies.uncached).all()
-    assert (copies.capacity + kept <= max(state.memory.host_tokens, kept[0])).all()
+    uncached, held, capacity = map(np.asarray, (copies.uncached, copies.held, copies.capacity))
+    kept = state.running.uncached_on_host.sum() - held
+    assert (held <= capacity).all() and (held <= uncached).all()
+    assert (capacity + kept <= max(state.memory.host_tokens, kept[0])).all()
     everybody = host_copies(state.running, state.memory)
-    assert copies.uncached[-1] == everybody.uncached and copies.held[-1] == everybody.held
-    assert copies.capacity[-1] == max(everybody.capacity, everybody.held)
+    assert (uncached[-1], held[-1]) == (everybody.uncached, everybody.held)
+    assert capacity[-1] == max(everybody.capacity, everybody.held)
 
 
 def test_what_a_step_takes_of_those_that_run_as_they_are() -> None:
