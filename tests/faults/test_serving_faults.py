@@ -115,6 +115,10 @@ def running(server: ServerProcess) -> int:
     return int(server.state(integrity=False)["running"])
 
 
+def steps_taken(server: ServerProcess) -> int:
+    return int(server.state(integrity=False)["steps_total"])
+
+
 def check_nothing_leaked(server: ServerProcess) -> None:
     """Nobody runs or waits, and once flushed every unit is free, on the device and on the host."""
 
@@ -174,9 +178,10 @@ def test_a_reader_that_stops_reading(
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", server.port))
         reader.settimeout(PATIENCE_S)
+        before = steps_taken(server)
         head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
         reader.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + text)
-        wait_until(lambda: running(server) == 1, "it does not begin")
+        wait_until(lambda: steps_taken(server) > before, "it does not begin")
         assert token_ids(ask(server.url, bodies)) == expected
         check_nothing_leaked(server)
         received = b""

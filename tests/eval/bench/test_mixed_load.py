@@ -61,7 +61,7 @@ def test_the_urgent_gain_and_little_is_lost() -> None:
             assert ratio["tokens_per_s"] >= 0.95
             assert result.median(cell, OURS, "urgent_attainment") >= 0.95
         else:  # the urgent's speed is bought with the long prompts of the others
-            assert ratio["tokens_per_s"] >= 0.82 and ratio["urgent_tpot_p99"] <= 0.65
+            assert ratio["tokens_per_s"] >= 0.85 and ratio["urgent_tpot_p99"] <= 0.6
         for figure in ("ttft_p99", "tpot_p99"):
             by = [result.median(cell, OURS, f"{who}_{figure}") for who in ("urgent", "alone")]
             assert by[0] >= by[1]
