@@ -57,7 +57,7 @@ def bench(
     import torch
 
     from ellm_sgl.kernels import bench as benchmark
-    from ellm_sgl.kernels import bench_products
+    from ellm_sgl.kernels import bench_operators, bench_products
     from ellm_sgl.kernels.cpu.attention import instruction_set_for
     from ellm_sgl.kernels.cpu.library import load
 
@@ -86,15 +86,20 @@ def bench(
     for product in bench_products.cases():
         click.echo(f"{product}", err=True)
         products.append(bench_products.measure(product, rounds))
+    operators = []
+    for operator in bench_operators.cases():
+        click.echo(f"{operator}", err=True)
+        operators.append(bench_operators.measure(operator, rounds))
     document = {
         "instruction_set": instruction_set_for(64)[1],
         "threads": torch.get_num_threads(),
         "machine": limits,
         "results": [result.to_json() for result in results],
         "products": [product.to_json() for product in products],
+        "operators": [operator.to_json() for operator in operators],
     }
     line = f"machine (GB/s, GFLOP/s): {_line(limits)}; {torch.get_num_threads()} threads"
-    answer(as_json, document, table, _product_table(products), line)
+    answer(as_json, document, table, _product_table(products), _operator_table(operators), line)
 
 
 def _bench_cuda(rounds: int, as_json: bool) -> None:
@@ -131,6 +136,16 @@ def _product_table(products: list[Any]) -> Table:
         weight = f"{case.outputs}×{case.size} {case.dtype[0]}{case.dtype[-2:]}"
         ms = f"{result.milliseconds['cpu']:.3f}"
         table.add_row(str(case.rows), weight, ms, f"{result.read_share:.0%}", ratios)
+    return table
+
+
+def _operator_table(operators: list[Any]) -> Table:
+    table = _table("operator: rows", "size", "µs", "times faster than PyTorch's")
+    for result in operators:
+        case = result.case
+        size = f"{case.size} {case.dtype[0]}{case.dtype[-2:]}"
+        microseconds = f"{result.microseconds['cpu']:.1f}"
+        table.add_row(f"{case.name} {case.rows}", size, microseconds, f"{result.ratio:.1f}")
     return table
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ellm_sgl.kernels import bench, bench_products, reference
+from ellm_sgl.kernels import bench, bench_operators, bench_products, reference
 from ellm_sgl.kernels.cpu import attention as cpu
 from ellm_sgl.kernels.cpu.library import load
 
@@ -51,3 +51,14 @@ def test_products_have_their_peers_and_positive_figures() -> None:
         assert result.milliseconds.keys() >= {"cpu", "linear", "read"}
         assert min(*result.milliseconds.values(), *result.ratio.values(), result.read_share) > 0
         assert result.to_json()["case"]["rows"] == 3
+
+
+def test_operators_have_positive_figures() -> None:
+    for name in ("norm", "rope", "gate"):
+        case = bench_operators.Case(name, 3, 64, 32, "bfloat16")
+        result = bench_operators.measure(case, rounds=1)
+        assert result.microseconds.keys() == {"cpu", "operators"}
+        assert min(*result.microseconds.values(), result.ratio) > 0
+        assert result.to_json()["case"]["name"] == name
+    models = {(case.size, case.dtype) for case in bench_operators.cases()}
+    assert {(192, "float32"), (8192, "bfloat16")} <= models

@@ -10,6 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ellm_sgl.kernels.bench_operators import (
+    gate_in_operators,
+    norm_in_operators,
+    rope_in_operators,
+)
 from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.kernels.cpu.operators import gate, normalise, rotate
 
@@ -35,18 +40,6 @@ def normalised(
     found = normalise(x, weight, EPSILON, residual)
     assert found is not None
     return found
-
-
-def rotated_by_pytorch(
-    positions: torch.Tensor, x: torch.Tensor, head_dim: int, cosines: torch.Tensor
-) -> torch.Tensor:
-    """As SGLang writes it, in operators of PyTorch's that each round their result."""
-    turned = cosines.shape[1]
-    cosine, sine = cosines[positions].unsqueeze(1).chunk(2, dim=-1)
-    heads = x.reshape(len(x), -1, head_dim)
-    a, b = heads[..., :turned].chunk(2, dim=-1)
-    parts = (a * cosine - b * sine, b * cosine + a * sine, heads[..., turned:])
-    return torch.cat(parts, dim=-1).reshape(x.shape)
 
 
 @each_isa
@@ -107,7 +100,7 @@ def test_turns_are_pytorchs_to_the_bit(
     together = torch.randn(rows, sum(widths)).to(dtype)
     q, k, v = together.split(widths, dim=-1)
     cosines, positions = torch.randn(50, 2 * half).to(dtype), torch.randint(50, (rows,))
-    expected = [rotated_by_pytorch(positions, x, head_dim, cosines) for x in (q, k)]
+    expected = [rope_in_operators(positions, x, head_dim, cosines) for x in (q, k)]
     before = v.clone()
     assert rotate(positions, q, k, head_dim, cosines)
     assert torch.equal(q, expected[0])
@@ -179,7 +172,7 @@ def test_values_at_the_edges_of_a_type(isa: str, dtype: torch.dtype) -> None:
     q = torch.tensor([[*edges, float("nan"), 3.0]]).to(dtype)
     k, positions = q.clone(), torch.tensor([0])
     cosines = torch.tensor([[1.0, 0.5, 1.0, 1.0, -1.0, 1.0, 0.0, 2.0, 0.25, 1.0]]).to(dtype)
-    expected = rotated_by_pytorch(positions, q, 10, cosines)
+    expected = rope_in_operators(positions, q, 10, cosines)
     assert rotate(positions, q, k, 10, cosines)
     torch.testing.assert_close(q, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(q.signbit() & ~q.isnan(), expected.signbit() & ~expected.isnan())
@@ -187,6 +180,23 @@ def test_values_at_the_edges_of_a_type(isa: str, dtype: torch.dtype) -> None:
     assert torch.equal(out, torch.zeros(1, 20).to(dtype))
     out, _ = normalised(torch.tensor([[1.0, float("nan")]]).to(dtype), torch.ones(2).to(dtype))
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norms_and_gates_are_pytorchs_but_for_a_rounding(isa: str, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 40, 192).to(dtype)
+    weight = torch.randn(192).to(dtype)
+    out, total = normalised(x, weight, residual)
+    expected, expected_total = norm_in_operators(x, weight, EPSILON, residual)
+    assert total is not None
+    assert torch.equal(total, expected_total)
+    gated = gate(x)
+    assert gated is not None
+    for own, pytorchs in ((out, expected), (gated, gate_in_operators(x))):
+        near = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(own, pytorchs, rtol=near, atol=1e-6)
+        if dtype is not torch.float32:  # both round where the other does
+            assert (own != pytorchs).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("dtype", TYPES)
