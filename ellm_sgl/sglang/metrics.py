@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,8 @@ class Metrics:
             f: self._declare(Histogram, f, buckets=f.buckets) for f in DISTRIBUTIONS
         }
         self._children: dict[tuple[str, Labels], Any] = {}
-        self._told: dict[tuple[str, Labels], float] = {}
+        self._told: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
+        """By the family's name."""
         self._steps = self._decisions = 0
         self._due_s = -math.inf
         for phase in PHASES:
@@ -90,17 +92,19 @@ class Metrics:
         self._due_s = now_s + UPDATE_S
         scene = Scene.of(self._ours, iteration, running, waiting)
         for family, metric in self._gauges:
-            values = family.values(scene)
-            for labels in self._known(family).difference(values):
-                self._child(family, metric, labels).set(0)
-            for labels, value in values.items():
-                self._told[family.name, labels] = value
-                self._child(family, metric, labels).set(value)
+            told, values = self._told[family.name], family.values(scene)
+            gone = dict.fromkeys(told.keys() - values.keys(), 0.0)
+            for labels, value in {**values, **gone}.items():
+                if value != told.get(labels):
+                    told[labels] = value
+                    self._child(family, metric, labels).set(value)
         for family, metric in self._counters:
+            told = self._told[family.name]
             for labels, value in family.values(scene).items():
-                before = self._told.get((family.name, labels), 0.0)
-                self._told[family.name, labels] = value
-                self._child(family, metric, labels).inc(max(value - before, 0.0))
+                before = told.get(labels)
+                if value != before:
+                    told[labels] = value
+                    self._child(family, metric, labels).inc(max(value - (before or 0.0), 0.0))
         self._observe(scene)
 
     def _observe(self, scene: Scene) -> None:
@@ -121,10 +125,6 @@ class Metrics:
     def _sample(self, family: Distribution, value: float, labels: Labels) -> None:
         if math.isfinite(value):
             self._child(family, self._histograms[family], labels).observe(value)
-
-    def _known(self, family: Family) -> set[Labels]:
-        """Labels that this gauge has been told with."""
-        return {labels for name, labels in self._told if name == family.name}
 
     def _declare(self, kind: Any, family: Family | Distribution, **more: Any) -> Any:
         names = [*self._labels, *family.labels]

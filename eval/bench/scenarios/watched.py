@@ -1,5 +1,5 @@
 """What it costs to be watched: metrics, SGLang's own and those with eLLM's, and an open page that
-looks once a second."""
+looks once a second. Each round starts the servers anew: two processes of one program differ."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ ROUTES = ("/ellm/state", "/ellm/requests")
 
 @dataclass(frozen=True)
 class Watched(Scenario):
-    rounds: int = rounds_option(20)
+    rounds: int = rounds_option(10)
     requests: int = option(24, REQUESTS)
     prompt_tokens: int = option(128, TOKENS)
     output_tokens: int = option(512, TOKENS)
     pool_tokens: int = option(10_000, TOKENS, "eLLM's, of the device; elsewhere is room for all.")
 
+    anew = True
     against: ClassVar = {
         "SGLang, metrics": "SGLang",
         "eLLM, metrics": "eLLM",
