@@ -1,13 +1,14 @@
 """Ask a policy, and go on without it when it fails.
 
 A policy may be other people's code on the hot path. Each of its answers is checked before use, and
-replaced if it is not there in time. It runs on a thread of its own, so that one that hangs delays a
-step by its budget and no more. The first question may take longer, for imports and compilation:
-`FIRST_ANSWER_S`. (One that holds the interpreter's lock in native code cannot be hurried; numpy,
-scipy and cvxpy release it, or return soon.) A policy that promises never to wait is asked on the
-caller's thread, because on a busy machine waking another costs a step milliseconds. What it says
-is used even if it is late: the time has passed, and the safe answer would bring everybody back who
-pauses, and admit everybody who waits.
+replaced if it is not there in time: by what the policy said last, which stands for a while, then by
+the safe answer, which brings everybody back who pauses and admits everybody who waits. It runs on a
+thread of its own, so that one that hangs delays a step by its budget and no more. The first
+question may take longer, for imports and compilation: `FIRST_ANSWER_S`. (One that holds the
+interpreter's lock in native code cannot be hurried; numpy, scipy and cvxpy release it, or return
+soon.) A policy that promises never to wait is asked on the caller's thread, because on a busy
+machine waking another costs a step milliseconds; what it says is used even if it is late, because
+the time has passed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
-from ellm_sgl.policies import Batch, EndedRequest, Policy, Ratios, SystemState, WorkSplit
+from ellm_sgl.engine.last_word import STANDS_S, Answer, LastWord, safe_answer
+from ellm_sgl.policies import EndedRequest, Policy, SystemState
 from ellm_sgl.policies.base import MOST_ENDED
 from ellm_sgl.policies.checks import InvalidAnswer, check_batch, check_ratios, check_split
 from ellm_sgl.policies.planned import step_work
@@ -41,17 +40,6 @@ and compilations take seconds on a busy machine; a server that is switched stand
 
 LOG_INTERVAL_S = 60.0
 """A failure is logged once per kind and so many seconds; all are counted."""
-
-SAFE_SPLIT = WorkSplit(swap_layers=0, recompute_layers=1, delta=512)
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """A policy's three answers to one state, or the safe ones."""
-
-    batch: Batch
-    ratios: Ratios
-    split: WorkSplit
 
 
 class PolicyGuard:
@@ -79,6 +67,7 @@ class PolicyGuard:
         self._listens = type(policy).ended is not Policy.ended
         self._pending: Future[Any] | None = None
         """A question that was not answered in time. None other is put before it has been."""
+        self._last: LastWord | None = None
         self._logged: dict[str, float] = {}
         self.idle_without_pressure = self._promises("idle_without_pressure")
         """`Policy.idle_without_pressure`; not if asking it fails."""
@@ -135,22 +124,22 @@ class PolicyGuard:
     def _answered(self, state: SystemState) -> Answer:
         if self._pending is not None:
             if not self._pending.done():
-                return self._failed(state, "late", "is still at an earlier question")
+                return self._late(state, "is still at an earlier question")
             self._pending = None
         began = time.perf_counter()
         try:
             answer = self._in_time(self.budget_s, self._ask, state)
-            if self._directly and time.perf_counter() - began > self.budget_s:
-                self._count(
-                    "late", f"took more than {self.budget_s * 1e3:g} ms; its answer is used"
-                )
-            return answer
         except OverdueError:
-            return self._failed(state, "late", f"took more than {self.budget_s * 1e3:g} ms")
+            return self._late(state, f"took more than {self.budget_s * 1e3:g} ms")
         except InvalidAnswer as error:
             return self._failed(state, error.kind, str(error))
         except Exception as error:
             return self._failed(state, "exception", f"raised {_told(error)}")
+        if not self._directly:
+            self._last = LastWord.of(state, answer)
+        elif time.perf_counter() - began > self.budget_s:
+            self._count("late", f"took more than {self.budget_s * 1e3:g} ms; its answer is used")
+        return answer
 
     def close(self) -> None:
         """Close the policy, and let the thread go; neither that nor a question in progress is
@@ -193,14 +182,18 @@ class PolicyGuard:
         check_split(split)
         return Answer(batch, ratios, split)
 
+    def _late(self, state: SystemState, what: str) -> Answer:
+        """What it said last, where that can stand; else the safe answer."""
+        stands = None if self._last is None else self._last.answer(state)
+        if stands is None:
+            return self._failed(state, "late", what)
+        self._count("late", f"{what}; what it said last stands, for up to {STANDS_S:g} s")
+        return stands
+
     def _failed(self, state: SystemState, kind: str, what: str) -> Answer:
+        self._last = None
         self._count(kind, f"{what}; this step keeps all cached and admits as SGLang does")
-        waiting = len(state.waiting)
-        return Answer(
-            Batch(admit=tuple(range(waiting))),
-            Ratios(running=np.zeros(len(state.running)), admitted=np.zeros(waiting)),
-            SAFE_SPLIT,
-        )
+        return safe_answer(state)
 
     def _count(self, kind: str, what: str) -> None:
         self.failures[kind] += 1

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ellm_sgl.engine.policy_guard import Answer, PolicyGuard
+from ellm_sgl.engine.last_word import Answer
+from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Batch, FixedRatio, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.testing.generate import make_state, requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import subprocess
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 
 from ellm_sgl.engine import policy_guard as asking_module
+from ellm_sgl.engine.last_word import STANDS_S, Answer
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Batch, FixedRatio, Ratios, Stock, SystemState, WorkSplit
+from ellm_sgl.policies.planned import select
+from ellm_sgl.policies.testing import requests
 from tests.engine.scripted import LONG_S, STATE, Prompt, Scripted, asking, hanging, is_safe
 
 
@@ -153,6 +157,68 @@ def test_on_a_thread_of_its_own_nobody_waits_for_it() -> None:
         assert safe.failures == {"late": 1}
 
 
+def late_after_one_answer(state: SystemState, *later: SystemState) -> list[Answer]:
+    """Of a policy that pauses the second of those that run, admits the third of those that wait and
+    then says nothing more."""
+    hangs, asked = threading.Event(), 0
+
+    def once() -> Batch:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            hangs.wait(LONG_S)
+        return Batch(admit=(2,), pause=(1,))
+
+    policy = Scripted(batch=once, ratio=lambda: Ratios(np.array([0.5, 0.75]), np.array([0.25])))
+    with asking(policy) as safe:
+        answers = [safe.answer(state)]
+        safe.budget_s = 0.01
+        answers += [safe.answer(one) for one in later]
+        assert safe.failures == {"late": len(later)}
+        hangs.set()
+    return answers
+
+
+def test_what_a_policy_said_last_stands_while_it_is_late() -> None:
+    """Whoever paused goes on pausing, and nobody else is admitted."""
+    first, again = late_after_one_answer(STATE, STATE)
+    assert again.batch == Batch(admit=(), pause=(1,)) and again.split == first.split
+    assert again.ratios.running.tolist() == [0.5, 0.75] and not len(again.ratios.admitted)
+
+
+def test_it_stands_for_the_same_requests_wherever_they_are_now() -> None:
+    """The first has ended; the one that was admitted runs, and one that nobody was asked of."""
+    paused, admitted = STATE.running.request_id[1], STATE.waiting.request_id[2]
+    running = requests([100, 60, 100], request_id=[900, admitted, paused])
+    [_, again] = late_after_one_answer(STATE, dataclasses.replace(STATE, running=running))
+    assert again.batch == Batch(admit=(), pause=(2,))
+    assert again.ratios.running.tolist() == [0.0, 0.25, 0.75]
+
+
+@pytest.mark.parametrize("too_long", [True, False])
+def test_it_stands_for_a_while_and_while_anybody_runs(too_long: bool) -> None:
+    later = dataclasses.replace(STATE, now_s=STATE.now_s + 1.5 * STANDS_S)
+    alone = dataclasses.replace(STATE, running=select(STATE.running, [1]))
+    after = later if too_long else alone
+    [_, again] = late_after_one_answer(STATE, after)
+    assert again.batch.admit == (0, 1, 2) and not again.batch.pause
+    assert not again.ratios.running.any() and len(again.ratios.running) == len(after.running)
+
+
+def test_what_a_policy_said_before_it_failed_does_not_stand() -> None:
+    def fail() -> Batch:
+        raise ValueError
+
+    scripts = iter([lambda: Batch(admit=(), pause=(1,)), fail, slowly])
+    policy = Scripted(batch=lambda: next(scripts)(), ratio=lambda: Ratios(np.zeros(2), np.zeros(0)))
+    with asking(policy) as safe:
+        assert safe.answer(STATE).batch.pause == (1,)
+        assert is_safe(safe.answer(STATE))
+        safe.budget_s = 0.01
+        assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"exception": 1, "late": 1}
+
+
 SWITCHES_AWAY = """
 import threading
 from ellm_sgl.engine import policy_guard as asking
@@ -160,6 +226,8 @@ from ellm_sgl.engine.controller import Controller, ServerLimits
 from ellm_sgl.engine.step_log import StepLog
 from ellm_sgl.latency import RooflineLatencyModel
 from ellm_sgl.policies import Stock
+from ellm_sgl.policies.planned import select
+from ellm_sgl.policies.testing import requests
 from tests.engine.scripted import STATE, Scripted
 from tests.latency.machines import GPU, TINY
 
