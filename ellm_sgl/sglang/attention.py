@@ -133,7 +133,7 @@ class EllmAttention(AttentionBackend):
         out = self._kernel(q, k, v, keys, values, layout, layer.scaling, out_rows, delta=plan.delta)
         if streamer is not None and ends_group:
             streamer.done(group)
-        return out.view(len(out), -1)
+        return out.view(out.shape[0], -1)
 
     forward_extend = forward_decode
 

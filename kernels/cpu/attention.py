@@ -72,7 +72,7 @@ def mixed_attention(
     heads, head_dim = q.shape[1:]
     out = q.new_empty((rows, heads, head_dim))
     q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
-    if k.shape[0] < groups.rows or q.shape[0] < rows or len(keys) <= plan.largest_unit:
+    if k.shape[0] < groups.rows or q.shape[0] < rows or keys.shape[0] <= plan.largest_unit:
         raise ValueError(f"fewer rows or units than the layout speaks of: {q.shape}, {keys.shape}")
     if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
         raise ValueError(f"strides of keys and values: {keys.stride()}, {values.stride()}")

@@ -40,7 +40,7 @@ def normalise(
         return None
     if not x.is_contiguous():
         x = x.contiguous()
-    size, out = len(weight), torch.empty_like(x)
+    size, out = x.shape[-1], torch.empty_like(x)
     total, beside, sums = None, None, None
     if residual is not None:
         if residual.dtype is not dtype or residual.shape != x.shape or not residual.is_cpu:
@@ -90,7 +90,7 @@ def rotate(
     (k_rows, k_width), (k_stride, k_step) = k.shape, k.stride()
     known, turned = cosines.shape
     if (
-        not (len(positions) == k_rows == rows)
+        not (positions.shape[0] == k_rows == rows)
         or not (q_step == k_step == 1)
         or q_width % head_dim
         or k_width % head_dim

@@ -56,9 +56,10 @@ def linear(
     stride, step = rows.stride()
     if step != 1:
         rows, stride = rows.contiguous(), size
-    out = x.new_empty((len(rows), outputs))
+    count = rows.shape[0]  # len() of a tensor is Python, and takes a microsecond
+    out = x.new_empty((count, outputs))
     product = Product(
-        rows.data_ptr(), weight.data_ptr(), beside, out.data_ptr(), stride, len(rows), size,
+        rows.data_ptr(), weight.data_ptr(), beside, out.data_ptr(), stride, count, size,
         outputs, kind, torch.get_num_threads(), best_instruction_set(),
     )  # fmt: skip
     library.ellm_multiply(byref(product))

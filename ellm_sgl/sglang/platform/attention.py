@@ -126,7 +126,7 @@ class CpuAttention(TorchNativeAttnBackend):
             layer.scaling,
             prefetch=self._prefetch,
         )
-        return out.view(len(out), -1)
+        return out.view(out.shape[0], -1)
 
     def _layout_of(self, batch: ForwardBatch) -> GroupLayout | None:
         """SGLang's step in the kernels' words; None if it is none of theirs."""
