@@ -24,6 +24,8 @@ HELD = 201
 """Output tokens of the requests that the policy holds back."""
 LONG = 1000
 """Output tokens of those that run meanwhile."""
+CHUNK = 64
+"""Rows of a step that computes a prompt."""
 
 
 class Stream:
@@ -52,7 +54,7 @@ class Stream:
 @pytest.fixture(scope="module")
 def mixing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     environment = STRICT | install(tmp_path_factory.mktemp("policies"))
-    mixed = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
+    mixed = ("--enable-mixed-chunk", "--chunked-prefill-size", str(CHUNK))
     # A step can recompute as many tokens as the longer of both.
     recomputed = ("--context-length", "2048", "--max-prefill-tokens", "2048")
     patient = ("--ellm-policy-budget-ms", "1000")  # a late answer would let everybody take part
@@ -83,7 +85,7 @@ def hold(server: ServerProcess, bodies: list[dict[str, Any]], **options: Any) ->
 
 
 def computed(server: ServerProcess) -> dict[str, int]:
-    """Output tokens by request, as the server has them: clients hear of them later."""
+    """Output tokens by request, as the server had them half a second ago at most."""
     rows = httpx.get(f"{server.url}/ellm/requests", timeout=60).raise_for_status().json()
     return {row["rid"]: row["tokens"] - row["prompt_tokens"] for row in rows["requests"]}
 
@@ -110,11 +112,13 @@ def test_who_sits_out_gets_no_token_in_mixed_steps(server: ServerProcess) -> Non
     expected = [token_ids(ask(server.url, [body]))[0] for body in bodies]
     server.flush_cache()
     runs, sits = hold(server, bodies[:2])
-    before = computed(server)
+    before, steps = computed(server), server.state()["steps_total"]
     [answer] = ask(server.url, bodies[2:])
-    after = computed(server)
-    assert after["request 1"] == before["request 1"] < HELD
-    assert after["request 0"] > before["request 0"] + 20  # the steps were mixed
+    since = server.steps()[steps - server.state()["steps_total"] :]
+    chunks = [step["prefill_rows"] for step in since if step["prefill_rows"]]
+    assert len(chunks) >= 24 and max(chunks) == CHUNK - 1  # the other row is the one that decodes
+    wait_for(server, lambda _: computed(server)["request 0"] > before["request 0"] + 20)
+    assert computed(server)["request 1"] == before["request 1"] < HELD
     assert runs.ended() and sits.ended()
     assert [runs.output_ids, sits.output_ids, answer["output_ids"]] == expected
 
