@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ellm_sgl.policies import Batch, Ratios, SystemState, WorkSplit
-from ellm_sgl.policies.base import FloatArray, IntArray
 
 STANDS_S = 1.0
 """Seconds for which the last answer of a policy that is late stands: longer than a busy machine
@@ -34,44 +33,23 @@ def safe_answer(state: SystemState) -> Answer:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class LastWord:
-    """An answer by requests, so that it can stand for a while."""
+def repeated(said: Answer, before: SystemState, state: SystemState) -> Answer | None:
+    """The same for those that still run: others keep all cached, and nobody is admitted.
 
-    at_s: float
-    """`SystemState.now_s`."""
-    request_id: IntArray
-    """Those that ran or were admitted, ascending,"""
-    ratio: FloatArray
-    """and their ratios."""
-    paused: IntArray
-    """Ids."""
-    split: WorkSplit
+    Args:
+        said: what was answered,
+        before: and to which state.
 
-    @classmethod
-    def of(cls, state: SystemState, answer: Answer) -> LastWord:
-        """`state`: what was answered."""
-        running, batch = state.running.request_id, answer.batch
-        ids = np.append(running, state.waiting.request_id[list(batch.admit)])
-        order = np.argsort(ids)
-        return cls(
-            at_s=state.now_s,
-            request_id=ids[order],
-            ratio=np.append(answer.ratios.running, answer.ratios.admitted)[order],
-            paused=running[list(batch.pause)],
-            split=answer.split,
-        )
-
-    def answer(self, state: SystemState) -> Answer | None:
-        """The same for those that still run: others keep all cached, and nobody is admitted. None
-        if it is too old, or nobody would run."""
-        ids = state.running.request_id
-        pause = np.flatnonzero(np.isin(ids, self.paused))
-        if state.now_s - self.at_s > STANDS_S or len(pause) == len(ids):
-            return None
-        ratio = np.zeros(len(ids))
-        if len(self.request_id):
-            at = np.minimum(np.searchsorted(self.request_id, ids), len(self.request_id) - 1)
-            ratio = np.where(self.request_id[at] == ids, self.ratio[at], 0.0)
-        batch = Batch(admit=(), pause=tuple(pause.tolist()))
-        return Answer(batch, Ratios(ratio, np.zeros(0)), self.split)
+    Returns:
+        None if it is too old, or nobody would run.
+    """
+    ids, running = state.running.request_id, before.running.request_id
+    pause = np.flatnonzero(np.isin(ids, running[list(said.batch.pause)]))
+    if state.now_s - before.now_s > STANDS_S or len(pause) == len(ids):
+        return None
+    asked = np.append(running, before.waiting.request_id[list(said.batch.admit)])
+    ratios = np.append(said.ratios.running, said.ratios.admitted)
+    ratio_of = dict(zip(asked.tolist(), ratios.tolist(), strict=True))
+    ratio = np.array([ratio_of.get(one, 0.0) for one in ids.tolist()])
+    batch = Batch(admit=(), pause=tuple(pause.tolist()))
+    return Answer(batch, Ratios(ratio, np.zeros(0)), said.split)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ellm_sgl.engine.last_word import STANDS_S, Answer, LastWord, safe_answer
+from ellm_sgl.engine.last_word import STANDS_S, Answer, repeated, safe_answer
 from ellm_sgl.policies import EndedRequest, Policy, SystemState
 from ellm_sgl.policies.base import MOST_ENDED
 from ellm_sgl.policies.checks import InvalidAnswer, check_batch, check_ratios, check_split
@@ -67,7 +67,8 @@ class PolicyGuard:
         self._listens = type(policy).ended is not Policy.ended
         self._pending: Future[Any] | None = None
         """A question that was not answered in time. None other is put before it has been."""
-        self._last: LastWord | None = None
+        self._last: tuple[Answer, SystemState] | None = None
+        """Of a policy on a thread of its own: what it said last, and of which state."""
         self._logged: dict[str, float] = {}
         self.idle_without_pressure = self._promises("idle_without_pressure")
         """`Policy.idle_without_pressure`; not if asking it fails."""
@@ -136,7 +137,7 @@ class PolicyGuard:
         except Exception as error:
             return self._failed(state, "exception", f"raised {_told(error)}")
         if not self._directly:
-            self._last = LastWord.of(state, answer)
+            self._last = answer, state
         elif time.perf_counter() - began > self.budget_s:
             self._count("late", f"took more than {self.budget_s * 1e3:g} ms; its answer is used")
         return answer
@@ -184,7 +185,7 @@ class PolicyGuard:
 
     def _late(self, state: SystemState, what: str) -> Answer:
         """What it said last, where that can stand; else the safe answer."""
-        stands = None if self._last is None else self._last.answer(state)
+        stands = None if self._last is None else repeated(*self._last, state)
         if stands is None:
             return self._failed(state, "late", what)
         self._count("late", f"{what}; what it said last stands, for up to {STANDS_S:g} s")

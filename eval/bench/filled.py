@@ -23,7 +23,6 @@ from ellm_sgl.client.process import ServerProcess
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
-SERVER = "ellm_sgl.serve.launch"
 VOCABULARY = 256
 
 
@@ -72,7 +71,7 @@ def main(tokens: int) -> None:
 
     loop = "sglang.srt.managers.scheduler.Scheduler.run_event_loop"
     HookRegistry.register(loop, partial(before, tokens), HookType.BEFORE)
-    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
+    runpy.run_module(ServerProcess.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from ellm_sgl.engine.policy_guard import FIRST_ANSWER_S
 from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
 from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install
+from tests.e2e.test_memory_pressure import wait_for
 
 pytestmark = pytest.mark.slow
 ADMIN = "an admin's key"
@@ -137,7 +138,7 @@ def test_policies_of_this_package_change_nothing_under_pressure(
     try:
         with ThreadPoolExecutor(1) as background:
             answers = background.submit(ask, scripted.url, longer)
-            until_most_run(scripted, len(longer))
+            wait_for(scripted, lambda state: state["running"] >= 3 * len(longer) // 4)
             scripted.adjust(ellm_device_kv_tokens=1024)
             assert token_ids(answers.result()) == alone
         state = scripted.state()
@@ -146,13 +147,6 @@ def test_policies_of_this_package_change_nothing_under_pressure(
         assert set(state["policy"]["fallbacks"]) <= {"late"}
     finally:
         scripted.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
-
-
-def until_most_run(server: ServerProcess, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while (state := server.state(integrity=False))["running"] < 3 * count // 4:
-        assert time.monotonic() < deadline, state
-        time.sleep(0.01)
 
 
 def test_a_policy_that_is_idle_without_pressure_is_not_asked_while_all_fits(
