@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,8 +76,13 @@ class SharingServer(Server):
 def server(tmp_path: Path) -> Iterator[SharingServer]:
     server = SharingServer(tmp_path)
     yield server
+    path_of("test", tmp_path).unlink(missing_ok=True)  # which ends its thread, in its next turn
+    deadline = time.monotonic() + 20
+    while any(thread.name == "ellm-size" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        if server.socket.poll(20):  # it waits for the answer to what it asked last
+            server.turn()
     server.socket.close()
-    path_of("test", tmp_path).unlink(missing_ok=True)  # which ends its thread
 
 
 def waiting(prompt: int, most_new: int, generated: int = 0) -> Any:
