@@ -77,6 +77,9 @@ class HardwareProfile:
     """By what a transfer from host memory lengthens the step that it runs beside, as a share of its
     own time: preparing it, and the processor and memory that it takes. Nothing on a GPU, several
     times its own time where the processor itself copies."""
+    restore_overhead_s: float = 0.0
+    """Further time of a step that restores anything, however little: it is planned anew, and its
+    layers wait for what arrives."""
     phase_change_s: float = 0.0
     """Further time of a step that prefills after one that decoded, or the other way round."""
     reduce_row_s: float = 0.0

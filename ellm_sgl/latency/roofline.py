@@ -29,6 +29,7 @@ COMPONENTS = (
     "kv",
     "attention",
     "fetch",
+    "restore",
     "turn",
 )
 """Parts of a step's time that have a factor each."""
@@ -117,6 +118,7 @@ class RooflineLatencyModel(LatencyModel):
             self._token_s * work.decode_tokens,
             self._pair_s * (share * work.restored_pairs + work.prefill_pairs),
             self._fetch_token_s * work.swap_tokens * (1.0 - share),
+            profile.restore_overhead_s * _smaller(work.restored_tokens, 1),
             profile.phase_change_s * work.phase_changes,
         )
 

@@ -302,5 +302,6 @@ def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:
         attention_flops=profile.attention_flops / factor,
         step_overhead_s=profile.step_overhead_s * factor,
         row_overhead_s=profile.row_overhead_s * factor,
+        restore_overhead_s=profile.restore_overhead_s * factor,
         phase_change_s=profile.phase_change_s * factor,
     )

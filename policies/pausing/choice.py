@@ -2,8 +2,8 @@
 
 To restore part of every request in every step may cost more than to pause some, without their KV,
 until there is room for them again. The latency model decides how many: the first k requests run for
-which k / T(k, r(k)) is best, in the order of `turns.pause_order`. When those that pause come back
-`resuming` decides.
+which k / T(k, r(k)) is best, those left over in mind, in the order of `turns.pause_order`. When
+those that pause come back `resuming` decides.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ellm_sgl.policies.problem.candidates import (
     slack_s,
 )
 from ellm_sgl.policies.problem.forecast import SLO_SHARE
+from ellm_sgl.policies.problem.left_over import rate_of_all
 from ellm_sgl.policies.problem.on_host import copies_of_first, fetching
 from ellm_sgl.policies.problem.standing import Standing
 
@@ -119,6 +120,8 @@ def participants(state: SystemState, active: int) -> int:
     value = np.where(fits, sizes / seconds, 0.0)
     # What was evicted may find no room to come back: each step restores it then.
     value[active - 1] = min(value[active - 1], active / decode_seconds(state, slice(active)))
+    known = count + len(state.waiting)
+    value = rate_of_all(value, sizes, known, float(state.running.tokens.mean()), now.latency)
     best = int(value[:active].argmax()) + 1
     if now.short[active] > 0.0 and value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best

@@ -27,6 +27,7 @@ from ellm_sgl.policies.problem.candidates import (
     slos_s,
     unowned_tokens,
 )
+from ellm_sgl.policies.problem.left_over import rate_of_all
 from ellm_sgl.policies.problem.on_host import fetching
 
 FIRST_STEPS = 8
@@ -77,6 +78,8 @@ class Forecast:
     """and how likely each of these goes on, [times, running]."""
     pace: float
     """`SystemState.pace`."""
+    known: int
+    """Requests that run or wait."""
     free: float
     """Device tokens that there are for blocks of their own."""
     expected_short: FloatArray
@@ -141,6 +144,7 @@ class Forecast:
             ahead_s=slack[order],
             going_on=goes_on[:, order],
             pace=state.pace,
+            known=len(state.running) + len(state.waiting),
             free=float(free),
             expected_short=held - free,
             short=np.minimum(held + deviation, most) - free,
@@ -148,8 +152,9 @@ class Forecast:
 
     def solve(self, most: int | None = None, keep_slo: bool = True, may_pause: bool = True) -> int:
         """The smallest of the best batch sizes: all that fit without restoring anything; beyond
-        that, the one that makes most tokens per second until they have ended. Where memory will be
-        short, part of each is restored in every step, or some pause, whichever is faster.
+        that, the one that makes most tokens per second until they and those who are left over
+        have ended. Where memory will be short, part of each is restored in every step, or some
+        pause, whichever is faster.
 
         Args:
             most: b is at most this.
@@ -160,7 +165,9 @@ class Forecast:
             b; `fewest` if none is possible.
         """
         steps = self._steps(may_pause)
-        value = self._rate(steps.seconds / steps.decodes)
+        rate, sizes = self._rate(steps.seconds / steps.decodes), np.arange(steps.seconds.shape[1])
+        length = float(self.tokens[:, -1].sum() / self.rows[:, -1].sum())
+        value = rate_of_all(rate, self.fewest + sizes, self.known, length, self.latency)
         value[~(steps.possible | steps.pauses).all(axis=0)] = 0.0
         if keep_slo:
             pauses, spent_s = steps.pauses, self._spent_s(steps)

@@ -61,6 +61,14 @@ def test_turning_between_prompts_and_decoding_takes_its_own_time() -> None:
     assert seconds(TINY, CPU, turned) == seconds(TINY, CPU, steady)
 
 
+def test_to_restore_anything_takes_a_time_of_its_own() -> None:
+    profile = dataclasses.replace(CPU, restore_overhead_s=2e-3, fetch_share=0.0)
+    none = StepWork(4, 2000)
+    some = dataclasses.replace(none, restored_tokens=16, swap_tokens=16, recompute_share=0.0)
+    gap = seconds(TINY, profile, some) - seconds(TINY, profile, none)
+    assert gap == pytest.approx(2e-3)
+
+
 def test_a_transfer_hides_behind_the_step_or_bounds_it() -> None:
     step = StepWork(4, 2000, recompute_share=0.25)
     alone = seconds(LLAMA, GPU, step)
