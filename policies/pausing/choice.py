@@ -25,6 +25,7 @@ from ellm_sgl.policies.problem.candidates import (
     share_for,
     short_tokens,
     slack_s,
+    slos_s,
 )
 from ellm_sgl.policies.problem.forecast import SLO_SHARE
 from ellm_sgl.policies.problem.left_over import rate_of_all
@@ -121,7 +122,8 @@ def participants(state: SystemState, active: int) -> int:
     # What was evicted may find no room to come back: each step restores it then.
     value[active - 1] = min(value[active - 1], active / decode_seconds(state, slice(active)))
     known = count + len(state.waiting)
-    value = rate_of_all(value, sizes, known, float(state.running.tokens.mean()), now.latency)
+    length, slo_s = float(state.running.tokens.mean()), float(slos_s(state, 0)[0])
+    value = rate_of_all(value, sizes, slo_s, known, length, now.latency)
     best = int(value[:active].argmax()) + 1
     if now.short[active] > 0.0 and value[best - 1] > (1.0 + GAIN) * value[active - 1]:
         return best
