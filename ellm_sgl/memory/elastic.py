@@ -263,6 +263,8 @@ class ElasticMemory:
         before = self.table.used_units
         for seq_id in np.array(seq_ids)[excess > 0].tolist():
             spare = (self.table.free_units - growth) // cost
+            if spare <= 0:
+                break
             # Anew: blocks may have returned for another request that shares them.
             count = min(spare, int(self._excess_blocks([seq_id])[0]))
             if count > 0:
