@@ -98,7 +98,8 @@ class RooflineLatencyModel(LatencyModel):
 
         `read` is reading the weights, `packing` what more than one row adds to that, `compute`
         what computing takes beyond reading, `serial` what of the rest does not overlap, and
-        `fetch` what a transfer takes from the step that it runs beside.
+        `fetch` what a transfer takes from the step that it runs beside; `restore` is restoring
+        anything at all.
         """
         profile, share = self._profile, work.recompute_share
         rows = work.decode_rows + work.prefill_rows + share * work.restored_tokens

@@ -165,9 +165,10 @@ class Forecast:
             b; `fewest` if none is possible.
         """
         steps = self._steps(may_pause)
-        rate, sizes = self._rate(steps.seconds / steps.decodes), np.arange(steps.seconds.shape[1])
+        rate = self._rate(steps.seconds / steps.decodes)
+        sizes = self.fewest + np.arange(len(rate))
         length = float(self.tokens[:, -1].sum() / self.rows[:, -1].sum())
-        value = rate_of_all(rate, self.fewest + sizes, self.slo_s, self.known, length, self.latency)
+        value = rate_of_all(rate, sizes, self.slo_s, self.known, length, self.latency)
         value[~(steps.possible | steps.pauses).all(axis=0)] = 0.0
         if keep_slo:
             pauses, spent_s = steps.pauses, self._spent_s(steps)
