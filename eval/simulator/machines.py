@@ -41,6 +41,8 @@ class Device:
     step_overhead_s: float = 1e-3
     """Time of a step that neither memory nor arithmetic explain: scheduling, launches."""
     row_overhead_s: float = 5e-6
+    restore_overhead_s: float = 0.0
+    """What a step takes longer that restores anything, besides the bytes and the arithmetic."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which names the field, where a number is out of range or the name is
@@ -49,7 +51,9 @@ class Device:
             raise ValueError(f"name is {shown(self.name)}; give a text")
         for name in ("memory_bytes", "flops", "bytes_per_s", "link_bytes_per_s"):
             _SIZES.check(name, getattr(self, name))
-        for name in ("link_latency_s", "step_overhead_s", "row_overhead_s"):
+        for name in (
+            "link_latency_s", "step_overhead_s", "row_overhead_s", "restore_overhead_s",
+        ):  # fmt: skip
             _TIMES.check(name, getattr(self, name))
 
     def profile(self, shape: ModelShape, ranks: int, nvlink: bool = True) -> HardwareProfile:
@@ -70,6 +74,7 @@ class Device:
             link_latency_s=self.link_latency_s,
             step_overhead_s=self.step_overhead_s + reduces * ALL_REDUCE_S,
             row_overhead_s=self.row_overhead_s,
+            restore_overhead_s=self.restore_overhead_s,
             attention_flops=ATTENTION_SHARE * self.flops,
             reduce_row_s=reduces * sent / link,
         )

@@ -19,7 +19,10 @@ from ellm_sgl.eval.simulator.machines import Device, assemble, read_model
 
 SHAREGPT = LENGTHS["sharegpt"]
 SHORT = Lengths(LogNormal(96, 0.6, 512), LogNormal(300, 1.0, 1024))
-CORE = Device("one core", 4e9, 85e9, 38e9, 12e9, step_overhead_s=4e-3, row_overhead_s=3e-4)
+CORE = Device(
+    "one core", 4e9, 85e9, 38e9, 12e9,
+    step_overhead_s=4e-3, row_overhead_s=3e-4, restore_overhead_s=2e-3,
+)  # fmt: skip
 """About one of a server's, as `ellm-sgl calibrate` finds it."""
 
 
@@ -34,7 +37,9 @@ class Cell(NamedTuple):
     memory: int
     """How many requests of mean lengths there is room for."""
     restore: str
-    """What policies restore by: with "recompute" there is no host memory, for baselines neither."""
+    """What policies restore by."""
+    host: float | None = None
+    """Host memory, for policies and baselines: how many times the device's. None: all it takes."""
 
 
 @cache
@@ -52,6 +57,8 @@ MACHINES: Mapping[str, tuple[Callable[[], Machine], Lengths]] = {
 """The paper's, one whose weights take most of memory, and a small model on a processor."""
 LOADS = (0.5, 1.0, 3.0)
 MEMORY = 32, 16
+SCARCE: tuple[tuple[str, float | None], ...] = (("recompute", 0), ("swap", None), ("both", 1))
+"""Ways to restore with the smaller memory, and the host's."""
 KINDS = ("known", "unknown", "long-tailed", "shifting")
 SLOS: Mapping[str, float] = {"none": math.inf, "loose": 4.0, "tight": 1.3}
 """Over the time per token at the load that is sustained."""
@@ -62,20 +69,20 @@ SHIFT = 0.5, 1.5
 
 def grid(machines: tuple[str, ...]) -> Iterator[Cell]:
     """Every load, kind of lengths and SLO; and with less memory, under overload, with each way
-    to restore alone."""
+    to restore alone, and with both where the host holds as much as the device."""
     for machine in machines:
         for kind in KINDS:
             for slo in SLOS:
                 for load in LOADS:
                     yield Cell(machine, load, kind, slo, MEMORY[0], "both")
-                for restore in ("recompute", "swap"):
-                    yield Cell(machine, LOADS[-1], kind, slo, MEMORY[1], restore)
+                for restore, host in SCARCE:
+                    yield Cell(machine, LOADS[-1], kind, slo, MEMORY[1], restore, host)
 
 
 def machine_of(cell: Cell) -> Machine:
     whole, lengths = MACHINES[cell.machine]
-    host = 0 if cell.restore == "recompute" else None
-    return whole().limited(int(cell.memory * mean_tokens([_kind(lengths)])), host)
+    tokens = int(cell.memory * mean_tokens([_kind(lengths)]))
+    return whole().limited(tokens, None if cell.host is None else int(cell.host * tokens))
 
 
 def load_of(cell: Cell, count: int, seed: int) -> Load:

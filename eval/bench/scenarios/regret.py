@@ -81,7 +81,7 @@ class Regret(Scenario):
     def title(self, cell: Cell) -> str:
         return (
             f"{cell.machine}, {cell.load:g} x load, lengths {cell.lengths}, SLO {cell.slo}, "
-            f"room for {cell.memory}, restore {cell.restore}"
+            f"room for {cell.memory}, restore {cell.restore}, {_host(cell)}"
         )
 
     def warm_up(self, name: str, server: Any) -> None:
@@ -183,4 +183,9 @@ def _across(cell: Cell) -> str:
 
 
 def _down(cell: Cell) -> str:
-    return f"{cell.machine}, room for {cell.memory}, {cell.load:g} x load, {cell.restore}"
+    memory = f"room for {cell.memory}, {_host(cell)}"
+    return f"{cell.machine}, {memory}, {cell.load:g} x load, {cell.restore}"
+
+
+def _host(cell: Cell) -> str:
+    return "host unbounded" if cell.host is None else f"host {cell.host:g} x"

@@ -59,15 +59,17 @@ def test_what_servers_are_told_of_lengths() -> None:
     assert shifting[1500:].mean() > 2 * shifting[:1500].mean()
 
 
-def test_nobody_has_a_host_where_policies_recompute() -> None:
-    hosts = {kind: machine_of(CELL._replace(restore=kind)).host_tokens for kind in ("both", "swap")}
-    assert hosts == {"both": None, "swap": None}
-    assert machine_of(CELL._replace(restore="recompute")).host_tokens == 0
+def test_a_host_holds_what_the_cell_says() -> None:
+    device = machine_of(CELL).kv_tokens
+    hosts = {host: machine_of(CELL._replace(host=host)).host_tokens for host in (None, 0, 1)}
+    assert hosts == {None: None, 0: 0, 1: device}
+    alone = [c for c in grid(("demo",)) if c.restore == "recompute"]
+    assert alone and all(c.host == 0 for c in alone)
 
 
 def measured(**within: float) -> Result:
     """Of two cells; a setting's attainment is 0.9, but 1 for policies."""
-    made = Regret(machines=("demo",), every=30)
+    made = Regret(machines=("demo",), every=36)
     figures = {s.name: within.get(s.name.replace("-", "_"), 50.0) for s in made.settings()}
     return Result(
         tuple(
@@ -79,7 +81,7 @@ def measured(**within: float) -> Result:
 
 
 def test_policies_are_held_against_the_best_baseline() -> None:
-    made = Regret(machines=("demo",), every=30)
+    made = Regret(machines=("demo",), every=36)
     result = measured(fcfs=99.0, slo_priority=96.0, swap=100.0)
     verdicts = made.verdicts(result)
     assert len(verdicts) == 4 and {v.best for v in verdicts} == {"swap"}
@@ -106,11 +108,11 @@ class Part(Regret):
             Cell("llama2-13b", 3.0, "shifting", "loose", 32, "both"),
             Cell("llama2-70b", 3.0, "known", "none", 16, "swap"),
             Cell("llama2-70b", 3.0, "unknown", "loose", 16, "swap"),
-            Cell("llama2-70b", 3.0, "unknown", "tight", 16, "recompute"),
+            Cell("llama2-70b", 3.0, "unknown", "tight", 16, "recompute", 0),
             Cell("llama3-8b", 3.0, "long-tailed", "loose", 16, "swap"),
             # The SLO is kept by those who pause in turn.
             Cell("llama2-70b", 3.0, "shifting", "tight", 16, "swap"),
-            Cell("demo", 3.0, "shifting", "tight", 16, "recompute"),
+            Cell("demo", 3.0, "shifting", "tight", 16, "recompute", 0),
         )
 
 
