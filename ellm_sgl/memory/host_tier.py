@@ -28,6 +28,9 @@ import numpy.typing as npt
 from ellm_sgl.memory.ids import FreeList
 from ellm_sgl.memory.shape import NONE, IntArray, read_only
 
+_AT_ONCE = 64
+"""Blocks that are looked through for copies to drop."""
+
 
 class HostTier:
     """Which (block, group) has a copy in which host unit.
@@ -48,6 +51,9 @@ class HostTier:
         """Of a hidden group, units of the `HiddenPool`; of the others, of the `KVPool`."""
         self.filling: IntArray = np.full(num_blocks + 1, NONE, np.int32)
         """Slot of the `HiddenPool` that each block's hidden states are captured in."""
+        # A full host is asked at each eviction: looking through all of it takes too long.
+        self._suspects: npt.NDArray[np.bool_] = np.zeros(num_blocks + 1, np.bool_)
+        """Blocks of which KV may be on the device and here; of no others is it."""
         slots = num_units // num_groups if hidden_groups else 0
         self._slots = FreeList(slots)
         self._free = FreeList(num_units - slots * hidden_groups)
@@ -83,7 +89,12 @@ class HostTier:
             self._drop_duplicates(len(groups) - len(self._free), device)
         kept = groups[: len(self._free)]
         self._units[block, kept] = self._free.take(len(kept))
+        self._suspects[block] = True
         return kept
+
+    def came_back(self, blocks: IntArray | int) -> None:
+        """These blocks got device units: what is here of them is on the device, too."""
+        self._suspects[blocks] = True
 
     # -- hidden states ----------------------------------------------------------------------
 
@@ -118,11 +129,16 @@ class HostTier:
     def clear(self) -> None:
         self._units[:] = NONE
         self.filling[:] = NONE
+        self._suspects[:] = False
         self._free = FreeList(self._free.capacity)
         self._slots = FreeList(self._slots.capacity)
 
-    def contradiction(self, allocated: npt.NDArray[np.bool_]) -> str | None:
-        """What is wrong, if anything: units lost or owned twice, copies of free blocks."""
+    def contradiction(self, allocated: npt.NDArray[np.bool_], device: IntArray) -> str | None:
+        """What is wrong, if anything: units lost or owned twice, copies of free blocks.
+
+        Args:
+            device: the page table's `units`.
+        """
         hidden, kv = np.split(self.units, [self.hidden_groups], axis=1)
         if not _all_there(kv[kv != NONE], self._free):
             return "host units: some unit is lost, or owned more than once"
@@ -134,6 +150,8 @@ class HostTier:
             return "host units: a block's hidden states are kept for some groups only"
         if np.any(self.units[~allocated] != NONE) or np.any(self.filling[~allocated] != NONE):
             return "host units: a free block still has copies"
+        if np.any(self._duplicates(np.flatnonzero(~self._suspects), device)):
+            return "host units: copies of what is on the device would not be found"
         return None
 
     def _slots_of(self, blocks: IntArray) -> IntArray:
@@ -145,12 +163,24 @@ class HostTier:
         return slots
 
     def _drop_duplicates(self, count: int, device: IntArray) -> None:
-        kept = (self.units != NONE) & (device != NONE)
-        kept[:, : self.hidden_groups] = False  # what is dropped could not be captured again
-        blocks, groups = np.nonzero(kept)
-        blocks, groups = blocks[:count], groups[:count]
-        self._free.give(self.units[blocks, groups])
-        self._units[blocks, groups] = NONE
+        suspects = np.flatnonzero(self._suspects)
+        for first in range(0, len(suspects), _AT_ONCE):
+            some = suspects[first : first + _AT_ONCE]
+            both = self._duplicates(some, device)
+            self._suspects[some[~both.any(axis=1)]] = False
+            rows, groups = np.nonzero(both)
+            blocks, groups = some[rows[:count]], groups[:count]
+            self._free.give(self.units[blocks, groups])
+            self._units[blocks, groups] = NONE
+            count -= len(blocks)
+            if count == 0:
+                return
+
+    def _duplicates(self, blocks: npt.NDArray[np.int64], device: IntArray) -> npt.NDArray[np.bool_]:
+        """Of each of these blocks and each group, whether its KV is here and on the device."""
+        both: npt.NDArray[np.bool_] = (self.units[blocks] != NONE) & (device[blocks] != NONE)
+        both[:, : self.hidden_groups] = False  # what is dropped could not be captured again
+        return both
 
 
 def _all_there(owned: IntArray, free: FreeList) -> bool:

@@ -261,6 +261,7 @@ class PageTable:
         self._units[ids[rows], groups] = self._free_units.take(len(rows))
         self._missing_groups[ids] = 0
         self.missing_units -= len(rows)
+        self.host.came_back(ids)
         return ids
 
     def borrow_units(self, count: int) -> IntArray:
@@ -316,6 +317,7 @@ class PageTable:
         moved = int(np.count_nonzero(gaps))
         self._missing_groups[destination] -= moved
         self._missing_groups[source] += moved
+        self.host.came_back(destination)
         return moved
 
     def keep_copies(self, block: int, groups: IntArray) -> IntArray:
@@ -601,7 +603,7 @@ class PageTable:
             raise IntegrityError("units: the count of units that a block lacks is wrong")
         if np.any(self._computed[free] != 0):
             raise IntegrityError("blocks: a free block counts as computed")
-        if wrong := self.host.contradiction(allocated):
+        if wrong := self.host.contradiction(allocated, self.units):
             raise IntegrityError(wrong)
         if np.any(self.host.units[self._computed < self.shape.block_tokens] != NONE):
             raise IntegrityError("host units: a copy of a block not computed in full")

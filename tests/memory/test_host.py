@@ -96,6 +96,27 @@ def test_copies_of_what_is_on_the_device_make_way() -> None:
     table.check_integrity()
 
 
+def test_copies_of_what_came_back_make_way() -> None:
+    table, (block, other, last, *_) = table_with(host_units=4)
+    for evicted in (block, other):
+        table.keep_copies(evicted, BOTH)
+        table.evict(evicted)
+    assert table.keep_copies(last, BOTH).tolist() == []  # the only copies
+    table.place([other])
+    table.check_integrity()
+    assert table.keep_copies(last, BOTH).tolist() == [0, 1]
+    assert (table.host.units[other] == NONE).all() and (table.host.units[block, BOTH] != NONE).all()
+    table.check_integrity()
+
+
+def test_integrity_names_copies_that_would_not_be_found() -> None:
+    table, (block, *_) = table_with(host_units=2)
+    table.keep_copies(block, BOTH)
+    table.host._suspects[block] = False
+    with pytest.raises(IntegrityError, match="would not be found"):
+        table.check_integrity()
+
+
 def test_a_freed_block_gives_its_copies_back() -> None:
     table, (block, *_) = table_with(host_units=6)
     table.keep_copies(block, BOTH)
