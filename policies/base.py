@@ -124,6 +124,9 @@ class SystemState:
     """Requests that decode; by `request_id`, that is, in the order in which they arrived."""
     waiting: Requests
     """Requests that wait to be admitted; in the order in which SGLang would take them."""
+    prefilling: Requests
+    """Requests whose prompts are computed in chunks, at most one on SGLang: they decode next. Room
+    for the rest of their prompts is no longer free, nor part of `MemoryState.device_tokens`."""
     max_running: int
     """B: most requests that may run at once."""
     memory: MemoryState

@@ -63,7 +63,8 @@ def check_batch(state: SystemState, batch: Batch) -> None:
             "stall",
             f"batch().pause names all {len(batch.pause)} running requests; let at least one run",
         )
-    if len(state.running) == 0 and len(state.waiting) and not batch.admit:
+    idle = len(state.running) == 0 and len(state.prefilling) == 0
+    if idle and len(state.waiting) and not batch.admit:
         raise InvalidAnswer(
             "stall", "batch().admit is empty while nothing runs; admit at least one"
         )

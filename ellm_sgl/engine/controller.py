@@ -89,6 +89,7 @@ class Controller:
         now_s: float,
         running: Requests,
         waiting: Requests,
+        prefilling: Requests,
         memory: MemoryState,
         lengths: OutputLengths,
     ) -> SystemState:
@@ -99,6 +100,7 @@ class Controller:
             now_s=now_s,
             running=running,
             waiting=waiting,
+            prefilling=prefilling,
             max_running=self.limits.max_running,
             memory=memory,
             model=self.limits.model,

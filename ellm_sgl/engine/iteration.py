@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ellm_sgl.engine.attainment import TPOT, TTFT, Attainment
 from ellm_sgl.engine.controller import Controller
 from ellm_sgl.engine.decision import Decision, InForce
-from ellm_sgl.engine.request_table import Entries, RequestTable
+from ellm_sgl.engine.request_table import NO_ENTRIES, Entries, RequestTable
 from ellm_sgl.latency import StepWork
 from ellm_sgl.memory import ElasticMemory
 from ellm_sgl.memory.shape import IntArray
@@ -68,7 +68,12 @@ class Iteration:
     # -- observe ----------------------------------------------------------------------------
 
     def observe(
-        self, running: Entries, seq_ids: Sequence[int], waiting: Entries, reclaimable: int = 0
+        self,
+        running: Entries,
+        seq_ids: Sequence[int],
+        waiting: Entries,
+        prefilling: Entries = NO_ENTRIES,
+        reclaimable: int = 0,
     ) -> SystemState:
         """The state that the policy is asked about.
 
@@ -76,6 +81,7 @@ class Iteration:
             running: entries of the requests that decode, and their
             seq_ids: in the same order.
             waiting: entries of those that wait.
+            prefilling: entries of those whose prompts are computed in chunks.
             reclaimable: tokens of cached prefixes that nobody uses.
         """
         now, elastic, requests = self.clock(), self.elastic, self.requests
@@ -88,6 +94,7 @@ class Iteration:
             now,
             decoding,
             requests.waiting(waiting, now),
+            requests.waiting(prefilling, now),
             dataclasses.replace(elastic.memory_state(seq_ids, reclaimable), growth=self.growth),
             requests.lengths(decoding),
         )

@@ -16,6 +16,7 @@ from ellm_sgl.policies import EndedRequest, Requests
 from ellm_sgl.policies.lengths import OutputLengths
 
 Entries = npt.NDArray[np.int64]
+NO_ENTRIES: Entries = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class RequestTable:
         column["first_length"][first] = column["tokens"][first]
 
     def waiting(self, entries: Entries, now_s: float) -> Requests:
-        """Requests that wait, as a policy sees them."""
+        """Requests that wait, or whose prompts are computed, as a policy sees them."""
         column = self._columns
         zeros = np.zeros(len(entries), np.int64)
         waited = now_s - column["waiting_since_s"][entries]

@@ -253,7 +253,9 @@ class EllmScheduler:
         ranks, iteration = adapter().ranks(self.scheduler), self.iteration
 
         def decided() -> Decision:
-            state = iteration.observe(running, seq_ids, waiting, self.reclaimable())
+            chunked = self.scheduler.chunked_req
+            prefilling = self.entries([] if chunked is None else [chunked])
+            state = iteration.observe(running, seq_ids, waiting, prefilling, self.reclaimable())
             left = context_of(self.scheduler).memory.left()
             return dataclasses.replace(iteration.decide(state), step_bytes=left)
 

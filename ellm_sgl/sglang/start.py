@@ -117,6 +117,6 @@ def warm_up(iteration: Iteration) -> None:
     )
     lengths, none = np.full(4, tokens // 2), np.zeros(4, np.int64)
     running = table.running(entries[:4], lengths, none, none, none, 0.0)
-    waiting = table.waiting(entries[4:], 0.0)
-    state = controller.state(0.0, running, waiting, memory, table.lengths(running))
+    waiting, nobody = (table.waiting(some, 0.0) for some in (entries[4:], entries[:0]))
+    state = controller.state(0.0, running, waiting, nobody, memory, table.lengths(running))
     controller.guard.warm_up(state)

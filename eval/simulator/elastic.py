@@ -64,7 +64,9 @@ class Elastic(Mode):
     def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         iteration, entry = self.iteration, self.progress.entry
         self.elastic.coming_blocks = self._under_way().coming
-        state = iteration.observe(entry[np.array(running, np.int64)], running, entry[waiting])
+        prefilling = [] if self.under_way is None else [self.under_way[0]]
+        decoding, coming = (entry[np.array(who, np.int64)] for who in (running, prefilling))
+        state = iteration.observe(decoding, running, entry[waiting], coming)
         decision = iteration.decide(state)
         # Named by their numbers in the load, as the simulator does.
         iteration.put_in_force(decision, running, running, waiting.tolist())

@@ -21,6 +21,7 @@ from ellm_sgl.policies.problem.candidates import (
 from ellm_sgl.policies.problem.even_share import HOLD, EvenShare
 from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
+from ellm_sgl.policies.problem.under_way import as_running
 from ellm_sgl.policies.work_split import plan_split
 
 SOLVE_EVERY = 16
@@ -110,7 +111,8 @@ class Fcfs(Policy):
             paused = self._pausing.paused(state)
             if len(paused):
                 return Batch(admit=(), pause=tuple(paused.tolist()))
-        most = min(len(state.waiting), state.max_running - count)
+        state = as_running(state)
+        most = min(len(state.waiting), state.max_running - len(state.running))
         return Batch(admit=tuple(range(self._admitted(state, most) if most > 0 else 0)))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:

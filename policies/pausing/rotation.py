@@ -36,6 +36,7 @@ from ellm_sgl.policies.problem.candidates import Candidates, ratios_of
 from ellm_sgl.policies.problem.even_share import EvenShare
 from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
+from ellm_sgl.policies.problem.under_way import as_running
 
 KEPT_SHARE = 0.05
 """Share of memory that paused requests may keep (the block being filled, of each) before none
@@ -138,13 +139,14 @@ class Rotation:
 
     def _most_running(self, state: SystemState) -> int:
         """How many requests may run: those that run, and from the first on those that wait."""
-        running, waiting = state.running.request_id, state.waiting.request_id
+        seen, count = as_running(state), len(state.running)
+        running, waiting = seen.running.request_id, state.waiting.request_id
         places = min(state.max_running - len(running), len(waiting))
         if places <= 0:
-            return len(running)
+            return count
         given = running, waiting[:places], (state.tpot_slo_s, state.memory.device_tokens)
         if self._turns is None or not self._turns.holds(*given):
-            most = Forecast.of(state, places).taking_turns(SLO_SHARE)
+            most = Forecast.of(seen, places).taking_turns(SLO_SHARE) - len(state.prefilling)
             self._turns = Standing(most, *given, iterations=SOLVE_EVERY)
         return self._turns.answer
 

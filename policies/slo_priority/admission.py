@@ -12,6 +12,7 @@ from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, Sy
 from ellm_sgl.policies.planned import evictable_tokens, select
 from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted, prompts_s, slack_s
 from ellm_sgl.policies.problem.forecast import FIRST_STEPS, SLO_SHARE, Forecast
+from ellm_sgl.policies.problem.under_way import as_running
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 
 BRIEF_S = 0.1
@@ -91,7 +92,8 @@ def admit(
         below: only requests of lower levels, which are more urgent, are admitted, whoever is in
             line before them: those of this level pause until there is room for them.
     """
-    places = min(state.max_running - len(state.running), MOST_ADMITTED)
+    seen = as_running(state)
+    places = min(state.max_running - len(seen.running), MOST_ADMITTED)
     order = levels.order[levels.waiting[levels.order] < below]
     if places <= 0 or len(order) == 0:
         return ()
@@ -101,9 +103,9 @@ def admit(
     level = levels.waiting[order]
     order = order[: _leading(level == level[0])]
     several = len(state.running) > 0 and bool((levels.running != level[0]).any())
-    line = _in_line(state, order, ignore_slo=several)
+    line = _in_line(seen, order, ignore_slo=several)
     forecast = Forecast.of(line, len(order))
-    count = forecast.solve() - len(state.running)
+    count = forecast.solve() - len(line.running)
     if several and level[0] < levels.running.max():
         lower = np.flatnonzero(levels.running > level[0])
         count = max(count, _at_others_expense(line, lower, forecast))

@@ -127,6 +127,7 @@ def make_state(
     running: Requests,
     waiting: Requests | None = None,
     *,
+    prefilling: Requests | None = None,
     device_tokens: int,
     device_free_tokens: int | None = None,
     block_tokens: int = 16,
@@ -173,6 +174,7 @@ def make_state(
         now_s=now_s,
         running=running,
         waiting=requests([]) if waiting is None else waiting,
+        prefilling=requests([]) if prefilling is None else prefilling,
         max_running=max_running,
         memory=memory,
         model=model,
@@ -242,6 +244,7 @@ def random_state(
     latency = (PaperLatencyModel if paper else RooflineLatencyModel)(model, hardware)
 
     now_s = 1000.0
+    prefilling = _prefilling(size.longest, now_s, device_tokens)
     columns = {
         "request_id": np.arange(count),
         "prompt_tokens": np.minimum(prompt, tokens),
@@ -263,13 +266,14 @@ def random_state(
     state = make_state(
         part(slice(0, count_running)),
         part(slice(count_running, count)),
+        prefilling=prefilling,
         device_tokens=device_tokens,
         block_tokens=block_tokens,
         host_tokens=int(rng.integers(2)) * device_tokens,
         growth=_growth(device_tokens, now_s),
         max_restored_tokens=max(int(uncached.sum()), int(rng.choice([1024, 8192, LONGEST]))),
         staging_overhead=float(rng.choice([0.0, 0.1, 0.4])),
-        max_running=max(1, count_running, int(rng.integers(1, count + 2))),
+        max_running=max(1, count_running + len(prefilling), int(rng.integers(1, count + 2))),
         model=model,
         hardware=hardware,
         latency=latency,
@@ -287,6 +291,13 @@ def _growth(device_tokens: int, seed: float) -> Growth:
         return NO_GROWTH
     most = int(own.integers(0, 3 * device_tokens + 1))
     return Growth(int(own.integers(0, most + 1)), most, float(own.choice([0.0, 1e-7, 1e-4])))
+
+
+def _prefilling(longest: int, now_s: float, seed: int) -> Requests:
+    """Of half of the states nobody. Draws from a generator of its own, as `_growth` does."""
+    own = np.random.default_rng(seed)
+    tokens = own.integers(1, longest + 1, int(own.integers(2)))
+    return requests(tokens, request_id=-1, arrival_s=now_s - 1.0, waited_s=1.0)
 
 
 def _some_on_host(rng: np.random.Generator, state: SystemState) -> SystemState:

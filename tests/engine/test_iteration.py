@@ -66,7 +66,18 @@ def test_what_is_observed_is_what_the_tables_hold() -> None:
     assert state.running.tokens.tolist() == [8, 8]
     assert state.running.uncached_tokens.tolist() == [0, 4]
     assert state.waiting.waited_s.tolist() == [3.0]
+    assert len(state.prefilling) == 0
     assert state.memory.device_free_tokens == (BLOCKS - 3) * SHAPE.block_tokens
+
+
+def test_whose_prompt_is_computed_is_told_apart() -> None:
+    server = Server(1)
+    first, second = server.arrive(), server.arrive()
+    state = server.iteration.observe(
+        entries(*server.running), server.seq_ids, entries(second), entries(first)
+    )
+    ids = [those.request_id.tolist() for those in (state.running, state.prefilling, state.waiting)]
+    assert ids == [[1], [2], [3]]
 
 
 def test_a_policy_is_told_what_the_host_has_and_asked_about_steps_that_fetch_just_that() -> None:

@@ -14,7 +14,7 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Fcfs, SystemState
 from ellm_sgl.policies.base import NO_GROWTH
 from ellm_sgl.policies.planned import planned_tokens
-from ellm_sgl.policies.testing import Size, random_state
+from ellm_sgl.policies.testing import Size, random_state, requests
 
 SIZE = Size(running=6, waiting=10, longest=1024)
 GRID = 200
@@ -118,7 +118,8 @@ class Reference:
 def state_of(seed: int) -> SystemState:
     """A pool that cannot grow: with one that can, fcfs decides as if it had (`fcfs.growth`)."""
     state = random_state(np.random.default_rng(seed), SIZE)
-    return replace(state, memory=replace(state.memory, growth=NO_GROWTH))
+    memory = replace(state.memory, growth=NO_GROWTH)
+    return replace(state, memory=memory, prefilling=requests([]))
 
 
 def evicted(state: SystemState) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
+from ellm_sgl.policies import SystemState
 from ellm_sgl.sglang.scheduler import scheduler_of
 from tests.simulation.plane import Plane
 from tests.simulation.scheduler import SimulatedScheduler
@@ -63,6 +64,7 @@ EVERYTHING = (
     "blocks stored",
     "blocks read from the store",
     "turns in which a prompt's prefix is being read",
+    "turns in which a policy is told of a prompt under way",
     "turns in which blocks of requests that have ended are to be stored",
 )
 
@@ -81,6 +83,10 @@ class Exercised:
         self._outcome = self._resizer.outcome
         self._spy(plane.table, "adopt", "units adopted by the tree", int)
         self._spy(scheduler, "flush_cache", "flushes", int)
+        iteration = plane.context.iteration
+        assert iteration is not None
+        told = "turns in which a policy is told of a prompt under way"
+        self._spy(iteration.controller, "state", told, self._prefilling)
         if hasattr(plane.tree, "_drop_beyond"):
             self._spy(plane.tree, "_drop_beyond", "prefixes cut where units were lost", lambda _: 1)
 
@@ -93,6 +99,11 @@ class Exercised:
             return result
 
         setattr(owner, name, spied)
+
+    def _prefilling(self, state: SystemState) -> int:
+        told, chunked = state.prefilling.priority.tolist(), self._scheduler.chunked_req
+        assert told == ([] if chunked is None else [chunked.priority])
+        return len(told)
 
     def step(self, batch: ScheduleBatch) -> None:
         """A step is about to run."""

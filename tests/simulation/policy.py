@@ -31,7 +31,8 @@ class Scripted(Policy):
         if self.step.reverse:
             admit.reverse()
         if self.step.admit is not None:
-            admit = admit[: max(self.step.admit, len(running) == 0)]
+            idle = len(running) == 0 and len(state.prefilling) == 0
+            admit = admit[: max(self.step.admit, idle)]
         return Batch(tuple(admit), tuple(pause))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
