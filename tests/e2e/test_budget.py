@@ -174,10 +174,9 @@ def refusal(budget: str, *more: str) -> str:
     return start(*arguments(budget, *more)[len(DEMO_ARGUMENTS) :])
 
 
-@pytest.mark.parametrize("size", ["-5", "nan", "inf", "0", "lots", "1e9"])
-def test_a_size_that_makes_no_sense(size: str) -> None:
-    said = start("--ellm-policy", "fcfs", "--ellm-memory-budget", f"a:{size}")
-    assert f"--ellm-memory-budget 'a:{size}': give NAME:SIZE" in said
+def test_a_size_that_makes_no_sense() -> None:
+    said = start("--ellm-policy", "fcfs", "--ellm-memory-budget", "a:nan")
+    assert "--ellm-memory-budget 'a:nan': give NAME:SIZE" in said
 
 
 def test_more_than_the_machine_has() -> None:
