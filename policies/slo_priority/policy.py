@@ -59,7 +59,7 @@ class SloPriority(Policy):
     - Queue: by level, then arrival; see `levels.queue_order` for how ageing bounds the wait.
     - Batch size: as `fcfs`; urgent requests are admitted at the others'
       expense.
-    - Ratios: a convex program that evicts less urgent requests first.
+    - Ratios: a convex program that evicts less urgent requests first; evenly where none are.
     - Time: less urgent requests pause at times, where the urgent ones' SLO or pressure asks for it.
       Where restoring does not pay some of the least urgent pause until there is room, as those
       of `fcfs` do; nobody is admitted then but more urgent requests.
@@ -175,7 +175,11 @@ class SloPriority(Policy):
         return standing.answer
 
     def _evicted(self, state: SystemState, batch: Batch) -> IntArray | None:
-        """n_i of each running and each admitted request; None if all is cached."""
+        """n_i of each running and each admitted request; None if all is cached. Where nobody is
+        more urgent it is shared evenly, as while some pause: to go from one division to another
+        moves KV for nothing."""
+        if not self._levels(state).several:
+            return self._even.evicted(state, batch, Candidates.of(state, batch.admit))
         if batch.admit or not _still_good(state, self._plan):
             candidates = Candidates.of(state, batch.admit)
             block = state.memory.block_tokens

@@ -76,8 +76,20 @@ def test_less_urgent_requests_give_up_their_kv_first() -> None:
     assert 640 <= evicted[::2].sum() < 640 + 8 * 16 + 16
 
 
-def test_everything_is_cached_when_pressure_has_gone() -> None:
-    running = requests([320] * 8, uncached_tokens=160)
+def test_where_all_are_alike_all_give_up_the_same_share() -> None:
+    running = requests(320 + 40 * np.arange(8), arrival_s=np.arange(8.0))
+    state = make_state(running, device_tokens=2400, device_free_tokens=0)
+    ratios = SloPriority().ratio(state, Batch(())).running
+    assert ratios.min() > 0.3 and np.ptp(ratios) <= 16 / 320 + 0.01  # a block, more or less
+    assert np.array_equal(ratios, Fcfs().ratio(state, Batch(())).running)
+
+
+ALIKE, TWO_LEVELS = 0, [0, 1] * 4
+
+
+@pytest.mark.parametrize("priority", [ALIKE, TWO_LEVELS])
+def test_everything_is_cached_when_pressure_has_gone(priority: int | list[int]) -> None:
+    running = requests([320] * 8, uncached_tokens=160, priority=priority)
     tight = make_state(running, device_tokens=8 * 160)
     roomy = make_state(running, device_tokens=8 * 400)
     policy = SloPriority()
@@ -85,11 +97,12 @@ def test_everything_is_cached_when_pressure_has_gone() -> None:
     assert not policy.ratio(roomy, Batch(())).running.any()
 
 
-def test_a_steady_load_has_steady_ratios() -> None:
+@pytest.mark.parametrize("priority", [ALIKE, TWO_LEVELS])
+def test_a_steady_load_has_steady_ratios(priority: int | list[int]) -> None:
     """Blocks are evicted one by one as requests grow, and not restored."""
     policy, before, plans = SloPriority(), None, 0
     for step in range(64):
-        running = requests(np.full(8, 320 + step))
+        running = requests(np.full(8, 320 + step), priority=priority)
         state = make_state(running, device_tokens=8 * 300, device_free_tokens=0)
         evicted = planned_tokens(running, policy.ratio(state, Batch(())).running, 16)
         if before is not None:

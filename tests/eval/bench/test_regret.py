@@ -112,7 +112,7 @@ PAPER = (
 """Cells that show every kind of lengths, SLO and load."""
 DEMO = (
     Cell("demo", 3.0, "shifting", "tight", 16, "recompute", 0),
-    Cell("demo", 3.0, "unknown", "loose", 16, "both", 1),
+    Cell("demo", 3.0, "known", "tight", 16, "both", 1),
 )
 """Simulated in seconds, so over several seeds: of one, three requests more or less are chance."""
 
