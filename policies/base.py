@@ -125,8 +125,10 @@ class SystemState:
     waiting: Requests
     """Requests that wait to be admitted; in the order in which SGLang would take them."""
     prefilling: Requests
-    """Requests whose prompts are computed in chunks, at most one on SGLang: they decode next. Room
-    for the rest of their prompts is no longer free, nor part of `MemoryState.device_tokens`."""
+    """Requests whose prompts are computed in chunks, at most one on SGLang: they decode next. Of
+    these `uncached_tokens` will lack KV then, at the ratio that they were admitted at; what the
+    others have and will take is neither free nor part of `MemoryState.device_tokens`. `waited_s` is
+    since they began to wait."""
     max_running: int
     """B: most requests that may run at once."""
     memory: MemoryState

@@ -81,7 +81,8 @@ class Iteration:
             running: entries of the requests that decode, and their
             seq_ids: in the same order.
             waiting: entries of those that wait.
-            prefilling: entries of those whose prompts are computed in chunks.
+            prefilling: entry of the one whose prompt is under way (`ElasticMemory.under_way`), or
+                none.
             reclaimable: tokens of cached prefixes that nobody uses.
         """
         now, elastic, requests = self.clock(), self.elastic, self.requests
@@ -90,11 +91,12 @@ class Iteration:
         on_host = elastic.table.uncached_on_host(seq_ids)
         shared = elastic.shared_tokens(seq_ids)
         decoding = requests.running(running, lengths, shared, uncached, on_host, now)
+        to_lack = elastic.under_way.uncached_blocks * elastic.table.shape.block_tokens
         return self.controller.state(
             now,
             decoding,
             requests.waiting(waiting, now),
-            requests.waiting(prefilling, now),
+            requests.prefilling(prefilling, to_lack, now),
             dataclasses.replace(elastic.memory_state(seq_ids, reclaimable), growth=self.growth),
             requests.lengths(decoding),
         )

@@ -146,11 +146,17 @@ class RequestTable:
         column["first_length"][first] = column["tokens"][first]
 
     def waiting(self, entries: Entries, now_s: float) -> Requests:
-        """Requests that wait, or whose prompts are computed, as a policy sees them."""
+        """Requests that wait, as a policy sees them."""
+        return self.prefilling(entries, 0, now_s)
+
+    def prefilling(self, entries: Entries, uncached: int, now_s: float) -> Requests:
+        """Requests whose prompts are computed, as a policy sees them, each to lack the KV of so
+        many tokens."""
         column = self._columns
         zeros = np.zeros(len(entries), np.int64)
         waited = now_s - column["waiting_since_s"][entries]
-        return self._requests(entries, column["tokens"][entries], zeros, zeros, zeros, waited)
+        tokens = column["tokens"][entries]
+        return self._requests(entries, tokens, zeros, zeros + uncached, zeros, waited)
 
     def running(
         self,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ellm_sgl.memory.admission import AdmissionRoom
 from ellm_sgl.memory.page_table import PageTable
+from ellm_sgl.memory.prompt_room import NOTHING_UNDER_WAY
 from ellm_sgl.memory.shape import NONE, IntArray
 from ellm_sgl.memory.step_room import Activations, StepRoom
 from ellm_sgl.memory.totals import Totals
@@ -63,9 +64,8 @@ class ElasticMemory:
         self.max_restored_tokens = max_restored_tokens
         self.room = StepRoom(Activations(), table.shape.block_tokens)
         self.totals = Totals()
-        self.coming_blocks = 0
-        """Room that a prompt under way has yet to take (`prompt_room.UnderWay`): neither policies
-        nor what comes back shall take it first."""
+        self.under_way = NOTHING_UNDER_WAY
+        """Room that it has yet to take neither policies nor what comes back shall take first."""
         self._reclaim = reclaim
         self._targets: dict[int, int] = {}
         self._shared: dict[int, int] = {}
@@ -121,13 +121,13 @@ class ElasticMemory:
             reclaimable: tokens of cached prefixes that nobody uses.
         """
         table, shape = self.table, self.table.shape
-        others = set(table.sequence_ids).difference(running)
-        prefilling = sum(map(table.length_of, others)) + self.coming_blocks * shape.block_tokens
-        free = shape.tokens_in(table.free_units) + reclaimable
+        others = list(set(table.sequence_ids).difference(running))
+        held = sum(map(table.length_of, others)) - int(table.uncached_tokens(others).sum())
+        coming = self.under_way.coming * shape.block_tokens
         return MemoryState(
             block_tokens=shape.block_tokens,
-            device_tokens=max(shape.tokens_in(table.unit_limit) - prefilling, 0),
-            device_free_tokens=max(free - self.coming_blocks * shape.block_tokens, 0),
+            device_tokens=max(shape.tokens_in(table.unit_limit) - held - coming, 0),
+            device_free_tokens=max(shape.tokens_in(table.free_units) + reclaimable - coming, 0),
             host_tokens=shape.tokens_in(table.host.num_units),
             host_free_tokens=shape.tokens_in(table.host.free_units),
             max_restored_tokens=self.restorable_tokens(len(running)),
@@ -255,7 +255,7 @@ class ElasticMemory:
         excess = self._excess_blocks(seq_ids)
         wanted = int(excess.sum()) * groups
         # Besides growth, room for what this step fetches; less by what is placed for good.
-        growth = (-(-len(seq_ids) // GROWING) + self.coming_blocks) * groups
+        growth = (-(-len(seq_ids) // GROWING) + self.under_way.coming) * groups
         growth += self.slots * self._fetched_blocks(missing)
         cost = groups - self.slots if self._save is not None and groups > self.slots else groups
         self.reclaim_prefixes(growth + wanted)
@@ -290,7 +290,7 @@ class ElasticMemory:
             Host units, and the device units that they are to be copied to.
         """
         table, groups = self.table, self.table.shape.num_groups
-        kept = growth_blocks + self.coming_blocks
+        kept = growth_blocks + self.under_way.coming
         room = min(table.free_units - kept * groups, most_units) // groups
         blocks, columns = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         for seq_id in np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist():

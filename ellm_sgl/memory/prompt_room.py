@@ -129,11 +129,23 @@ class UnderWay:
     """Blocks of it that may still be without units, at the ratio that it was admitted at."""
     coming: int
     """Blocks for which it will take units."""
+    missing: int
+    """Blocks of it that have been computed, and lack units."""
+
+    @property
+    def uncached_blocks(self) -> int:
+        """Blocks of the whole prompt that will lack units when it decodes, at its ratio."""
+        return self.own + self.missing
 
     @staticmethod
     def of(table: PageTable, seq_id: int, tokens: int, ratio: float) -> UnderWay:
         """A prompt of so many tokens in all, that was admitted at this ratio."""
         there = table.blocks_of(seq_id)
         blocks = table.shape.blocks_for(tokens)
-        own = max(int(ratio * blocks) - int(np.count_nonzero(table.misses_units(there))), 0)
-        return UnderWay(own, max(blocks - len(there) - own, 0))
+        missing = int(np.count_nonzero(table.misses_units(there)))
+        own = max(int(ratio * blocks) - missing, 0)
+        own = min(own, max(blocks - len(there), 0))
+        return UnderWay(own, max(blocks - len(there) - own, 0), missing)
+
+
+NOTHING_UNDER_WAY = UnderWay(0, 0, 0)

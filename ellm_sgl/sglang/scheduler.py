@@ -15,7 +15,7 @@ import torch
 from ellm_sgl.engine import Arrival, Decision, Iteration
 from ellm_sgl.engine.request_table import Entries, entries_array
 from ellm_sgl.kernels.choose import choose_copy
-from ellm_sgl.memory import Resizer, UnderWay
+from ellm_sgl.memory import NOTHING_UNDER_WAY, Resizer, UnderWay
 from ellm_sgl.memory.resize import COMMIT_NICE, Submit
 from ellm_sgl.sglang.context import context_of, row_of, rows_of
 from ellm_sgl.sglang.metrics import Metrics
@@ -175,7 +175,7 @@ class EllmScheduler:
         self._tell(batch)
         self.paused.end_aborted(batch)
         context_of(self.scheduler).may_evict = not batch.reqs
-        self.iteration.elastic.coming_blocks = self.under_way().coming
+        self.iteration.elastic.under_way = self.under_way()
         if (sizing := context_of(self.scheduler).sizing) is not None and self.asks:
             sizing.observe(self.scheduler, self.resizer)
             self.iteration.growth = sizing.growth(self.resizer, self.iteration.elastic.table.shape)
@@ -229,7 +229,7 @@ class EllmScheduler:
         """The prompt that SGLang computes in chunks, as far as it has come."""
         req = self.scheduler.chunked_req
         if req is None:
-            return UnderWay(0, 0)
+            return NOTHING_UNDER_WAY
         tokens = len(req.origin_input_ids) + len(req.output_ids)
         table = self.iteration.elastic.table
         return UnderWay.of(table, row_of(req), tokens, self.prompt_ratio)
@@ -251,10 +251,10 @@ class EllmScheduler:
         """Rank 0's decision: clocks differ between ranks, decisions must not. Only rank 0 has the
         policy at all, since what it promises, and whether it can be made, may differ as well."""
         ranks, iteration = adapter().ranks(self.scheduler), self.iteration
+        chunked = self.scheduler.chunked_req
+        prefilling = self.entries([] if chunked is None else [chunked])
 
         def decided() -> Decision:
-            chunked = self.scheduler.chunked_req
-            prefilling = self.entries([] if chunked is None else [chunked])
             state = iteration.observe(running, seq_ids, waiting, prefilling, self.reclaimable())
             left = context_of(self.scheduler).memory.left()
             return dataclasses.replace(iteration.decide(state), step_bytes=left)

@@ -257,7 +257,7 @@ def needed_units(scheduler: Scheduler, sizes: Sizes, most: int) -> int:
     block = table.shape.block_tokens
     in_use = (table.num_blocks - table.free_blocks) * block
     tokens = in_use - int(scheduler.tree_cache.evictable_size())
-    tokens += allocator.ellm.elastic.coming_blocks * block
+    tokens += allocator.ellm.elastic.under_way.coming * block
 
     def to_come(req: Any) -> int:
         left = req.sampling_params.max_new_tokens - len(req.output_ids)

@@ -10,7 +10,14 @@ from ellm_sgl.client.traces import IntArray
 from ellm_sgl.engine import Arrival, Controller, Iteration
 from ellm_sgl.eval.simulator.load import Load, Progress, VirtualClock
 from ellm_sgl.eval.simulator.modes import Chunk, Mode, Moves, Span
-from ellm_sgl.memory import AdmissionRoom, ElasticMemory, PageTable, PromptRoom, UnderWay
+from ellm_sgl.memory import (
+    NOTHING_UNDER_WAY,
+    AdmissionRoom,
+    ElasticMemory,
+    PageTable,
+    PromptRoom,
+    UnderWay,
+)
 from ellm_sgl.memory.shape import IntArray as Ids
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
 
@@ -63,7 +70,7 @@ class Elastic(Mode):
 
     def decide(self, running: Sequence[int], waiting: IntArray) -> Moves:
         iteration, entry = self.iteration, self.progress.entry
-        self.elastic.coming_blocks = self._under_way().coming
+        self.elastic.under_way = self._under_way()
         prefilling = [] if self.under_way is None else [self.under_way[0]]
         decoding, coming = (entry[np.array(who, np.int64)] for who in (running, prefilling))
         state = iteration.observe(decoding, running, entry[waiting], coming)
@@ -87,7 +94,7 @@ class Elastic(Mode):
 
     def _under_way(self) -> UnderWay:
         if self.under_way is None:
-            return UnderWay(0, 0)
+            return NOTHING_UNDER_WAY
         request, ratio = self.under_way
         return UnderWay.of(self.table, request, self.prefill_tokens(request), ratio)
 

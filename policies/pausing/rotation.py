@@ -248,7 +248,7 @@ class RotationDecision:
         """How many of the waiting requests are admitted. If there is time for one, but no room,
         those with most slack pause now, so that it is admitted in the next iteration."""
         running, waiting = len(self._state.running), self._state.waiting
-        places = self._state.max_running - running
+        places = self._state.max_running - running - len(self._state.prefilling)
         first = waiting.tokens[: self._urgency.in_line(most_running - running, places)]
         if not len(first):
             return 0

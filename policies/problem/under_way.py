@@ -21,8 +21,8 @@ def as_running(state: SystemState) -> SystemState:
     # They have waited for their first token, which comes with the prompt.
     waited = np.append(state.running.waited_s, np.zeros(len(coming)))
     block = state.memory.block_tokens
-    prompts = int((-(-coming.tokens // block)).sum()) * block
-    memory = replace(state.memory, device_tokens=state.memory.device_tokens + prompts)
+    held = int((-(-coming.tokens // block) - coming.uncached_tokens // block).sum()) * block
+    memory = replace(state.memory, device_tokens=state.memory.device_tokens + held)
     return replace(
         state,
         running=replace(both, waited_s=waited),

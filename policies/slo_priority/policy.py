@@ -178,7 +178,7 @@ class SloPriority(Policy):
         """n_i of each running and each admitted request; None if all is cached. Where nobody is
         more urgent it is shared evenly, as while some pause: to go from one division to another
         moves KV for nothing."""
-        if not self._levels(state).several:
+        if len(np.unique(self._levels_of(state, batch))) <= 1:
             return self._even.evicted(state, batch, Candidates.of(state, batch.admit))
         if batch.admit or not _still_good(state, self._plan):
             candidates = Candidates.of(state, batch.admit)
@@ -203,10 +203,14 @@ class SloPriority(Policy):
         return _Plan(candidates, costs, optimum, solved, evicted)
 
     def _weights(self, state: SystemState, batch: Batch) -> FloatArray:
-        levels, requests = self._levels(state), running_and(state, batch.admit)
-        admitted = levels.waiting[np.array(batch.admit, np.int64)]
-        level = np.concatenate((levels.running, admitted))
+        requests = running_and(state, batch.admit)
+        level = self._levels_of(state, batch)
         return keep_weights(level, requests.tpot_slo_s, requests.arrival_s)
+
+    def _levels_of(self, state: SystemState, batch: Batch) -> IntArray:
+        """Of the running and these admitted requests."""
+        levels = self._levels(state)
+        return np.append(levels.running, levels.waiting[np.array(batch.admit, np.int64)])
 
 
 @dataclass(frozen=True, eq=False)

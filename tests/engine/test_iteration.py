@@ -12,8 +12,10 @@ from ellm_sgl.engine import Arrival, Controller, Decision, Iteration, ServerLimi
 from ellm_sgl.engine.decision import FETCH_ALL
 from ellm_sgl.engine.request_table import Entries
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
-from ellm_sgl.memory import ElasticMemory, PageTable, PoolShape
+from ellm_sgl.memory import ElasticMemory, PageTable, PoolShape, UnderWay
 from ellm_sgl.policies import Stock, WorkSplit
+from ellm_sgl.policies.problem.candidates import unowned_tokens
+from ellm_sgl.policies.problem.under_way import as_running
 from tests.latency.machines import GPU, TINY
 
 SHAPE = PoolShape(num_layers=4, layer_group=2, block_tokens=4)
@@ -78,6 +80,23 @@ def test_whose_prompt_is_computed_is_told_apart() -> None:
     )
     ids = [those.request_id.tolist() for those in (state.running, state.prefilling, state.waiting)]
     assert ids == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize(("ratio", "uncached"), [(0.0, 0), (0.5, 4), (0.99, 4)])
+def test_all_of_memory_is_there_for_a_prompt_under_way_and_those_that_run(
+    ratio: float, uncached: int
+) -> None:
+    server = Server(1)
+    table, elastic, prompt = server.table, server.iteration.elastic, 99
+    table.map(prompt, elastic.allocate(1), SHAPE.block_tokens)  # the first chunk, of two
+    table.note_computed([prompt], [SHAPE.block_tokens])
+    elastic.under_way = UnderWay.of(table, prompt, 2 * SHAPE.block_tokens, ratio)
+    state = server.iteration.observe(
+        entries(*server.running), server.seq_ids, entries(), entries(server.arrive())
+    )
+    assert state.prefilling.uncached_tokens.tolist() == [uncached]
+    assert as_running(state).memory.device_tokens == BLOCKS * SHAPE.block_tokens
+    assert unowned_tokens(as_running(state)) == unowned_tokens(state) == 0
 
 
 def test_a_policy_is_told_what_the_host_has_and_asked_about_steps_that_fetch_just_that() -> None:

@@ -109,6 +109,36 @@ def test_copies_of_what_came_back_make_way() -> None:
     table.check_integrity()
 
 
+def test_copies_of_what_was_adopted_make_way() -> None:
+    table, (block, other, last, *_) = table_with(host_units=2)
+    table.keep_copies(block, BOTH)
+    table.evict(block)
+    assert table.keep_copies(last, BOTH).tolist() == []
+    table.adopt(block, other)
+    table.check_integrity()
+    assert table.keep_copies(last, BOTH).tolist() == [0, 1]
+
+
+def test_copies_that_make_way_are_found_among_many_blocks() -> None:
+    shape = PoolShape(num_layers=1, layer_group=1, block_tokens=1)
+    table, only = PageTable(shape, 400, 400, host_units=200), np.zeros(1, np.int32)
+    ids = table.allocate(400)
+    table.place(ids)
+    table.map(99, ids.tolist(), 400)
+    table.note_computed([99], [400])
+    for block in ids[:200].tolist():
+        table.keep_copies(block, only)
+        table.evict(block)
+    table.place(ids[150:190])
+    kept = 0
+    for block in ids[200:250].tolist():
+        kept += len(table.keep_copies(block, only))
+        table.evict(block)
+    assert kept == 40
+    assert (table.host.units[ids[150:190]] == NONE).all()
+    table.check_integrity()
+
+
 def test_integrity_names_copies_that_would_not_be_found() -> None:
     table, (block, *_) = table_with(host_units=2)
     table.keep_copies(block, BOTH)

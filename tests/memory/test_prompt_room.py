@@ -63,9 +63,9 @@ def test_what_a_prompt_under_way_lacks_is_nobody_elses() -> None:
     blocks = scene.request(0, tokens=4 * BLOCK)
     scene.evict(blocks[:1])
     under_way = UnderWay.of(scene.table, 0, tokens=10 * BLOCK, ratio=0.3)
-    assert under_way == UnderWay(own=2, coming=4)
+    assert under_way == UnderWay(own=2, coming=4, missing=1)
     before = scene.elastic.memory_state()
-    scene.elastic.coming_blocks = under_way.coming
+    scene.elastic.under_way = under_way
     after = scene.elastic.memory_state()
     assert before.device_tokens - after.device_tokens == 4 * BLOCK
     assert before.device_free_tokens - after.device_free_tokens == 4 * BLOCK
@@ -75,9 +75,9 @@ def test_nothing_comes_back_where_a_prompt_under_way_is_to_go() -> None:
     scene = Scene(room=6)
     blocks = scene.request(0, tokens=4 * BLOCK)
     scene.evict(blocks[:2])  # 4 blocks free, of which one is for growth
-    scene.elastic.coming_blocks = 3
+    scene.elastic.under_way = UnderWay(0, 3, 0)
     assert scene.restore([0]) == []
-    scene.elastic.coming_blocks = 2
+    scene.elastic.under_way = UnderWay(0, 2, 0)
     assert len(scene.restore([0])) == 1
 
 

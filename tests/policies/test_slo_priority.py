@@ -84,6 +84,16 @@ def test_where_all_are_alike_all_give_up_the_same_share() -> None:
     assert np.array_equal(ratios, Fcfs().ratio(state, Batch(())).running)
 
 
+def test_who_waits_does_not_change_what_those_that_run_give_up() -> None:
+    running = requests([320] * 8, arrival_s=np.arange(8.0))
+    state = make_state(running, device_tokens=8 * 320 - 640, device_free_tokens=0)
+    waiting = requests([4000], request_id=8, priority=-1)
+    alone, beside = (
+        SloPriority().ratio(s, Batch(())).running for s in (state, replace(state, waiting=waiting))
+    )
+    assert np.array_equal(alone, beside)
+
+
 ALIKE, TWO_LEVELS = 0, [0, 1] * 4
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ellm_sgl.policies import Batch, Fcfs, Policy, SystemState
 from ellm_sgl.policies.checks import InvalidAnswer, check_batch
+from ellm_sgl.policies.pausing.rotation import can_rotate
 from ellm_sgl.policies.problem.candidates import unowned_tokens
 from ellm_sgl.policies.problem.under_way import as_running
 from ellm_sgl.policies.slo_priority import SloPriority
@@ -31,6 +32,16 @@ def under_way(waiting: int, memory: int = MEMORY) -> SystemState:
         host_tokens=MEMORY,
         tpot_slo_s=0.06,
     )
+
+
+def test_nobody_is_admitted_beside_one_that_lacks_kv_itself() -> None:
+    state = under_way(SHORT)
+    lacks = requests([LONG], request_id=0, max_new_tokens=4096, uncached_tokens=LONG // 32 * 16)
+    kept = LONG - LONG // 32 * 16
+    memory = replace(state.memory, device_tokens=MEMORY - kept, device_free_tokens=MEMORY - kept)
+    state = replace(state, prefilling=lacks, memory=memory)
+    assert as_running(state).memory.device_tokens == MEMORY
+    assert Fcfs().batch(state) == SloPriority().batch(state) == Batch(admit=())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -56,6 +67,21 @@ def test_somebody_is_admitted_to_an_idle_server_whatever_it_needs(policy: type[P
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_takes_a_place(policy: type[Policy]) -> None:
     assert policy().batch(replace(under_way(16, 2 * MEMORY), max_running=1)).admit == ()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_takes_a_place_where_others_rotate(policy: type[Policy]) -> None:
+    state = make_state(
+        requests([512] * 4, tpot_s=0.02, prompt_tokens=256),
+        requests([64] * 4, request_id=np.arange(5, 9), priority=1),
+        prefilling=requests([64], request_id=4),
+        device_tokens=4096,
+        host_tokens=4096,
+        max_running=6,
+        tpot_slo_s=1.0,
+    )
+    assert can_rotate(state)
+    assert len(policy().batch(state).admit) == 1
 
 
 def test_it_decodes_with_its_prompt_in_memory_and_has_not_waited_for_a_token() -> None:
