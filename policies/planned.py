@@ -100,9 +100,13 @@ def running_and(state: SystemState, admit: Admitted) -> Requests:
     if not admit:
         return state.running
     rows = slice(admit) if isinstance(admit, int) else np.array(admit, np.int64)
-    waiting = vars(state.waiting)
-    both = {n: np.concatenate((c, waiting[n][rows])) for n, c in vars(state.running).items()}
-    return Requests(**both)
+    return joined(state.running, Requests(**{n: c[rows] for n, c in vars(state.waiting).items()}))
+
+
+def joined(first: Requests, second: Requests) -> Requests:
+    """The first requests, and behind them the second ones."""
+    behind = vars(second)
+    return Requests(**{n: np.concatenate((c, behind[n])) for n, c in vars(first).items()})
 
 
 def select(requests: Requests, positions: Sequence[int] | IntArray) -> Requests:

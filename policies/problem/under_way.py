@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ellm_sgl.policies.base import Requests, SystemState
-from ellm_sgl.policies.planned import select
+from ellm_sgl.policies.base import SystemState
+from ellm_sgl.policies.planned import joined, select
 
 
 def as_running(state: SystemState) -> SystemState:
@@ -16,8 +16,6 @@ def as_running(state: SystemState) -> SystemState:
     coming = state.prefilling
     if not len(coming):
         return state
-    running, later = vars(state.running), vars(coming)
-    both = Requests(**{name: np.concatenate((running[name], later[name])) for name in running})
     # They have waited for their first token, which comes with the prompt.
     waited = np.append(state.running.waited_s, np.zeros(len(coming)))
     block = state.memory.block_tokens
@@ -25,7 +23,7 @@ def as_running(state: SystemState) -> SystemState:
     memory = replace(state.memory, device_tokens=state.memory.device_tokens + held)
     return replace(
         state,
-        running=replace(both, waited_s=waited),
+        running=replace(joined(state.running, coming), waited_s=waited),
         prefilling=select(coming, ()),
         memory=memory,
     )
