@@ -54,6 +54,8 @@ struct Product {
   int32_t type;
   int32_t threads;
   int32_t isa;
+  Hint hint;           // weights are asked for with it ...
+  int32_t steps_ahead; // ... so many times four outputs before they are read; 0: never
 };
 
 // What lies between a layer's matrix products. All of one type; strides are in elements, from row

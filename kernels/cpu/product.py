@@ -7,6 +7,7 @@ from ctypes import byref
 import torch
 
 from ellm_sgl.kernels.cpu.library import TYPES, Product, best_instruction_set, load
+from ellm_sgl.kernels.cpu.prefetch import DEFAULT, HINTS, Prefetch
 
 MOST_ROWS = 32
 """`kProductRows`."""
@@ -14,8 +15,21 @@ SHORT_SUM, MOST_ROWS_OF_SHORT = 512, 16
 """16-bit sums of fewer elements than this: up to so many rows; of more PyTorch's are faster."""
 
 
+_DEFAULT = HINTS.index(DEFAULT.hint), DEFAULT.steps
+_ahead: dict[torch.dtype, tuple[int, int]] = {}
+"""How weights of a type are asked for, as `Product` has it."""
+
+
+def prefetch_weights(dtype: torch.dtype, prefetch: Prefetch) -> None:
+    """From now on ask for weights of this type so: a step is those of four outputs."""
+    _ahead[dtype] = HINTS.index(prefetch.hint), prefetch.steps
+
+
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    prefetch: Prefetch | None = None,
 ) -> torch.Tensor | None:
     """`torch.nn.functional.linear` of few rows, the sums in fp32; None where the compiled kernels
     cannot do this product, or PyTorch's are faster for it.
@@ -27,6 +41,7 @@ def linear(
         x: [..., size], one of `TYPES`.
         weight: [outputs, size] of the same type; it is read as it lies.
         bias: [outputs] of that type.
+        prefetch: of the weights; None: as `prefetch_weights` was told. Shows in the time alone.
     """
     library, dtype, rows = load().library, x.dtype, x
     if (
@@ -58,9 +73,13 @@ def linear(
         rows, stride = rows.contiguous(), size
     count = rows.shape[0]  # len() of a tensor is Python, and takes a microsecond
     out = x.new_empty((count, outputs))
+    if prefetch is None:
+        hint, steps = _ahead.get(dtype, _DEFAULT)
+    else:
+        hint, steps = HINTS.index(prefetch.hint), prefetch.steps
     product = Product(
         rows.data_ptr(), weight.data_ptr(), beside, out.data_ptr(), stride, count, size,
-        outputs, kind, torch.get_num_threads(), best_instruction_set(),
+        outputs, kind, torch.get_num_threads(), best_instruction_set(), hint, steps,
     )  # fmt: skip
     library.ellm_multiply(byref(product))
     return out if rows is x else out.view(*x.shape[:-1], outputs)

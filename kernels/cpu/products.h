@@ -50,6 +50,7 @@ INLINE void multiply_step(const typename T::bits* const (&w)[kOutputs], const vo
 struct Ahead {
   const char* from;
   int64_t bytes;
+  ellm::Hint hint;
 };
 
 // Four outputs of M rows. `x` as `prepare` leaves it.
@@ -61,7 +62,7 @@ NOINLINE void multiply_rows(const typename T::bits* const (&w)[kOutputs], const 
   vf sums[M][kOutputs] = {};
   int64_t d = 0;
   for (; d + kStep <= size; d += kStep) {
-    fetch_lines(ahead.from, ahead.bytes, ellm::kToL1);
+    fetch_lines(ahead.from, ahead.bytes, ahead.hint);
     ahead.from += ahead.bytes;
     multiply_step<M, T>(w, x, d, sums);
   }
@@ -147,9 +148,12 @@ void multiply_as(const Product& p, const float* prepared, int64_t first, int64_t
     const int count = last - n < kOutputs ? static_cast<int>(last - n) : kOutputs;
     const bits* w[kOutputs];
     for (int i = 0; i < kOutputs; ++i) w[i] = weight + (n + (i < count ? i : count - 1)) * p.size;
-    // The weights of the next outputs, which lie behind these.
-    Ahead ahead{reinterpret_cast<const char*>(w[kOutputs - 1] + p.size), 0};
-    if (n + 2 * kOutputs <= p.outputs) ahead.bytes = kOutputs * T::unit * W * sizeof(bits) / groups;
+    // The weights of outputs to come, which lie behind these.
+    const int64_t skipped = kOutputs * p.steps_ahead;
+    Ahead ahead{reinterpret_cast<const char*>(w[0] + skipped * p.size), 0, p.hint};
+    if (skipped > 0 && n + skipped + kOutputs <= p.outputs) {
+      ahead.bytes = kOutputs * T::unit * W * sizeof(bits) / groups;
+    }
     float sums[kRowsAtOnce][kOutputs];
     for (int64_t m = 0; m < p.rows; m += kRowsAtOnce) {
       const int64_t rows = p.rows - m < kRowsAtOnce ? p.rows - m : kRowsAtOnce;

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ellm_sgl.kernels.choose import choose
-from ellm_sgl.kernels.cpu import tune
+from ellm_sgl.kernels.cpu import product, tune
 from ellm_sgl.kernels.cpu.attention import mixed_attention
-from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, ISA_VARIABLE, load
+from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, ISA_VARIABLE, Product, load
 from ellm_sgl.kernels.cpu.prefetch import (
     CANDIDATES,
     DEFAULT,
@@ -21,6 +21,7 @@ from ellm_sgl.kernels.cpu.prefetch import (
     Prefetch,
     parse,
 )
+from ellm_sgl.kernels.cpu.product import linear, prefetch_weights
 from tests.kernels.cpu_steps import BF16, F32, Sizes, make
 
 built = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
@@ -31,9 +32,13 @@ SHAPE = tune.Shape(2, 1, 32, F32, F32)
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    tune.choose_prefetch.cache_clear()
+    for choice in (tune.choose_prefetch, tune.choose_weight_prefetch):
+        choice.cache_clear()
     yield
-    tune.choose_prefetch.cache_clear()
+    for choice in (tune.choose_prefetch, tune.choose_weight_prefetch):
+        choice.cache_clear()
+    for dtype in (F32, BF16):
+        prefetch_weights(dtype, DEFAULT)
 
 
 @built
@@ -67,7 +72,7 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tune.choose_prefetch(SHAPE) == Prefetch("t2", 3)
     if load().library is not None:
         kernel, said = choose(torch.device("cpu"), 32, F32, F32, (2, 1))
-        assert said.endswith(", prefetch t2:3)")
+        assert said.endswith(", prefetch t2:3, of weights t2:3)")
         inputs = make(Sizes(((90, 1),), 16, 1, 2, 32, F32, F32, 0.0))
         assert torch.equal(inputs.run(kernel)[0], inputs.run(mixed_attention)[0])
 
@@ -83,20 +88,19 @@ def test_another_than_the_default_must_win_twice(
     monkeypatch.delenv(VARIABLE, raising=False)
     best = Prefetch("t1", 1)
 
-    def seconds(_calls: tune._Calls, prefetch: Prefetch) -> float:
+    def seconds(prefetch: Prefetch) -> float:
         return (0.9 if len(compared) > 2 else alone) if prefetch == best else 1.0
 
     compared: Sequence[Prefetch] = ()
-    ratios = tune._Calls.ratios
+    ratios = tune._ratios
 
-    def noted(calls: tune._Calls, candidates: Sequence[Prefetch], rounds: int) -> object:
+    def noted(work: tune.Seconds, candidates: Sequence[Prefetch], rounds: int) -> object:
         nonlocal compared
         compared = candidates
-        return ratios(calls, candidates, rounds)
+        return ratios(work, candidates, rounds)
 
-    monkeypatch.setattr(tune, "SLICE_BYTES", 1 << 12)
-    monkeypatch.setattr(tune._Calls, "_seconds", seconds)
-    monkeypatch.setattr(tune._Calls, "ratios", noted)
+    monkeypatch.setattr(tune, "_decode_rows", lambda shape: seconds)
+    monkeypatch.setattr(tune, "_ratios", noted)
     assert tune.choose_prefetch(SHAPE) == chosen
 
 
@@ -106,3 +110,43 @@ def test_measuring_finds_one_of_the_candidates(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tune, "SLICE_BYTES", 1 << 14)
     for shape in (SHAPE, tune.Shape(8, 2, 64, BF16, BF16), tune.Shape(2, 2, 32, F32, BF16)):
         assert tune.choose_prefetch(shape) in CANDIDATES
+    for dtype in (F32, BF16):
+        assert tune.choose_weight_prefetch(dtype) in CANDIDATES
+
+
+@built
+@pytest.mark.parametrize("isa", [INSTRUCTION_SETS[0], INSTRUCTION_SETS[-1]])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("outputs", "size"), [(1, 64), (7, 1031), (37, 192), (64, 512)])
+def test_products_are_the_same_to_the_bit(
+    isa: str, dtype: torch.dtype, outputs: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at the end of the weights, behind which there may be nothing to ask for."""
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    x, weight = torch.randn(8, size).to(dtype), torch.randn(outputs, size).to(dtype)
+    for rows in (1, 8):
+        expected = linear(x[:rows], weight, prefetch=DEFAULT)
+        assert expected is not None
+        for prefetch in EVERY:
+            out = linear(x[:rows], weight, prefetch=prefetch)
+            assert out is not None
+            assert torch.equal(out, expected), prefetch
+
+
+@built
+def test_products_ask_as_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "t2:3")
+    given = []
+
+    def noted(*fields: int) -> Product:
+        given.append(fields[-2:])
+        return Product(*fields)
+
+    monkeypatch.setattr(product, "Product", noted)
+    x, weight = torch.randn(2, 64), torch.randn(8, 64)
+    linear(x, weight)
+    tune.choose_weight_prefetch(F32)
+    linear(x, weight)
+    linear(x.bfloat16(), weight.bfloat16())
+    linear(x, weight, prefetch=Prefetch("nta", 1))
+    assert given == [(0, 1), (2, 3), (0, 1), (3, 1)]
