@@ -1,10 +1,11 @@
 """A server under a random load for as long as wanted: nothing may be lost, nothing may leak.
 
-`python -m ellm_sgl.eval.soak [--minutes 10] [--at-once 20] [--max-queued N] [--json]` serves the
-demo model to so many streams at once, of all kinds, a third of them cut off in mid-stream, while
-the pool shrinks and grows and the ratio changes. Every request must end with the right tokens, or
-be refused with a time to come again. Then every unit must be free again, on the device and on the
-host, the page table consistent, and the processes no larger than they were at the beginning.
+`python -m ellm_sgl.eval.soak [--minutes 10] [--at-once 20] [--max-queued N] [--policy NAME]
+[--json]` serves the demo model to so many streams at once, of all kinds, a third of them cut off in
+mid-stream, while the pool shrinks and grows and the ratio changes. Every request must end with the
+right tokens, or be refused with a time to come again. Then every unit must be free again, on the
+device and on the host, the page table consistent, and the processes no larger than they were at the
+beginning.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ CHANGE_S = 0.25
 POOLS = (0.2, 0.4, 1.0)
 """Shares of that which the pool has, one at random every CHANGE_S,"""
 RATIOS = (0.0, 0.0, 0.0, 0.4)
-"""and one of these ratios."""
+"""and one of these ratios, with the policy that takes one."""
+FIXED = "fixed-ratio"
 COUNTERS = ("evicted_units", "saved_units", "fetched_units", "recomputed_tokens", "retractions")
 MOST_GROWTH = 0.05
 """Of resident memory, from the second part to the last: the first warms up."""
@@ -50,6 +52,8 @@ class Load:
     layer_group: int = 2
     max_queued: int | None = None
     """SGLang's `--max-queued-requests`; None: nobody is refused."""
+    policy: str = FIXED
+    """eLLM's; others choose the ratio themselves."""
 
     @property
     def pool_tokens(self) -> int:
@@ -58,7 +62,7 @@ class Load:
 
     def server(self) -> ServerProcess:
         """That it is for, with SGLang's memory checks after every step."""
-        arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--random-seed", "1",
+        arguments = [*DEMO_ARGUMENTS, "--ellm-policy", self.policy, "--random-seed", "1",
                      "--ellm-device-kv-tokens", str(self.pool_tokens),
                      "--ellm-host-kv-tokens", str(self.host_tokens),
                      "--ellm-layer-group", str(self.layer_group)]  # fmt: skip
@@ -66,6 +70,11 @@ class Load:
             arguments += ["--max-queued-requests", str(self.max_queued)]
         strict = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "OMP_NUM_THREADS": "1"}
         return ServerProcess(arguments, strict)
+
+    def settings(self, pool_share: float, ratio: float) -> dict[str, float]:
+        """Of the running server, so much of the pool at its largest and this ratio."""
+        chosen: dict[str, float] = {"ellm_ratio": ratio} if self.policy == FIXED else {}
+        return chosen | {"ellm_device_kv_tokens": int(self.pool_tokens * pool_share)}
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ def soak(
 
 def inspect(server: ServerProcess, asked: Load, parts: list[Part]) -> SoakReport:
     """Look at an idle server after a soak. Empties its prefix cache."""
-    server.adjust(ellm_ratio=0.0, ellm_device_kv_tokens=asked.pool_tokens)
+    server.adjust(**asked.settings(1.0, 0.0))
     before = server.state()
     # Every unit is free, or cached in the prefix tree: after the tree is emptied, all are free.
     server.flush_cache()
@@ -193,8 +202,7 @@ def _part(server: ServerProcess, asked: Load, until: Until, seed: int, known: li
 def _change_settings(server: ServerProcess, asked: Load, over: threading.Event, seed: int) -> int:
     rng, changes = random.Random(seed), 0
     while not over.wait(CHANGE_S):
-        pool = int(asked.pool_tokens * rng.choice(POOLS))
-        server.adjust(ellm_ratio=rng.choice(RATIOS), ellm_device_kv_tokens=pool)
+        server.adjust(**asked.settings(rng.choice(POOLS), rng.choice(RATIOS)))
         changes += 1
     return changes
 
@@ -218,6 +226,8 @@ def minutes_in_parts(total: float) -> Iterator[Until]:
               help="Streams.")  # fmt: skip
 @click.option("--max-queued", type=click.IntRange(1, 10_000),
               help="SGLang's --max-queued-requests; without it nobody is refused.")  # fmt: skip
+@click.option("--policy", default=FIXED, show_default=True,
+              help="eLLM's; others than the default choose the ratio themselves.")  # fmt: skip
 @click.option("--host-tokens", type=TOKENS_OR_NONE, default=3000, show_default=True,
               help="Of the host tier; 0: none.")  # fmt: skip
 @click.option("--layer-group", type=LAYERS, default=2, show_default=True, help="F.")
@@ -226,12 +236,13 @@ def main(
     minutes: float,
     at_once: int,
     max_queued: int | None,
+    policy: str,
     host_tokens: int,
     layer_group: int,
     as_json: bool,
 ) -> None:
     """Soak a server on the demo model; the exit status is 1 if anything is wrong after it."""
-    asked = Load(at_once, host_tokens, layer_group, max_queued)
+    asked = Load(at_once, host_tokens, layer_group, max_queued, policy)
     with asked.server() as server:
         parts = soak(server, asked, minutes_in_parts(minutes), Console(stderr=True))
         report = inspect(server, asked, parts)
