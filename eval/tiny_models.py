@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 VOCABULARY = 512
-CONTEXT = 4096
+CONTEXT, LONG = 4096, 8192
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class TinyModel:
     extra: Mapping[str, Any] = field(default_factory=dict)
     hidden: int = 128
     intermediate: int = 256
+    vocabulary: int = VOCABULARY
+    context: int = CONTEXT
+    dtype: str = "float32"
+    """In which weights are stored."""
 
 
 TINY_MODELS = {
@@ -52,12 +56,20 @@ TINY_MODELS = {
     ),
 }  # fmt: skip
 MEASURED_MODELS = {
-    "llama-24m": TinyModel("LlamaConfig", 8, 4, 64, 8, tied=True, hidden=512, intermediate=1408),
-    "llama-21m-mha": TinyModel(
-        "LlamaConfig", 6, 6, 64, 12, tied=True, hidden=384, intermediate=1024
+    "llama-24m": TinyModel(
+        "LlamaConfig", 8, 4, 64, 8, tied=True, hidden=512, intermediate=1408, context=LONG
     ),
-    "llama-94m": TinyModel("LlamaConfig", 12, 4, 64, 12, tied=True, hidden=768, intermediate=2560),
-}
+    "llama-21m-mha": TinyModel(
+        "LlamaConfig", 6, 6, 64, 12, tied=True, hidden=384, intermediate=1024, context=LONG
+    ),
+    "llama-94m": TinyModel(
+        "LlamaConfig", 12, 4, 64, 12, tied=True, hidden=768, intermediate=2560, context=LONG
+    ),
+    "llama-1b": TinyModel(
+        "LlamaConfig", 32, 8, 64, 16, tied=True, hidden=2048, intermediate=8192, context=LONG,
+        vocabulary=32_000, dtype="bfloat16",
+    ),
+}  # fmt: skip
 """Models whose weights do not fit a CPU's caches, for measurements: no test runs them."""
 
 
@@ -75,14 +87,14 @@ def write(name: str, directory: Path, seed: int = 0) -> Path:
 
     tiny = {**TINY_MODELS, **MEASURED_MODELS}[name]
     config = getattr(transformers, tiny.config)(
-        vocab_size=VOCABULARY,
+        vocab_size=tiny.vocabulary,
         hidden_size=tiny.hidden,
         intermediate_size=tiny.intermediate,
         num_hidden_layers=tiny.layers,
         num_attention_heads=tiny.heads,
         num_key_value_heads=tiny.kv_heads,
         head_dim=tiny.head_dim,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=tiny.context,
         tie_word_embeddings=tiny.tied,
         bos_token_id=1,
         eos_token_id=2,
@@ -96,7 +108,7 @@ def write(name: str, directory: Path, seed: int = 0) -> Path:
             if parameter.dim() > 1:
                 # Wide enough that attention decides the next token and few logits nearly tie.
                 torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(directory)
+    model.to(getattr(torch, tiny.dtype)).save_pretrained(directory)
     return directory
 
 

@@ -1,0 +1,1 @@
+"""Other engines on the same model, for `ellm-sgl bench peers`."""
