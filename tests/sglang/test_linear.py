@@ -1,0 +1,82 @@
+"""Which layers' products the C++ kernels take over, and which are left to SGLang."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from ellm_sgl.kernels.cpu.library import load
+from ellm_sgl.sglang.platform import linear
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+
+declare()
+
+from sglang.srt.layers.quantization.unquant import (  # noqa: E402  after declare()
+    UnquantizedEmbeddingMethod,
+)
+
+pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
+
+LEFT = torch.full((2, 8), 7.0)
+"""What stands for SGLang's own result."""
+
+
+def original(*_: Any, **__: Any) -> torch.Tensor:
+    return LEFT
+
+
+def plain_head(**more: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        quant_method=UnquantizedEmbeddingMethod(), weight=torch.randn(8, 64), **more
+    )
+
+
+def processor(**other: Any) -> Any:
+    return SimpleNamespace(**{"use_fp32_lm_head": False, "rl_on_policy_target": None} | other)
+
+
+@torch.no_grad()
+def test_a_plain_head_is_taken_over() -> None:
+    head, hidden = plain_head(), torch.randn(2, 64)
+    out = linear.lm_head(original, processor(), hidden, head)
+    assert out is not LEFT
+    torch.testing.assert_close(out, functional.linear(hidden, head.weight), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("head", "of_processor", "bias"),
+    [
+        (plain_head(set_lora=None), {}, None),
+        (plain_head(), {"use_fp32_lm_head": True}, None),
+        (plain_head(), {"rl_on_policy_target": "fsdp"}, None),
+        (plain_head(), {}, torch.zeros(8)),
+        (SimpleNamespace(weight=torch.randn(8, 64)), {}, None),
+        (SimpleNamespace(weight=torch.randn(8, 64), quant_method=object()), {}, None),
+    ],
+    ids=["lora", "fp32 head", "on policy", "bias", "no method", "quantized"],
+)
+@torch.no_grad()
+def test_whatever_is_not_plain_is_left_to_sglang(
+    head: Any, of_processor: dict[str, Any], bias: torch.Tensor | None
+) -> None:
+    hidden = torch.randn(2, 64)
+    assert linear.lm_head(original, processor(**of_processor), hidden, head, bias) is LEFT
+
+
+@torch.no_grad()
+def test_rows_beyond_those_of_decoding_are_left_to_sglang() -> None:
+    assert linear.lm_head(original, processor(), torch.randn(100, 64), plain_head()) is LEFT
+    layer = torch.nn.Linear(64, 8, bias=False)
+    assert linear.apply(original, None, layer, torch.randn(100, 64)) is LEFT
+
+
+@torch.no_grad()
+def test_a_layer_is_taken_over_if_it_has_a_weight() -> None:
+    layer, x = torch.nn.Linear(64, 8), torch.randn(2, 64)
+    out = linear.apply(original, None, layer, x, layer.bias)
+    torch.testing.assert_close(out, layer(x), rtol=1e-5, atol=1e-5)
+    assert linear.apply(original, None, torch.nn.Identity(), x) is LEFT
