@@ -21,11 +21,12 @@ pytestmark = pytest.mark.slow
 COVERED = "llama-gqa"
 """By the demo model, of the same architecture and kind of attention."""
 CROWDED = ("chats", "aborts")
+STORED = ("chats, stored", "chats, from the store")
 NEED_NOT_PAUSE = ("chats, fcfs", "chats, mixed chunk, full", "chats, resized",
-                  "chats, two ranks, resized")  # fmt: skip
+                  "chats, two ranks, resized", *STORED)  # fmt: skip
 """Whether they do is theirs to decide."""
 LIMIT_S = 1200
-"""For one run; the full one starts ten servers."""
+"""For one run; the full one starts twelve servers."""
 
 
 def run(
@@ -51,7 +52,7 @@ def verify(*arguments: str) -> dict[str, Any]:
 @pytest.mark.timeout(LIMIT_S)
 def test_demo_model() -> None:
     """fp32, prompts of 1 to 1,500 tokens, every ratio and split, forced eviction; chats, aborted
-    streams, mixed chunks and two ranks."""
+    streams, a store on disk, mixed chunks and two ranks."""
     report = verify("--dtype", "float32")
     assert report["passed"] is True
     comparisons = report["comparisons"]
@@ -69,11 +70,13 @@ def test_demo_model() -> None:
             assert (comparison["recomputed_tokens"] > 0) == recomputes
     crowded = {c["setting"]: c for c in comparisons if c["setting"].startswith(CROWDED)}
     assert list(crowded) == [
-        "chats, paused", "chats, fcfs", "chats, resized", "aborts, paused", "chats, mixed chunk",
-        "chats, mixed chunk, full", "chats, two ranks", "chats, two ranks, resized",
+        "chats, paused", "chats, fcfs", "chats, resized", "aborts, paused", *STORED,
+        "chats, mixed chunk", "chats, mixed chunk, full", "chats, two ranks",
+        "chats, two ranks, resized",
     ]  # fmt: skip
     for name, comparison in crowded.items():
         assert comparison["evicted_units"] > 0
+        assert (comparison["stored_tokens"] > 0) or name not in STORED[1:]
         assert (comparison["aborted"] > 0) == name.startswith("aborts")
         resized = [comparison[n] for n in ("resized", "at_floor", "overtaken")]
         assert sum(resized) == (RESIZES if name.endswith("resized") else 0)

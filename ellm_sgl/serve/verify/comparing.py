@@ -19,6 +19,7 @@ NOT_DONE = {
     "evicted_units": "nothing was evicted",
     "fetched_units": "nothing was fetched from the host",
     "projected_units": "nothing was projected from hidden states",
+    "stored_tokens": "nothing was read from the store on disk",
     "retractions": "no request was retracted",
     "pauses": "no request was paused",
     "aborted": "no stream was aborted in the middle",
@@ -113,7 +114,8 @@ def compare(
     aborted = expected.aborted or [False] * len(outputs)
     both = zip(reference, outputs, asked, aborted, strict=False)
     pairs = [Pair(*each) for each in both]
-    servers = NOT_DONE.keys() - {"aborted", "resized"}  # those are the client's
+    others = {"aborted", "resized", "stored_tokens"}  # the client's, and the store's
+    servers = NOT_DONE.keys() - others
     counts = {n: int(after[f"{n}_total"]) - int(before[f"{n}_total"]) for n in servers}
     comparison = Comparison(
         dtype=dtype,
@@ -127,6 +129,7 @@ def compare(
         forced=expected.forced,
         noise=expected.noise,
         **counts,
+        stored_tokens=_stored(after) - _stored(before),
         aborted=sum(aborted),
         resized=expected.resizes.get("applied", 0),
         at_floor=sum(expected.resizes.get(name, 0) for name in ("floor", "ceiling")),
@@ -135,6 +138,11 @@ def compare(
     )
     reasons = _why_no_proof(comparison, pairs, len(outputs), expected)
     return dataclasses.replace(comparison, failure="; ".join(reasons) or None)
+
+
+def _stored(state: Mapping[str, Any]) -> int:
+    """Tokens that a server has read from its store; 0 without one."""
+    return int((state.get("kv_store") or {}).get("fetched_tokens_total", 0))
 
 
 def _largest(differences: Sequence[float]) -> float:

@@ -40,6 +40,8 @@ class Comparison:
     fetched_units: int
     projected_units: int
     """Those of the fetched ones that came as hidden states."""
+    stored_tokens: int
+    """Read from the store on disk."""
     retractions: int
     pauses: int
     """Times that a running request was paused."""

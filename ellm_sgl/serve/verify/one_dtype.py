@@ -6,6 +6,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import httpx
@@ -67,12 +68,21 @@ class OneDtype:
 
     def _runs(self, stages: Iterable[Stage]) -> Iterator[Run]:
         for stage in stages:
-            block = ("--ellm-block-tokens", str(self.block_tokens))
-            arguments = [*self._model(), *block, *stage.arguments]
-            with ServerProcess(arguments, stage.environment) as server:
+            if not stage.store:
+                yield from self._served(stage, stage.settings)
+                continue
+            with TemporaryDirectory(prefix="ellm-sgl-") as folder:
                 for setting in stage.settings:
-                    progress_lines(f"{self.dtype}: eLLM, {setting.name}")
-                    yield self._run(server, setting)
+                    yield from self._served(stage, [setting], "--ellm-kv-store", folder)
+
+    def _served(self, stage: Stage, settings: Sequence[Setting], *more: str) -> Iterator[Run]:
+        """On one server."""
+        block = ("--ellm-block-tokens", str(self.block_tokens))
+        arguments = [*self._model(), *block, *stage.arguments, *more]
+        with ServerProcess(arguments, stage.environment) as server:
+            for setting in settings:
+                progress_lines(f"{self.dtype}: eLLM, {setting.name}")
+                yield self._run(server, setting)
 
     def _judged(self, runs: Sequence[Run]) -> list[Comparison]:
         """Compare every run with stock SGLang, which has everything cached."""

@@ -46,6 +46,8 @@ class Stage:
     """Of eLLM and SGLang, beside model and dtype."""
     settings: tuple[Setting, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    store: bool = False
+    """Each setting has a server of its own, and all of these have one store on disk."""
 
     def with_resizes(self, count: int) -> Stage:
         """The same, with so many random resizes in every setting."""

@@ -39,6 +39,7 @@ NO_HURRY = ("--ellm-tpot-slo-ms", "60000")
 FULL = ("fixed-ratio", {"ratio": 0.0})
 """All that fits is cached, and nobody is paused by choice."""
 MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
+STORED, FROM_STORE = "chats, stored", "chats, from the store"
 TWO_RANKS = "chats, two ranks"
 TWO_RANKS_RESIZED = "chats, two ranks, resized"
 RESTORED = ("evicted_units", "fetched_units")
@@ -134,6 +135,7 @@ def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     aborts = Setting("aborts, paused", (*RESTORED, "pauses", "aborted"), ABORTS, ROTATING, small)
     resized = Setting("chats, resized", (*RESTORED, *RESIZED), CHATS, ("fcfs", {}), resizes=RESIZES)
     yield Stage(arguments, (paused("chats, paused"), by_default, resized, aborts))
+    yield _stored(sizes, arguments)
     if dtype != EXACT:
         return
     # Where all that run fit, a fixed ratio of 0 evicts only what a smaller pool leaves no room for.
@@ -142,6 +144,18 @@ def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     if why_not_two_ranks(sizes.model) is None:  # else `left_out` tells
         ranks = (paused(TWO_RANKS), replace(resized, name=TWO_RANKS_RESIZED))
         yield Stage((*arguments, "--tp", "2"), ranks, cores_of_two_ranks())
+
+
+def _stored(sizes: Sizes, arguments: tuple[str, ...]) -> Stage:
+    """A server that writes to a store on disk, and one that begins with what the first has left."""
+    shape = sizes.model
+    token_bytes = 8 * shape.layers * shape.kv_heads * shape.head_dim  # K and V, 4 bytes at most
+    room = 2 * token_bytes * sizes.load_tokens[CHATS]
+    settings = (
+        Setting(STORED, RESTORED, CHATS),
+        Setting(FROM_STORE, ("stored_tokens",), CHATS),
+    )
+    return Stage((*arguments, "--ellm-kv-store-size", str(room)), settings, store=True)
 
 
 def _baseline(mode: str, sizes: Sizes) -> Iterator[Stage]:
