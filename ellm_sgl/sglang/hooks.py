@@ -92,6 +92,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_TOKENIZER}.__init__", "AFTER", "http:serve_routes",
          _ALWAYS, "GET /ellm/state; the app is imported by now, and importing it elsewhere takes "
                   "0.5 s"),
+    Hook(f"{_SRT}.utils.auth.add_api_key_middleware", "AFTER", "http:open_page",
+         _ALWAYS, "browsers send no key: the live page's files come before SGLang's check, and ask "
+                  "for it"),
     Hook(f"{_TOKENIZER}.generate_request", "BEFORE", "requests:check_form",
          _ALWAYS, "SGLang would answer 500 where a field of one request is a list"),
     Hook(f"{_TOKENIZER}._validate_one_request", "BEFORE", "requests:check_request",
