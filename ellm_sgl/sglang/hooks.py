@@ -28,7 +28,8 @@ class When(Enum):
     ALWAYS = "always"
     """Inert unless eLLM is enabled, which arguments may do after plugins were loaded."""
     PLATFORM = "platform"
-    """On hosts where the CPU platform is offered, with any version."""
+    """On hosts where the CPU platform is offered, with any version; where eLLM does not know it,
+    only on functions that are as recorded (`unknown_version.py`)."""
     ENABLED = "enabled"
     """Where eLLM is enabled when plugins are loaded: SGLang's worker processes. Where those are
     copies of another process (`processes.py`), in that one, once its arguments enable eLLM."""
