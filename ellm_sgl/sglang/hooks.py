@@ -28,7 +28,8 @@ class When(Enum):
     ALWAYS = "always"
     """Inert unless eLLM is enabled, which arguments may do after plugins were loaded."""
     PLATFORM = "platform"
-    """On hosts where the CPU platform is offered, with any version."""
+    """On hosts where the CPU platform is offered, with any version; where eLLM does not know it,
+    only on functions that are as recorded (`unknown_version.py`)."""
     ENABLED = "enabled"
     """Where eLLM is enabled when plugins are loaded: SGLang's worker processes. Where those are
     copies of another process (`processes.py`), in that one, once its arguments enable eLLM."""
@@ -92,6 +93,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_TOKENIZER}.__init__", "AFTER", "http:serve_routes",
          _ALWAYS, "GET /ellm/state; the app is imported by now, and importing it elsewhere takes "
                   "0.5 s"),
+    Hook(f"{_SRT}.utils.auth.add_api_key_middleware", "AFTER", "http:open_page",
+         _ALWAYS, "browsers send no key: the live page's files come before SGLang's check, and ask "
+                  "for it"),
     Hook(f"{_TOKENIZER}.generate_request", "BEFORE", "requests:check_form",
          _ALWAYS, "SGLang would answer 500 where a field of one request is a list"),
     Hook(f"{_TOKENIZER}._validate_one_request", "BEFORE", "requests:check_request",

@@ -13,7 +13,7 @@ from ellm_sgl.config import EllmConfig
 from ellm_sgl.config.ranges import check_finite, shown
 from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.keep_alive import KeepAlive
-from ellm_sgl.sglang.page import add_page
+from ellm_sgl.sglang.page import OpenFiles, add_page
 from ellm_sgl.sglang.queue_full import QueueFull
 from ellm_sgl.sglang.replicas import Answer, all_of, ask_replicas, error_of, one_of
 from ellm_sgl.sglang.slo import SloFields
@@ -53,6 +53,13 @@ def serve_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
         add_routes(http_server)
         if adapter().resolved(manager.server_args).max_queued_requests is not None:
             http_server.app.add_middleware(QueueFull)
+
+
+def open_page(_: Any, app: Any, *, api_key: str | None, **__: Any) -> None:
+    """Hook after `add_api_key_middleware`: what is added later is asked first, so this is where
+    a browser without a key can get the page that asks for it."""
+    if api_key and getattr(app.state, "ellm", False):
+        app.add_middleware(OpenFiles)
 
 
 def add_routes(http_server: Any) -> None:

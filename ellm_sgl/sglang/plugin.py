@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ellm_sgl.config import EllmConfig
+from ellm_sgl.sglang import unknown_version
 from ellm_sgl.sglang.hooks import When, hooks_of
 from ellm_sgl.sglang.platform_entry import activate
-from ellm_sgl.sglang.versions import VERSIONS, installed, turn_off, untested
+from ellm_sgl.sglang.versions import VERSIONS, installed
 
 
 def register() -> None:
     """Register the hooks for what is enabled here; SGLang applies them."""
-    sglang = installed()
-    known, on_cpu = sglang in VERSIONS, activate() is not None
+    sglang, on_cpu = installed(), activate() is not None
+    if sglang not in VERSIONS:
+        unknown_version.register(sglang, on_cpu)
+        return
     enabled = EllmConfig.from_env() is not None
-    if enabled and not known:
-        turn_off(untested(sglang))
-        enabled = False
     wanted = {
         When.ANY_VERSION: True,
-        When.ALWAYS: known,
+        When.ALWAYS: True,
         When.PLATFORM: on_cpu,
         When.ENABLED: enabled,
     }

@@ -11,10 +11,10 @@ from ellm_sgl.config import ELLM, ConfigError, EllmConfig
 from ellm_sgl.config.flags import FLAGS, Flag
 from ellm_sgl.config.ranges import shown
 from ellm_sgl.config.resolve import OFF, resolve
-from ellm_sgl.sglang import cuda, enabling
+from ellm_sgl.sglang import cuda, enabling, unknown_version
 from ellm_sgl.sglang.arguments import refusal, table
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate
-from ellm_sgl.sglang.versions import VERSIONS, adapter, installed, turn_off, untested
+from ellm_sgl.sglang.versions import VERSIONS, adapter, installed, turn_off
 from ellm_sgl.sglang.versions.signatures import differences
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def read_flags(original: Callable[..., ServerArgs], cls: type, args: Any) -> Ser
             flag = next(iter(given)).replace("_", "-")
             raise ConfigError(f"--ellm-{flag} needs --ellm-policy, which enables eLLM")
         if given and policy != OFF and (sglang := installed()) not in VERSIONS:
-            turn_off(untested(sglang))
+            unknown_version.off_by_flags(sglang)
         elif given and policy != OFF:
             resolve(given).to_env()
         elif policy == OFF:  # also where the process that started this one has it on

@@ -117,6 +117,14 @@ def _stock_and_elastic(values: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
+def restoring(port: int) -> None:
+    """An engine of which half of what is cached is restored in every step; prints its answer."""
+    settings = {f"ellm_{name}": value for name, value in SETTINGS.items()}
+    with ellm_sgl.Engine(**arguments(port), **settings, ellm_ratio=0.5) as ours:
+        said = {"output_ids": generate(ours, PROMPT), "state": ours.ellm_state(integrity=True)}
+    print(json.dumps(said), flush=True)
+
+
 def batch(started: Any) -> list[list[int]]:
     """Sixteen requests at once: 3,000 tokens."""
     inputs = [PROMPT[i:] + PROMPT * 2 for i in range(16)]
@@ -183,7 +191,13 @@ def retrained() -> list[tuple[str, Any]]:
     ]
 
 
-WAYS = {"server": server, "unprepared": unprepared, "trusting": trusting, "engine": engine}
+WAYS = {
+    "server": server,
+    "unprepared": unprepared,
+    "trusting": trusting,
+    "engine": engine,
+    "restoring": restoring,
+}
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")

@@ -26,6 +26,7 @@ from tests.sglang.test_metrics import queries
 pytestmark = pytest.mark.slow
 
 ADMIN_KEY = "for the administrator"
+API_KEY = "for those who ask"
 ARGUMENTS = (
     *DEMO_ARGUMENTS,
     "--ellm-policy", "fcfs", "--ellm-tpot-slo-ms", "200",
@@ -291,6 +292,52 @@ def test_the_page_needs_nothing_from_outside(opened: Browser, watched: ServerPro
     assert {f"{watched.url}/ellm/{name}" for name in ("", "page.js", "state")} <= asked
     assert {url for url in asked if not url.startswith(f"{watched.url}/")} == set()
     assert [entry for entry in opened.log("browser") if entry["level"] != "DEBUG"] == []
+
+
+def test_whoever_holds_the_api_key_has_the_page(tmp_path: Path) -> None:
+    """The browser gets the page without it; the page asks for it, once a tab."""
+    if (problem := browser.lacking()) is not None:
+        pytest.skip(problem)
+    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "2400",
+                 "--api-key", API_KEY]  # fmt: skip
+    with (
+        ServerProcess(arguments, {"OMP_NUM_THREADS": "1"}) as server,
+        browser.chromium(tmp_path / "log") as window,
+    ):
+        page, asks = f"{server.url}/ellm/", "return !document.getElementById('lock').hidden"
+        live = "return document.getElementById('link').dataset.state === 'live'"
+        window.open(page)
+        window.wait(asks)
+        assert window.run("return document.activeElement.id") == "api-key"
+        said = "return document.getElementById('lock-outcome').textContent"
+        for guess in ("a guess", "schlüssel"):
+            window.run("document.getElementById('api-key').select()")
+            window.press(guess, "Enter")
+            assert window.wait(said) == "The server does not take this key."
+        window.requested()
+        time.sleep(2.5)
+        assert window.requested() == [], "nothing is asked for without a key"
+        window.screenshot(ARTIFACTS / "page-key.png")
+        window.run("document.getElementById('api-key').select()")
+        window.press(API_KEY, "Enter")
+        window.wait(live)
+        assert not window.run(asks)
+        window.log("browser")
+        window.open(page)
+        window.wait(live)
+        window.wait("return document.getElementById('policy').options.length > 1")
+        tab_to(window, "pool")
+        window.run("document.getElementById('pool').select()")
+        window.press("1600", "Enter")
+        window.wait("return document.getElementById('outcome').textContent.includes('to 1,600')")
+        bearer = {"Authorization": f"Bearer {API_KEY}"}
+        state = httpx.get(f"{page}state", headers=bearer, timeout=60).raise_for_status().json()
+        assert state["resize"]["wanted_tokens"] == 1600
+        assert [entry for entry in window.log("browser") if entry["level"] != "DEBUG"] == []
+        assert window.run("return localStorage.length + document.cookie.length") == 0
+        window.call("/window", handle=window.call("/window/new", type="tab")["handle"])
+        window.open(page)
+        window.wait(asks)
 
 
 def tab_to(window: Browser, wanted: str) -> list[str]:

@@ -101,37 +101,6 @@ def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV, json.dumps(dataclasses.asdict(EllmConfig(policy="fcfs"))))
 
 
-def test_a_version_that_was_never_tested_serves_as_stock(
-    enabled: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from ellm_sgl.sglang import plugin
-
-    registered: list[str] = []
-    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: registered.append(target))
-    monkeypatch.setattr(plugin, "installed", lambda: "0.9.1")
-    plugin.register()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "has not been tested with sglang 0.9.1; install sglang 0.5.17" in line
-    assert line.endswith("eLLM is off: SGLang serves as stock.")
-    assert ENV not in os.environ
-    stock = [When.ANY_VERSION, *([When.PLATFORM] if activate() else [])]
-    assert registered == [hook.target for hook in hooks_of("0.9.1") if hook.when in stock]
-
-
-def test_flags_for_a_version_that_was_never_tested(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv(ENV, raising=False)
-    monkeypatch.setattr(server_args, "installed", lambda: "0.9.1")
-    args = SimpleNamespace(model_path="model", ellm_policy="fcfs", ellm_device_kv_tokens=3072)
-    assert server_args.read_flags(lambda cls, args: args.model_path, object, args) == "model"
-    assert ENV not in os.environ
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "sglang 0.9.1" in line and line.endswith("eLLM is off: SGLang serves as stock.")
-
-
 def test_a_function_that_is_not_as_recorded_turns_ellm_off(
     enabled: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

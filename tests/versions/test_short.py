@@ -6,6 +6,9 @@ version all other tests run.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +20,11 @@ from ellm_sgl.sglang.versions import VERSIONS, installed
 from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install
+from tests.e2e.started_from_python import PROMPT
+from tests.e2e.test_from_python import ENVIRONMENT, SCRIPT
 from tests.e2e.test_memory_pressure import wait_for
 from tests.e2e.test_paused_requests import Stream
+from tests.e2e.test_watching import figures, settled
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,7 +53,7 @@ def small(
     arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-layer-group", "1",
                  "--ellm-device-kv-tokens", str(POOL), "--ellm-host-kv-tokens", str(HOST),
                  "--chunked-prefill-size", "64", "--enable-mixed-chunk",
-                 "--ellm-policy-budget-ms", "1000"]  # fmt: skip
+                 "--ellm-policy-budget-ms", "1000", "--enable-metrics"]  # fmt: skip
     policies = install(tmp_path_factory.mktemp("policies"))
     with ServerProcess(arguments, STRICT | policies) as server:
         yield server
@@ -111,6 +117,34 @@ def test_a_prefix_is_found_again(server: ServerProcess) -> None:
     [again] = ask(server.url, [greedy(prompt, 40)])
     assert again["output_ids"] == first["output_ids"]
     assert first["meta_info"]["cached_tokens"] == 0 and again["meta_info"]["cached_tokens"] >= 384
+
+
+def test_it_is_watched(server: ServerProcess) -> None:
+    """The page is there, and metrics say what the state says."""
+    server.switch_policy("fixed-ratio", ratio=0.75)
+    before = figures(server)
+    ask(server.url, BODIES)
+    told = settled(server)
+    for name in ("ellm_evicted_units_total", "ellm_step_seconds_count"):
+        assert told[name] > before[name]
+    assert told["ellm_policy_info"] == 1 and told["ellm_device_committed_bytes"] > 0
+    assert server.state()["integrity"] == "ok"
+    page = httpx.get(f"{server.url}/ellm/", timeout=60)
+    assert page.status_code == 200 and "<title>eLLM</title>" in page.text
+    for name in ("page.js", "requests", "policies", "steps"):
+        assert httpx.get(f"{server.url}/ellm/{name}", timeout=60).status_code == 200, name
+
+
+def test_an_engine_answers_as_the_server(server: ServerProcess) -> None:
+    server.switch_policy("fixed-ratio", ratio=0.0)
+    [expected] = ask(server.url, [greedy(PROMPT, 24)])
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "restoring"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["output_ids"] == expected["output_ids"]
+    assert said["state"]["integrity"] == "ok" and said["state"]["recomputed_tokens_total"] > 0
 
 
 def test_recomputed_rows_in_a_pass_of_their_own(expected: list[list[int]]) -> None:

@@ -18,28 +18,68 @@ const make = (tag, name, text) => {
 
 const history = [];
 const rows = new Map();
-let held = false, everything = false, timer = 0, asking = false, latest = null;
+let held = false, everything = false, timer = 0, asking = false, latest = null, offered = false;
+
+// -- the server's API key, where it has one -------------------------------------------------------
+
+const KEPT_AS = "ellm-api-key";
+let apiKey = "", locked = false;
+try { apiKey = sessionStorage.getItem(KEPT_AS) ?? ""; } catch { /* the browser keeps nothing */ }
+
+const bearer = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+function lock() {
+  if (apiKey) refuseKey();
+  keep("");
+  locked = true;
+  $("lock").hidden = false;
+  $("hold").hidden = true;
+  link("lost", "The server wants its API key");
+  if (document.activeElement === document.body) $("api-key").focus();
+}
+
+function unlock() {
+  if ($("lock").hidden) return;
+  keep(apiKey);
+  $("lock").hidden = true;
+  $("hold").hidden = false;
+  $("api-key").value = "";
+}
+
+function refuseKey() {
+  say("lock-outcome", "The server does not take this key.");
+}
+
+function keep(key) {
+  apiKey = key;
+  try { sessionStorage.setItem(KEPT_AS, key); } catch { /* it is asked for again */ }
+}
 
 // -- asking -------------------------------------------------------------------------------------
 
+class WantsKey extends Error {}
+
 async function ask(path) {
-  const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(20000) });
-  if (answer.status === 401) throw new Error("the server wants its API key");
+  const answer = await fetch(path, { cache: "no-store", headers: bearer(apiKey), signal: AbortSignal.timeout(20000) });
+  if (answer.status === 401) throw new WantsKey();
   if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
   return answer.json();
 }
 
 async function look() {
   clearTimeout(timer);
-  if (held || document.hidden || asking) return;
+  if (held || document.hidden || asking || locked) return;
   asking = true;
   try {
     const [state, seen] = (await Promise.all([ask("state"), ask("requests")])).map(ofReplica);
     latest = { state, seen };
+    unlock();
     draw(state, seen);
     link("live", "Live");
+    policies();
   } catch (error) {
-    link("lost", error.name === "TypeError" ? "No answer; trying again" : error.message);
+    if (error instanceof WantsKey) lock();
+    else link("lost", error.name === "TypeError" ? "No answer; trying again" : error.message);
   } finally {
     asking = false;
     clearTimeout(timer);
@@ -273,19 +313,20 @@ function controls(state) {
 }
 
 async function policies() {
+  if (offered) return;
+  offered = true;
   try {
     for (const name of await ask("policies")) $("policy").append(new Option(name, name));
-    if (latest) controls(latest.state);
-  } catch { setTimeout(policies, 5000); }
+    controls(latest.state);
+  } catch { offered = false; }
 }
 
 async function send(form, path, body, done) {
-  const button = form.querySelector("button"), key = $("key").value;
+  const button = form.querySelector("button"), key = $("key").value || apiKey;
   button.disabled = true;
   let ok = false, text;
   try {
-    const headers = { "Content-Type": "application/json" };
-    if (key) headers.Authorization = `Bearer ${key}`;
+    const headers = { "Content-Type": "application/json", ...bearer(key) };
     const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body) });
     const found = await answer.json();
     ok = answer.ok && found !== false && !(Array.isArray(found) && found.includes(false));
@@ -320,6 +361,16 @@ $("pool-form").addEventListener("submit", (event) => {
 });
 $("replica").addEventListener("change", () => { history.length = 0; look(); });
 $("key-form").addEventListener("submit", (event) => event.preventDefault());
+$("lock-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const given = $("api-key").value.trim();
+  say("lock-outcome", "");
+  // No other can be sent in a header.
+  if (!/^[ -~]+$/.test(given)) { refuseKey(); return; }
+  apiKey = given;
+  locked = false;
+  if (held) $("hold").click(); else look();
+});
 for (const id of ["policy", "pool"]) $(id).addEventListener("input", () => { $(id).dataset.touched = "yes"; });
 $("all").addEventListener("click", () => { everything = !everything; if (latest) requests(latest.seen); });
 $("hold").addEventListener("click", () => {
@@ -333,5 +384,4 @@ document.addEventListener("visibilitychange", look);
 window.addEventListener("resize", () => { if (latest) plot(); });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (latest) plot(); });
 
-policies();
 look();
