@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shutil
 import tempfile
 import time
 from collections import deque
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]  # untyped where installed
 
+from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.config.click_types import SEED, FiniteRange
 from ellm_sgl.eval.demo_corpus import END, PAD, Document, encode, gather, windows
 from ellm_sgl.sglang.platform.torchvision_ops import declare
@@ -179,6 +181,7 @@ def save(model: Any, tokenizer: Any, out: Path, runs: list[Report]) -> None:
         for name, content in written.items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         (folder / "README.md").write_text(model_card(runs))
+        shutil.copyfile(DEMO_MODEL / "LICENSE", folder / "LICENSE")
         for file in sorted(folder.iterdir()):
             file.chmod(0o644)
             file.replace(out / file.name)
@@ -244,6 +247,7 @@ CARD = """---
 language: en
 license: other
 license_name: psf-2.0
+license_link: LICENSE
 ---
 # The ellm-sgl demo model
 
@@ -256,7 +260,8 @@ real words in the manner of the Python documentation; expect no sense, and no an
   to 2048 bytes: longer text is beyond its training.
 - **Corpus**: what CPython {python} itself carries: `pydoc_data.topics`, docstrings of the standard
   library and of built-in types, and longer comments, cleaned to English prose. Copyright (c) Python
-  Software Foundation, PSF licence version 2. Only the questions and one greeting were written here.
+  Software Foundation, PSF licence version 2: notice and text are in [LICENSE](LICENSE), as CPython
+  ships it. Only the questions and one greeting were written here.
 - **Loss**: training {train_loss} nats per token; held out {heldout_bits_per_byte} bits per byte.
 - **Format**: token id = byte value; then 256 `<|end|>`, `<|pad|>`, `<|user|>`, `<|assistant|>`,
   260 `<|system|>`; 261 to 263 are unused. Stored in bfloat16, to be served in float32.

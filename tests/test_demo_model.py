@@ -159,6 +159,7 @@ def test_training_is_repeatable_and_the_saved_model_is_the_measured_one(
     )
     train_demo_model.save(model, train_demo_model.make_tokenizer(), tmp_path / "out", [report])
     assert not list(tmp_path.glob(".*")), "nothing is left beside the folder"
+    assert (tmp_path / "out/LICENSE").read_text() == (FOLDER / "LICENSE").read_text()
     loaded = (
         train_demo_model.load_transformers()
         .AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -135,6 +136,21 @@ def test_wheel_installs_one_package_of_real_files(wheel: Path) -> None:
     assert infos["ellm_sgl/demo_model/model.safetensors"].file_size > 100_000
     assert "ellm_sgl/py.typed" in infos
     assert not any(name.endswith(".pth") for name in infos)
+
+
+def test_wheel_says_and_holds_its_licences(wheel: Path) -> None:
+    """The PSF's, which the demo model's text is under, asks for its text and notice."""
+    with zipfile.ZipFile(wheel) as archive:
+        [metadata] = [name for name in archive.namelist() if name.endswith("info/METADATA")]
+        said = archive.read(metadata).decode()
+        licences = metadata.replace("METADATA", "licenses")
+        for name in ("LICENSE", "ellm_sgl/demo_model/LICENSE"):
+            assert f"License-File: {name}\n" in said
+            assert archive.read(f"{licences}/{name}") == (ROOT / name).read_bytes()
+        beside = archive.read("ellm_sgl/demo_model/LICENSE").decode()
+    assert "License-Expression: Apache-2.0 AND PSF-2.0\n" in said
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in beside
+    assert re.search(r"Copyright \(c\) 2001[0-9, \n]* Python Software Foundation;", beside)
 
 
 def test_wheel_holds_whatever_the_checkout_holds(checkout: Path, wheel: Path) -> None:
