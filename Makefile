@@ -23,7 +23,7 @@ TWO    := --numprocesses 2 --dist loadfile
 # Debian's packages that some tests run, by the command that they bring. Tests say what they lack.
 PROGRAMS := prometheus:prometheus chromium:chromium chromedriver:chromium-driver
 
-.PHONY: help system setup demo test test-fast lint format wheel clean
+.PHONY: help lacking system setup demo test test-fast lint format wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,10 +37,14 @@ help:
 	@echo 'make wheel      build the wheel and the sdist into dist/'
 	@echo 'make clean      remove what building and testing left (.venv stays)'
 
+# Those packages that are not there.
+lacking:
+	@for program in $(PROGRAMS); do \
+	    command -v $${program%:*} >/dev/null || printf ' %s' $${program#*:}; \
+	done
+
 system:
-	@lacking=; for program in $(PROGRAMS); do \
-	    command -v $${program%:*} >/dev/null || lacking+=" $${program#*:}"; \
-	done; \
+	@lacking=$$($(MAKE) lacking); \
 	[ -z "$$lacking" ] || { echo "system: installing$$lacking"; export DEBIAN_FRONTEND=noninteractive; \
 	    apt-get -qq update && apt-get -qq -y --no-install-recommends install $$lacking >/dev/null; }
 

@@ -1,8 +1,10 @@
-"""The store on disk under a real server: killed, damaged and started anew, outputs are the same."""
+"""The store on disk under a real server: killed, damaged, started anew and out of room, outputs are
+the same."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -12,6 +14,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
@@ -28,6 +31,8 @@ TOKENS = 4_000
 CHUNK = 512
 OUTPUT = 48
 PROMPTS = prompts(4, 1_800, 2_000, seed=5)
+LATE = prompts(2, 1_800, 2_000, seed=6)
+"""For which the disk has no room."""
 BLOCK = 16
 BLOCK_BYTES = 65_536
 """Of the demo model in fp32."""
@@ -98,6 +103,42 @@ def test_prompts_and_conversations_survive_the_server(tmp_path: Path) -> None:
         state = server.state()
         assert state["kv_store"]["damaged_blocks_total"] == 1
         assert state["kv_store"]["problem"] is None and state["integrity"] == "ok"
+        check_a_full_disk(server, folder, bodies([*PROMPTS[:3], turn]), expected)
+
+
+def check_a_full_disk(
+    server: ServerProcess, folder: Path, known: list[dict[str, object]], expected: list[list[int]]
+) -> None:
+    """Requests bring more than the disk takes: it says so, what it has is read on, and nobody
+    notices. The limit on the size of a file stands for the disk's: the same error path of `write`.
+    """
+    late = bodies(LATE)
+    # Stored too, by another name.
+    expected = expected + token_ids(ask(server.url, [b | {"extra_key": "other"} for b in late]))
+    children = psutil.Process(server.pid).children(recursive=True)
+    [scheduler] = [p for p in children if "sglang::scheduler" in " ".join(p.cmdline())]
+    [blocks] = folder.glob("*/blocks")
+    server.flush_cache()
+    before = server.state()["kv_store"]
+    limits = scheduler.rlimit(resource.RLIMIT_FSIZE)
+    scheduler.rlimit(resource.RLIMIT_FSIZE, (blocks.stat().st_size, limits[1]))
+    assert token_ids(ask(server.url, [*known, *late])) == expected
+    full = server.state()["kv_store"]
+    assert full["problem"] == f"{folder}: File too large"
+    assert server.log.read_text().count("nothing more is stored") == 1
+    # With room again, it goes on as it is until it is restarted.
+    scheduler.rlimit(resource.RLIMIT_FSIZE, limits)
+    server.flush_cache()
+    assert token_ids(ask(server.url, [*known, *late])) == expected
+    server.flush_cache()
+    state = server.state()
+    assert state["integrity"] == "ok"
+    assert state["device_units_free"] == state["device_units_total"]
+    after = state["kv_store"]
+    assert after["stored_blocks_total"] == full["stored_blocks_total"]
+    assert after["fetched_tokens_total"] > full["fetched_tokens_total"]
+    assert after["problem"] == full["problem"]
+    assert after["damaged_blocks_total"] == before["damaged_blocks_total"]
 
 
 def lost(url: str, prompt: list[int]) -> None:

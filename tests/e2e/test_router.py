@@ -1,4 +1,5 @@
-"""Two servers behind SGLang's router, and one of them is killed under load."""
+"""Two servers behind SGLang's router: prompts go where their prefix is, and one server is killed
+under load."""
 
 from __future__ import annotations
 
@@ -27,6 +28,23 @@ START = (
     "import ellm_sgl, runpy; runpy.run_module('sglang_router.launch_router', run_name='__main__')"
 )
 """The router imports SGLang, so on a CPU host `ellm_sgl` comes first."""
+
+
+PREFIXES, FOLLOWERS = 5, 3
+"""Prompts that begin, and those that share the prefix of each. An odd number, so that by turns each
+prompt would go to the server that has not had its prefix."""
+PREFIX = 600
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def behind(shared_server: ServerProcess) -> Iterator[tuple[ServerProcess, str]]:
+    """A second server, and the URL of a router before it and the shared one."""
+    with (
+        ServerProcess(SERVER_ARGUMENTS, STRICT) as other,
+        router(shared_server.url, other.url) as url,
+    ):
+        yield other, url
 
 
 @contextmanager
@@ -69,22 +87,44 @@ def wait_until(holds: Any, what: str) -> None:
         time.sleep(0.1)
 
 
-def test_a_server_that_dies_behind_a_router_costs_no_answer(server: ServerProcess) -> None:
+def test_prompts_go_to_the_server_that_has_their_prefix(
+    server: ServerProcess, behind: tuple[ServerProcess, str]
+) -> None:
+    other, url = behind
+    first = prompts(PREFIXES, PREFIX, PREFIX, seed=42)
+    rest = [prompts(PREFIXES, 20, 40, seed=43 + i) for i in range(FOLLOWERS)]
+    bodies = [greedy(prefix, 4) for prefix in first]
+    bodies += [greedy(p + q, 4) for each in rest for p, q in zip(first, each, strict=True)]
+    before = [each.state(integrity=False)["steps_total"] for each in (server, other)]
+    answers = [ask(url, [body])[0] for body in bodies]  # one after the other
+    cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
+    assert cached[:PREFIXES] == [0] * PREFIXES
+    assert min(cached[PREFIXES:]) >= PREFIX - BLOCK, cached
+    after = [each.state(integrity=False)["steps_total"] for each in (server, other)]
+    assert all(a > b for a, b in zip(after, before, strict=True)), "one server has all prefixes"
+    # As without a router.
+    server.flush_cache()
+    assert token_ids(answers) == token_ids(ask(server.url, bodies))
+
+
+def test_a_server_that_dies_behind_a_router_costs_no_answer(
+    server: ServerProcess, behind: tuple[ServerProcess, str]
+) -> None:
     """Requests of its are sent to the other one, and all answers are those of one server alone."""
     assert f"look at  {server.url}/ellm/ (a page)" in server.log.read_text()
+    other, url = behind
     bodies = [greedy(prompt, 300) for prompt in prompts(24, 40, 120, seed=41)]
     expected = token_ids(ask(server.url, bodies))
-    with ServerProcess(SERVER_ARGUMENTS, STRICT) as other, router(server.url, other.url) as url:
-        answers: list[list[int]] = []
-        thread = threading.Thread(target=lambda: answers.extend(token_ids(ask(url, bodies))))
-        thread.start()
+    answers: list[list[int]] = []
+    thread = threading.Thread(target=lambda: answers.extend(token_ids(ask(url, bodies))))
+    thread.start()
 
-        def both_run() -> bool:
-            return all(s.state(integrity=False)["running"] > 0 for s in (server, other))
+    def both_run() -> bool:
+        return all(s.state(integrity=False)["running"] > 0 for s in (server, other))
 
-        wait_until(both_run, "the router does not use both")
-        os.killpg(other.pid, signal.SIGKILL)
-        thread.join(PATIENCE_S)
-        assert answers == expected
-        wait_until(lambda: healthy(url) == 1, "the router does not notice")
-        assert token_ids(ask(url, bodies[:4])) == expected[:4]
+    wait_until(both_run, "the router does not use both")
+    os.killpg(other.pid, signal.SIGKILL)
+    thread.join(PATIENCE_S)
+    assert answers == expected
+    wait_until(lambda: healthy(url) == 1, "the router does not notice")
+    assert token_ids(ask(url, bodies[:4])) == expected[:4]

@@ -80,6 +80,12 @@ def operations(server: ServerProcess) -> dict[tuple[str, str], APIOperation]:
     return {(method, path): schema[path][method] for method, path in ROUTES}
 
 
+def test_no_route_is_left_out(server: ServerProcess) -> None:
+    paths = httpx.get(f"{server.url}/openapi.json", timeout=60).raise_for_status().json()["paths"]
+    added = {(m.upper(), path) for path in paths if path.startswith("/ellm") for m in paths[path]}
+    assert added == {route for route in ROUTES if route[1].startswith("/ellm")}
+
+
 def check(answer: httpx.Response, sent: Any) -> None:
     """Done, or refused in one message that names a field of what was sent, or what is wrong with
     all of it."""
@@ -231,8 +237,18 @@ def test_fields_of_lists_of_prompts(
     check(post(server, "/generate", body), body)
 
 
+def is_list_of_text(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(v, str) for v in value)
+
+
+KEYS = st.text(max_size=5) | VALUES.filter(lambda value: not is_list_of_text(value))
+"""To those SGLang itself answers 500, with eLLM or without (`_compute_extra_key`, a TypeError)."""
+OPENAI = READ | {"custom_params": CUSTOM | VALUES, "extra_key": KEYS, "cache_salt": KEYS}
+PROMPTS = ["a", ["a", "a"], [65, 66], [[65], [66, 67]]]
+
+
 @ON_ONE_SERVER
-@given(fields=st.fixed_dictionaries({}, optional=READ | {"custom_params": CUSTOM | VALUES}))
+@given(fields=st.fixed_dictionaries({}, optional=OPENAI))
 @example(fields={"rid": []})
 @example(fields={"extra_key": []})
 @example(fields={"n": 0})
@@ -240,6 +256,17 @@ def test_fields_of_chats(server: ServerProcess, fields: dict[str, Any]) -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
     body = chat | fields
     check(post(server, "/v1/chat/completions", body), body)
+
+
+@settings(ON_ONE_SERVER, max_examples=50)
+@given(prompt=st.sampled_from(PROMPTS), fields=st.fixed_dictionaries({}, optional=OPENAI))
+@example(prompt="a", fields={"rid": []})
+@example(prompt=["a", "a"], fields={"rid": ["b"]})
+@example(prompt="a", fields={"extra_key": []})
+@example(prompt=["a", "a"], fields={"n": 0})
+def test_fields_of_completions(server: ServerProcess, prompt: Any, fields: dict[str, Any]) -> None:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 3} | fields
+    check(post(server, "/v1/completions", body), body)
 
 
 def post(server: ServerProcess, path: str, body: Any) -> httpx.Response:

@@ -21,7 +21,7 @@ from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, hold_port, po
 from tests.e2e import browser
 from tests.e2e.browser import Browser
 from tests.e2e.load import ask, greedy, prompts
-from tests.sglang.test_metrics import queries
+from tests.sglang.test_metrics import promtool_says, queries
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +72,15 @@ def test_metrics_are_what_the_state_says(watched: ServerProcess) -> None:
     assert told["ellm_evicted_units_total"] > 0 and told["ellm_fetched_bytes_total"] > 0
     ended = told["ellm_slo_requests_total"] - before["ellm_slo_requests_total"]
     assert ended == 16 + 8, "a TPOT SLO for all, a TTFT SLO for half"
+
+
+def test_promtool_reads_all_and_has_nothing_to_say_of_ours(watched: ServerProcess) -> None:
+    """Of a live server's metrics, which several processes write. SGLang's names have a colon each,
+    which promtool says, and what else it has to say of them is for SGLang."""
+    text = httpx.get(f"{watched.url}/metrics", timeout=60).raise_for_status().content
+    assert text.count(b"# TYPE ellm_") > 20 and b"# TYPE sglang:" in text
+    complaints = promtool_says(text).splitlines()
+    assert [line for line in complaints if not line.startswith("sglang:")] == []
 
 
 def settled(server: ServerProcess) -> dict[str, float]:

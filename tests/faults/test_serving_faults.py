@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ TIGHT, AMPLE, MOST = 2_000, 20_000, 80_000
 HOST_TOKENS = 4_000
 PATIENCE_S = 120.0
 """For what takes a second on a machine that does nothing else."""
+AT_ONCE_S = 15.0
+"""For clients to hear of a process that was killed: 5.3 to 5.9 s where it was the scheduler, which
+SGLang's main process looks after; 0.3 s where it was that one (2 busy cores)."""
 MIB = 1 << 20
 
 
@@ -134,7 +137,7 @@ def check_nothing_leaked(server: ServerProcess) -> None:
     assert state["host_units_free"] == state["host_units_total"]
 
 
-def test_a_hundred_clients_that_vanish_in_mid_stream(
+def test_three_hundred_clients_that_vanish_in_mid_stream(
     family: Family, bodies: list[dict[str, Any]], expected: list[list[int]]
 ) -> None:
     """Not one of them has to be served to its end, which would take minutes."""
@@ -147,7 +150,7 @@ def test_a_hundred_clients_that_vanish_in_mid_stream(
         async with httpx.AsyncClient(timeout=600, limits=limits) as client:
             vanished = [
                 asyncio.create_task(_vanish(client, server.url, greedy(prompt, 4000)))
-                for prompt in prompts(100, 4, 8, seed=32)
+                for prompt in prompts(300, 4, 8, seed=32)
             ]
             others = [client.post(f"{server.url}/generate", json=body) for body in bodies]
             answers = asyncio.gather(*others)
@@ -297,8 +300,8 @@ def test_a_process_that_is_killed(
     lost: list[Future[Any]] = [background.submit(_error_of, server.url, body) for body in long[:4]]
     wait_until(lambda: running(server) > 0, "they do not begin")
     victim.send_signal(signal.SIGKILL)
-    for each in lost:
-        assert isinstance(each.result(timeout=PATIENCE_S / 2), httpx.TransportError)
+    assert not wait(lost, timeout=AT_ONCE_S).not_done, "clients that hear nothing"
+    assert all(isinstance(each.result(), httpx.TransportError) for each in lost)
     wait_until(lambda: _all_gone(processes), "processes that stay")
     assert list(family.folder.iterdir()) == []
     assert token_ids(ask(family.server.url, bodies)) == expected

@@ -186,12 +186,19 @@ def test_the_time_to_the_first_token_is_that_of_the_first_look(told: Told) -> No
 
 
 def test_promtool_has_nothing_to_say(told: Told) -> None:
+    told.update()
+    assert promtool_says(generate_latest(told.registry)) == ""
+
+
+def promtool_says(metrics: bytes) -> str:
+    """Of names, types and labels; or why it cannot read them."""
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("no promtool: apt-get install prometheus")
-    told.update()
-    text = generate_latest(told.registry)
-    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    check = [promtool, "check", "metrics"]
+    done = subprocess.run(check, input=metrics, capture_output=True, check=False)
+    said = (done.stdout + done.stderr).decode()
+    assert (done.returncode == 0) == (said == ""), f"{done.returncode}: {said}"
+    return said
 
 
 def names() -> set[str]:
