@@ -1,6 +1,6 @@
-"""500 streams at once for two minutes and more, a third of them cut off, while the pool shrinks and grows
-and the ratio changes: each ends with the right tokens or is told when to come again, nothing is
-lost, nothing leaks (`ellm_sgl.eval.soak` for longer)."""
+"""500 streams at once for two minutes and more, a third of them cut off, while the pool shrinks and
+grows and the ratio changes: each ends with the right tokens or is told when to come again, nothing
+is lost, nothing leaks (`ellm_sgl.eval.soak` for longer)."""
 
 from __future__ import annotations
 

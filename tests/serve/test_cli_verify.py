@@ -18,8 +18,8 @@ PROOF = Comparison(
     dtype="float32", setting="unfused, forced eviction", failure=None, outputs=18, differing=0,
     tokens=1728, agreeing=1728, max_logprob_difference=2.8e-6, forced=None, noise=None,
     recomputed_tokens=1_234_567, evicted_units=99_456, fetched_units=1_234_567,
-    projected_units=0, stored_tokens=0, retractions=0, pauses=1234, aborted=6, resized=180, at_floor=20,
-    overtaken=1, integrity="ok",
+    projected_units=0, stored_tokens=0, retractions=0, pauses=1234, aborted=6, resized=180,
+    at_floor=20, overtaken=1, integrity="ok",
 )  # fmt: skip
 BY_ROUNDING = dataclasses.replace(
     PROOF,

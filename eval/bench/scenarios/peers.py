@@ -60,7 +60,7 @@ class Peers(Scenario):
     )
 
     cell_heading, cell_form = "load", "{} x {:,}"
-    against: ClassVar = {STOCK: ELLM, LLAMA: ELLM}
+    against: ClassVar = dict.fromkeys((STOCK,) if llama_cpp.lacking() else (STOCK, LLAMA), ELLM)
     reference = ELLM
     columns = (
         Column("decode\ntokens/s", "decode", "{:,.1f}"),
