@@ -11,6 +11,8 @@ from ellm_sgl.kernels.cpu.prefetch import DEFAULT, HINTS, Prefetch
 
 MOST_ROWS = 32
 """`kProductRows`."""
+BOUND_BY_READING = 16
+"""Rows up to which the prefetch that was chosen is used; with more it costs up to a tenth."""
 SHORT_SUM, MOST_ROWS_OF_SHORT = 512, 16
 """16-bit sums of fewer elements than this: up to so many rows; of more PyTorch's are faster."""
 
@@ -21,7 +23,8 @@ _ahead: dict[torch.dtype, tuple[int, int]] = {}
 
 
 def prefetch_weights(dtype: torch.dtype, prefetch: Prefetch) -> None:
-    """From now on ask for weights of this type so: a step is those of four outputs."""
+    """From now on ask for weights of this type so: a step is those of four outputs. Products of
+    more than `BOUND_BY_READING` rows go on as by default."""
     _ahead[dtype] = HINTS.index(prefetch.hint), prefetch.steps
 
 
@@ -74,7 +77,7 @@ def linear(
     count = rows.shape[0]  # len() of a tensor is Python, and takes a microsecond
     out = x.new_empty((count, outputs))
     if prefetch is None:
-        hint, steps = _ahead.get(dtype, _DEFAULT)
+        hint, steps = _ahead.get(dtype, _DEFAULT) if count <= BOUND_BY_READING else _DEFAULT
     else:
         hint, steps = HINTS.index(prefetch.hint), prefetch.steps
     product = Product(

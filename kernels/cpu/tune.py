@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from ellm_sgl.kernels.cpu.attention import mixed_attention
-from ellm_sgl.kernels.cpu.prefetch import CANDIDATES, DEFAULT, Prefetch, from_environment
+from ellm_sgl.kernels.cpu.prefetch import (
+    CANDIDATES,
+    DEFAULT,
+    OF_WEIGHTS,
+    Prefetch,
+    from_environment,
+)
 from ellm_sgl.kernels.cpu.product import linear, prefetch_weights
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 
@@ -54,23 +60,23 @@ def choose_prefetch(shape: Shape) -> Prefetch:
     Raises:
         ValueError: the environment says something else than a choice.
     """
-    return from_environment() or _fastest(_decode_rows(shape))
+    return from_environment() or _fastest(_decode_rows(shape), CANDIDATES)
 
 
 @functools.cache
 def choose_weight_prefetch(dtype: torch.dtype) -> Prefetch:
     """Of weights of this type, in products of few rows, which ask for them so from now on: see
     `choose_prefetch`; a tenth of a second."""
-    chosen = from_environment() or _fastest(_products(dtype))
+    chosen = from_environment() or _fastest(_products(dtype), OF_WEIGHTS)
     prefetch_weights(dtype, chosen)
     return chosen
 
 
-def _fastest(seconds: Seconds) -> Prefetch:
-    """Of the candidates. Another than the default must win twice: among all, and then against the
+def _fastest(seconds: Seconds, candidates: Sequence[Prefetch]) -> Prefetch:
+    """Of the candidates, the first of which is the default. Another than the default must win twice: among all, and then against the
     default alone. On a machine too busy to tell it stays the default."""
     seconds(DEFAULT)  # the first call starts threads
-    best, ratio = min(_ratios(seconds, CANDIDATES, ROUNDS).items(), key=lambda item: item[1])
+    best, ratio = min(_ratios(seconds, candidates, ROUNDS).items(), key=lambda item: item[1])
     if ratio >= WORTH or _ratios(seconds, (DEFAULT, best), ROUNDS_OF_TWO)[best] >= WORTH:
         return DEFAULT
     return best

@@ -17,6 +17,7 @@ from ellm_sgl.kernels.cpu.prefetch import (
     HINTS,
     MOST_STEPS,
     NONE,
+    OF_WEIGHTS,
     VARIABLE,
     Prefetch,
     parse,
@@ -60,8 +61,9 @@ def test_results_are_the_same_to_the_bit(
 
 def test_a_choice_is_written_as_it_is_read() -> None:
     assert [parse(str(choice)) for choice in EVERY] == list(EVERY)
-    assert CANDIDATES[0] == DEFAULT
-    assert len(set(CANDIDATES)) == len(CANDIDATES)
+    for candidates in (CANDIDATES, OF_WEIGHTS):
+        assert candidates[0] == DEFAULT
+        assert len(set(candidates)) == len(candidates)
     for text in ("t0", "t0:0", "t0:5", "t9:1", "t0:1:1", "none:1"):
         with pytest.raises(ValueError, match=f"{text}: give none, or one of t0, t1"):
             parse(text)
@@ -111,7 +113,7 @@ def test_measuring_finds_one_of_the_candidates(monkeypatch: pytest.MonkeyPatch) 
     for shape in (SHAPE, tune.Shape(8, 2, 64, BF16, BF16), tune.Shape(2, 2, 32, F32, BF16)):
         assert tune.choose_prefetch(shape) in CANDIDATES
     for dtype in (F32, BF16):
-        assert tune.choose_weight_prefetch(dtype) in CANDIDATES
+        assert tune.choose_weight_prefetch(dtype) in OF_WEIGHTS
 
 
 @built
@@ -146,7 +148,8 @@ def test_products_ask_as_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(2, 64), torch.randn(8, 64)
     linear(x, weight)
     tune.choose_weight_prefetch(F32)
+    linear(torch.randn(17, 64), weight)
     linear(x, weight)
     linear(x.bfloat16(), weight.bfloat16())
     linear(x, weight, prefetch=Prefetch("nta", 1))
-    assert given == [(0, 1), (2, 3), (0, 1), (3, 1)]
+    assert given == [(0, 1), (0, 1), (2, 3), (0, 1), (3, 1)]
