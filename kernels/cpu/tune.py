@@ -73,8 +73,8 @@ def choose_weight_prefetch(dtype: torch.dtype) -> Prefetch:
 
 
 def _fastest(seconds: Seconds, candidates: Sequence[Prefetch]) -> Prefetch:
-    """Of the candidates, the first of which is the default. Another than the default must win twice: among all, and then against the
-    default alone. On a machine too busy to tell it stays the default."""
+    """Of the candidates, the first of which is the default. Another must win twice: among all, and
+    then against the default alone. On a machine too busy to tell it stays the default."""
     seconds(DEFAULT)  # the first call starts threads
     best, ratio = min(_ratios(seconds, candidates, ROUNDS).items(), key=lambda item: item[1])
     if ratio >= WORTH or _ratios(seconds, (DEFAULT, best), ROUNDS_OF_TWO)[best] >= WORTH:
