@@ -191,7 +191,6 @@ class Peers(Scenario):
                 values = [result.median(cell, name, rate) for cell in cells]
                 panel.bar(places, values, width, label=name, align="edge")
             panel.set_xticks([at + 0.4 for at in range(len(cells))], map(self.title, cells))
-            panel.set_yscale("log")
             panel.set_ylabel(f"{rate}, tokens/s")
         panel.legend()
         figure.set_size_inches(8, 7)
