@@ -12,6 +12,10 @@ from hypothesis import HealthCheck, settings
 # libgomp reads it when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# A server's start measures for half a second how memory is read best, which changes no result. What
+# measures it is tested in tests/kernels.
+os.environ.setdefault("ELLM_SGL_CPU_PREFETCH", "t0:1")
+
 # Helper modules beside the tests explain their failed assertions too.
 pytest.register_assert_rewrite("tests.memory.page_table_model", "tests.step.tiny")
 

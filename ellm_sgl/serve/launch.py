@@ -7,6 +7,7 @@ them as well.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -17,6 +18,7 @@ declare()
 
 def main(argv: list[str]) -> None:
     """Run the server until it is told to stop."""
+    gc.disable()  # what is imported stays: to look through it again and again takes a second
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -35,6 +37,10 @@ def main(argv: list[str]) -> None:
         # SGLang checks its arguments with exceptions; a user wants the sentence, not the stack.
         sys.exit(f"ellm-sgl: error: {error}")
     may_be_copied()
+    import sglang.srt.entrypoints.http_server  # noqa: F401  `run_server` would, behind `gc.enable`
+
+    gc.freeze()
+    gc.enable()
     try:
         run_server(server_args)
     finally:
