@@ -128,14 +128,14 @@ def test_the_state_has_no_integrity_unless_it_is_asked_for(server: ServerProcess
 STARTS = {
     "--ellm-ratio 1.5": "--ellm-ratio 1.5",
     "--ellm-ratio much": "much",
-    "--ellm-layer-group 0": "--ellm-layer-group 0",
-    "--ellm-block-tokens 0": "--ellm-block-tokens 0",
-    "--ellm-device-kv-tokens 8": "--ellm-device-kv-tokens 8",
     "--speculative-algorithm EAGLE": "--speculative-algorithm",
     "--model-path /no/such/model": "/no/such/model",
 }
 REFUSED = {
     # Beside those of STARTS, without a process for each.
+    "--ellm-layer-group 0": "--ellm-layer-group 0",
+    "--ellm-block-tokens 0": "--ellm-block-tokens 0",
+    "--ellm-device-kv-tokens 8": "--ellm-device-kv-tokens 8",
     "--ellm-policy nonsense": "nonsense",
     "--ellm-host-path /no/such/folder/file --ellm-host-kv-tokens 512": "--ellm-host-path",
     "--ellm-host-path /dev/null --ellm-host-kv-tokens 512": "/dev/null",
