@@ -11,7 +11,7 @@ import torch
 from ellm_sgl.kernels import torch_paged
 from ellm_sgl.kernels.cpu import attention as cpu
 from ellm_sgl.kernels.cpu.library import load
-from ellm_sgl.kernels.cpu.tune import Shape, choose_prefetch, choose_reading
+from ellm_sgl.kernels.cpu.tune import Shape, choose_prefetch, choose_weight_prefetch
 from ellm_sgl.kernels.layout import MixedAttention
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def choose(
         row_type: of q, k and v.
         pool_type: of the pool.
         heads: query heads and KV heads, to measure which prefetch is best on this CPU for decode
-            rows, and how weights are read best (some tenths of a second); None: the default.
+            rows and for weights (some tenths of a second); None: the default.
     """
     if device.type != "cpu":
         return _choose_on_device(device, head_dim, row_type, pool_type)
@@ -54,8 +54,8 @@ def choose(
         return cpu.mixed_attention, f"C++ kernels ({name})"
     prefetch = choose_prefetch(Shape(*heads, head_dim, row_type, pool_type))
     kernel = functools.partial(cpu.mixed_attention, prefetch=prefetch)
-    one, few = choose_reading(row_type)
-    return kernel, f"C++ kernels ({name}, prefetch {prefetch}; weights: one row {one}, few {few})"
+    weights = choose_weight_prefetch(row_type)
+    return kernel, f"C++ kernels ({name}, prefetch {prefetch}, of weights {weights})"
 
 
 def _choose_on_device(

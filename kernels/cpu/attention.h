@@ -56,7 +56,6 @@ struct Product {
   int32_t isa;
   Hint hint;           // weights are asked for with it ...
   int32_t steps_ahead; // ... so many times four outputs before they are read; 0: never
-  int32_t in_order;    // of one row: each output's weights before the next one's, nothing asked for
 };
 
 // What lies between a layer's matrix products. All of one type; strides are in elements, from row

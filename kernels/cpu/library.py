@@ -66,10 +66,7 @@ class Product(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weight", "bias", "out")),
         *((name, c_int64) for name in ("x_stride", "rows", "size", "outputs")),
-        *(
-            (name, c_int32)
-            for name in ("type", "threads", "isa", "hint", "steps_ahead", "in_order")
-        ),
+        *((name, c_int32) for name in ("type", "threads", "isa", "hint", "steps_ahead")),
     )
 
 

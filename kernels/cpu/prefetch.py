@@ -34,25 +34,7 @@ CANDIDATES = tuple(
 )
 """What is measured for decode rows,"""
 OF_WEIGHTS = (DEFAULT, NONE, *(Prefetch(hint, 2) for hint in HINTS))
-"""and for weights, a step of which are those of four outputs: further ahead is no faster, and
-nearer slower where rows of them are short."""
-
-
-class Reading(NamedTuple):
-    """How weights are read."""
-
-    prefetch: Prefetch
-    in_order: bool = False
-    """With one row of x: each output's weights before the next one's, and without prefetching."""
-
-    def __str__(self) -> str:
-        return "in order" if self.in_order else str(self.prefetch)
-
-
-READING = Reading(DEFAULT)
-FEW_ROWS = tuple(Reading(prefetch) for prefetch in OF_WEIGHTS)
-ONE_ROW = (*FEW_ROWS, Reading(NONE, in_order=True))
-"""What is measured."""
+"""and for weights: further ahead is no faster, and nearer slower where rows of them are short."""
 
 
 def parse(text: str) -> Prefetch:

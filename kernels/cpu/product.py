@@ -7,44 +7,32 @@ from ctypes import byref
 import torch
 
 from ellm_sgl.kernels.cpu.library import TYPES, Product, best_instruction_set, load
-from ellm_sgl.kernels.cpu.prefetch import HINTS, READING, Reading
+from ellm_sgl.kernels.cpu.prefetch import DEFAULT, HINTS, Prefetch
 
 MOST_ROWS = 32
 """`kProductRows`."""
 BOUND_BY_READING = 16
-"""Rows up to which weights are read as was chosen; with more that costs up to a tenth."""
-LEAST_IN_ORDER, MOST_IN_ORDER = 2048, 8192
-"""Bytes of a sum's weights for which what was chosen for one row is used: of fewer, calls are most
-of the time; with more, x would be read again from beyond the first cache for each output."""
+"""Rows up to which the prefetch that was chosen is used; with more it costs up to a tenth."""
 SHORT_SUM, MOST_ROWS_OF_SHORT = 512, 16
 """16-bit sums of fewer elements than this: up to so many rows; of more PyTorch's are faster."""
 
 
-_Numbers = tuple[int, int, int]
-"""A `Reading`, as `Product` has it."""
+_DEFAULT = HINTS.index(DEFAULT.hint), DEFAULT.steps
+_ahead: dict[torch.dtype, tuple[int, int]] = {}
+"""How weights of a type are asked for, as `Product` has it."""
 
 
-def _numbers(reading: Reading) -> _Numbers:
-    hint, steps = reading.prefetch
-    return HINTS.index(hint), steps, reading.in_order
-
-
-_DEFAULT = _numbers(READING)
-_chosen: dict[torch.dtype, tuple[_Numbers, _Numbers]] = {}
-"""Of weights of a type: for one row, and for few."""
-
-
-def read_weights(dtype: torch.dtype, one: Reading, few: Reading) -> None:
-    """From now on read weights of this type so where x has one row (see `LEAST_IN_ORDER`), and so
-    where it has at most `BOUND_BY_READING`; with more as by default."""
-    _chosen[dtype] = _numbers(one), _numbers(few)
+def prefetch_weights(dtype: torch.dtype, prefetch: Prefetch) -> None:
+    """From now on ask for weights of this type so: a step is those of four outputs. Products of
+    more than `BOUND_BY_READING` rows go on as by default."""
+    _ahead[dtype] = HINTS.index(prefetch.hint), prefetch.steps
 
 
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    reading: Reading | None = None,
+    prefetch: Prefetch | None = None,
 ) -> torch.Tensor | None:
     """`torch.nn.functional.linear` of few rows, the sums in fp32; None where the compiled kernels
     cannot do this product, or PyTorch's are faster for it.
@@ -56,7 +44,7 @@ def linear(
         x: [..., size], one of `TYPES`.
         weight: [outputs, size] of the same type; it is read as it lies.
         bias: [outputs] of that type.
-        reading: of the weights; None: as `read_weights` was told. Shows in the time alone.
+        prefetch: of the weights; None: as `prefetch_weights` was told. Shows in the time alone.
     """
     library, dtype, rows = load().library, x.dtype, x
     if (
@@ -88,17 +76,13 @@ def linear(
         rows, stride = rows.contiguous(), size
     count = rows.shape[0]  # len() of a tensor is Python, and takes a microsecond
     out = x.new_empty((count, outputs))
-    if reading is not None:
-        how = _numbers(reading)
-    elif count > BOUND_BY_READING or dtype not in _chosen:
-        how = _DEFAULT
+    if prefetch is None:
+        hint, steps = _ahead.get(dtype, _DEFAULT) if count <= BOUND_BY_READING else _DEFAULT
     else:
-        one, few = _chosen[dtype]
-        in_reach = LEAST_IN_ORDER <= size * weight.itemsize <= MOST_IN_ORDER
-        how = one if count == 1 and in_reach else few
+        hint, steps = HINTS.index(prefetch.hint), prefetch.steps
     product = Product(
         rows.data_ptr(), weight.data_ptr(), beside, out.data_ptr(), stride, count, size,
-        outputs, kind, torch.get_num_threads(), best_instruction_set(), *how,
+        outputs, kind, torch.get_num_threads(), best_instruction_set(), hint, steps,
     )  # fmt: skip
     library.ellm_multiply(byref(product))
     return out if rows is x else out.view(*x.shape[:-1], outputs)

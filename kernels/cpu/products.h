@@ -45,31 +45,6 @@ INLINE void multiply_step(const typename T::bits* const (&w)[kOutputs], const vo
   }
 }
 
-// sum += x · w, over the elements of one step of one output.
-template <class T>
-INLINE void add_step(const typename T::bits* w, const void* x, int64_t d, vf& sum) {
-  if constexpr (T::dots) {
-    sum = T::add_dots(sum, load_words(static_cast<const uint16_t*>(x) + d), load_words(w));
-  } else {
-    vf weight[T::unit];
-    T::load_unit(w, weight);
-#pragma GCC unroll 2
-    for (int u = 0; u < T::unit; ++u) {
-      sum += load(static_cast<const float*>(x) + d + u * W) * weight[u];
-    }
-  }
-}
-
-// Four vectors of partial sums, each added up.
-INLINE void store_sums(vf (&sums)[kOutputs], float* out) {
-  vf quad = add_quads(sums);
-#if W_FLOATS == 16
-  quad += exchange<8>(quad);
-#endif
-  if constexpr (W > 4) quad += exchange<4 % W>(quad);
-  store_lane(out, quad);
-}
-
 // What is asked for meanwhile: `bytes` from `from` on in each step. (Shared among the groups of
 // rows: more reads than the core can keep under way would hold up everything after them.)
 struct Ahead {
@@ -101,30 +76,14 @@ NOINLINE void multiply_rows(const typename T::bits* const (&w)[kOutputs], const 
     multiply_step<M, T>(padded, x, d, sums);
   }
 #pragma GCC unroll 4
-  for (int m = 0; m < M; ++m) store_sums(sums[m], out[m]);
-}
-
-// Four outputs of one row, each before the next: memory is read in the order in which it lies, which
-// the processor follows by itself. The same sums as multiply_rows.
-template <class T>
-NOINLINE void multiply_in_order(const typename T::bits* const (&w)[kOutputs], const void* x,
-                                int64_t size, float* out) {
-  using bits = typename T::bits;
-  constexpr int kStep = T::unit * W;
-  const int64_t whole = size / kStep * kStep;
-  vf sums[1][kOutputs] = {};
-  bits rest[kOutputs][kStep] = {};
-  const bits* padded[kOutputs];
-#pragma GCC unroll 4
-  for (int n = 0; n < kOutputs; ++n) {
-    vf sum = {};
-    for (int64_t d = 0; d < whole; d += kStep) add_step<T>(w[n] + d, x, d, sum);
-    sums[0][n] = sum;
-    __builtin_memcpy(rest[n], w[n] + whole, (size - whole) * sizeof(bits));
-    padded[n] = rest[n] - whole;
+  for (int m = 0; m < M; ++m) {
+    vf quad = add_quads(sums[m]);
+#if W_FLOATS == 16
+    quad += exchange<8>(quad);
+#endif
+    if constexpr (W > 4) quad += exchange<4 % W>(quad);
+    store_lane(out[m], quad);
   }
-  if (whole < size) multiply_step<1, T>(padded, &x, whole, sums);
-  store_sums(sums[0], out);
 }
 
 // Rounds and stores `count` sums at element `at` of the output: four bf16 at once, since with few
@@ -199,10 +158,7 @@ void multiply_as(const Product& p, const float* prepared, int64_t first, int64_t
     for (int64_t m = 0; m < p.rows; m += kRowsAtOnce) {
       const int64_t rows = p.rows - m < kRowsAtOnce ? p.rows - m : kRowsAtOnce;
       switch (rows) {
-        case 1:
-          if (p.rows == 1 && p.in_order) multiply_in_order<T>(w, x[m], p.size, sums[0]);
-          else multiply_rows<1, T>(w, x + m, p.size, ahead, sums);
-          break;
+        case 1: multiply_rows<1, T>(w, x + m, p.size, ahead, sums); break;
         case 2: multiply_rows<2, T>(w, x + m, p.size, ahead, sums); break;
         case 3: multiply_rows<kRowsAtOnce < 3 ? 2 : 3, T>(w, x + m, p.size, ahead, sums); break;
         default: multiply_rows<kRowsAtOnce, T>(w, x + m, p.size, ahead, sums);

@@ -8,20 +8,18 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from ellm_sgl.kernels.cpu.attention import mixed_attention
 from ellm_sgl.kernels.cpu.prefetch import (
     CANDIDATES,
-    FEW_ROWS,
-    ONE_ROW,
+    DEFAULT,
+    OF_WEIGHTS,
     Prefetch,
-    Reading,
     from_environment,
 )
-from ellm_sgl.kernels.cpu.product import linear, read_weights
+from ellm_sgl.kernels.cpu.product import linear, prefetch_weights
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 
 BLOCK_TOKENS = 16
@@ -35,12 +33,11 @@ WORTH = 0.95
 """A candidate must take less than this share of the default's time."""
 SUM = 2048
 """Elements of a row of weights,"""
-FEW = 8
-"""and rows of x that they are multiplied with, where it is not one."""
+ROWS = (1, 8)
+"""and rows of x that they are multiplied with, in turn: one choice is for all."""
 
-Way = TypeVar("Way", Prefetch, Reading)
-Seconds = Callable[[Way], float]
-"""Time of the work that is measured, done this way."""
+Seconds = Callable[[Prefetch], float]
+"""Time of the work that is measured, with this prefetch."""
 
 
 @dataclass(frozen=True)
@@ -67,32 +64,27 @@ def choose_prefetch(shape: Shape) -> Prefetch:
 
 
 @functools.cache
-def choose_reading(dtype: torch.dtype) -> tuple[Reading, Reading]:
-    """Of weights of this type, by products of one row and of few, which read them so from now on:
-    see `choose_prefetch`; two tenths of a second."""
-    if (given := from_environment()) is not None:
-        chosen = Reading(given), Reading(given)
-    else:
-        one, few = _fastest(_products(dtype, 1), ONE_ROW), _fastest(_products(dtype, FEW), FEW_ROWS)
-        chosen = one, few
-    read_weights(dtype, *chosen)
+def choose_weight_prefetch(dtype: torch.dtype) -> Prefetch:
+    """Of weights of this type, in products of few rows, which ask for them so from now on: see
+    `choose_prefetch`; a tenth of a second."""
+    chosen = from_environment() or _fastest(_products(dtype), OF_WEIGHTS)
+    prefetch_weights(dtype, chosen)
     return chosen
 
 
-def _fastest(seconds: Seconds[Way], candidates: Sequence[Way]) -> Way:
+def _fastest(seconds: Seconds, candidates: Sequence[Prefetch]) -> Prefetch:
     """Of the candidates, the first of which is the default. Another must win twice: among all, and
     then against the default alone. On a machine too busy to tell it stays the default."""
-    default = candidates[0]
-    seconds(default)  # the first call starts threads
+    seconds(DEFAULT)  # the first call starts threads
     best, ratio = min(_ratios(seconds, candidates, ROUNDS).items(), key=lambda item: item[1])
-    if ratio >= WORTH or _ratios(seconds, (default, best), ROUNDS_OF_TWO)[best] >= WORTH:
-        return default
+    if ratio >= WORTH or _ratios(seconds, (DEFAULT, best), ROUNDS_OF_TWO)[best] >= WORTH:
+        return DEFAULT
     return best
 
 
-def _ratios(seconds: Seconds[Way], candidates: Sequence[Way], rounds: int) -> dict[Way, float]:
+def _ratios(seconds: Seconds, candidates: Sequence[Prefetch], rounds: int) -> dict[Prefetch, float]:
     """Of each candidate's time to the first one's: medians of the rounds."""
-    times: dict[Way, list[float]] = {candidate: [] for candidate in candidates}
+    times: dict[Prefetch, list[float]] = {candidate: [] for candidate in candidates}
     for number in range(rounds):
         for candidate in candidates[:: -1 if number % 2 else 1]:
             times[candidate].append(seconds(candidate))
@@ -103,7 +95,7 @@ def _ratios(seconds: Seconds[Way], candidates: Sequence[Way], rounds: int) -> di
     }
 
 
-def _decode_rows(shape: Shape) -> Seconds[Prefetch]:
+def _decode_rows(shape: Shape) -> Seconds:
     """One decode row over slices of a pool that no cache holds, again and again."""
     row_bytes = shape.kv_heads * shape.head_dim * shape.pool_type.itemsize
     blocks = max(1, SLICE_BYTES // (2 * BLOCK_TOKENS * row_bytes))
@@ -125,16 +117,16 @@ def _decode_rows(shape: Shape) -> Seconds[Prefetch]:
     return seconds
 
 
-def _products(dtype: torch.dtype, rows: int) -> Seconds[Reading]:
+def _products(dtype: torch.dtype) -> Seconds:
     """Few rows times weights that no cache holds, again and again."""
     outputs = max(1, SLICE_BYTES // (SUM * dtype.itemsize))
-    weights = itertools.cycle(torch.ones(SLICES, outputs, SUM, dtype=dtype))
-    x = torch.zeros(rows, SUM, dtype=dtype)
+    weights = itertools.cycle(list(torch.ones(SLICES, outputs, SUM, dtype=dtype)))
+    some = [torch.zeros(rows, SUM, dtype=dtype) for rows in ROWS]
 
-    def seconds(reading: Reading) -> float:
-        weight = next(weights)
+    def seconds(prefetch: Prefetch) -> float:
         begin = time.perf_counter()
-        linear(x, weight, reading=reading)
+        for x in some:
+            linear(x, next(weights), prefetch=prefetch)
         return time.perf_counter() - begin
 
     return seconds

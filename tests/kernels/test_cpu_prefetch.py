@@ -14,18 +14,15 @@ from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, ISA_VARIABLE, Product
 from ellm_sgl.kernels.cpu.prefetch import (
     CANDIDATES,
     DEFAULT,
-    FEW_ROWS,
     HINTS,
     MOST_STEPS,
     NONE,
-    ONE_ROW,
-    READING,
+    OF_WEIGHTS,
     VARIABLE,
     Prefetch,
-    Reading,
     parse,
 )
-from ellm_sgl.kernels.cpu.product import linear, read_weights
+from ellm_sgl.kernels.cpu.product import linear, prefetch_weights
 from tests.kernels.cpu_steps import BF16, F32, Sizes, make
 
 built = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
@@ -36,13 +33,13 @@ SHAPE = tune.Shape(2, 1, 32, F32, F32)
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    for choice in (tune.choose_prefetch, tune.choose_reading):
+    for choice in (tune.choose_prefetch, tune.choose_weight_prefetch):
         choice.cache_clear()
     yield
-    for choice in (tune.choose_prefetch, tune.choose_reading):
+    for choice in (tune.choose_prefetch, tune.choose_weight_prefetch):
         choice.cache_clear()
     for dtype in (F32, BF16):
-        read_weights(dtype, READING, READING)
+        prefetch_weights(dtype, DEFAULT)
 
 
 @built
@@ -64,9 +61,8 @@ def test_results_are_the_same_to_the_bit(
 
 def test_a_choice_is_written_as_it_is_read() -> None:
     assert [parse(str(choice)) for choice in EVERY] == list(EVERY)
-    assert CANDIDATES[0] == DEFAULT
-    assert FEW_ROWS[0] == ONE_ROW[0] == READING
-    for candidates in (CANDIDATES, FEW_ROWS, ONE_ROW):
+    for candidates in (CANDIDATES, OF_WEIGHTS):
+        assert candidates[0] == DEFAULT
         assert len(set(candidates)) == len(candidates)
     for text in ("t0", "t0:0", "t0:5", "t9:1", "t0:1:1", "none:1"):
         with pytest.raises(ValueError, match=f"{text}: give none, or one of t0, t1"):
@@ -78,7 +74,7 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tune.choose_prefetch(SHAPE) == Prefetch("t2", 3)
     if load().library is not None:
         kernel, said = choose(torch.device("cpu"), 32, F32, F32, (2, 1))
-        assert said.endswith(", prefetch t2:3; weights: one row t2:3, few t2:3)")
+        assert said.endswith(", prefetch t2:3, of weights t2:3)")
         inputs = make(Sizes(((90, 1),), 16, 1, 2, 32, F32, F32, 0.0))
         assert torch.equal(inputs.run(kernel)[0], inputs.run(mixed_attention)[0])
 
@@ -100,7 +96,7 @@ def test_another_than_the_default_must_win_twice(
     compared: Sequence[Prefetch] = ()
     ratios = tune._ratios
 
-    def noted(work: tune.Seconds[Prefetch], candidates: Sequence[Prefetch], rounds: int) -> object:
+    def noted(work: tune.Seconds, candidates: Sequence[Prefetch], rounds: int) -> object:
         nonlocal compared
         compared = candidates
         return ratios(work, candidates, rounds)
@@ -117,13 +113,12 @@ def test_measuring_finds_one_of_the_candidates(monkeypatch: pytest.MonkeyPatch) 
     for shape in (SHAPE, tune.Shape(8, 2, 64, BF16, BF16), tune.Shape(2, 2, 32, F32, BF16)):
         assert tune.choose_prefetch(shape) in CANDIDATES
     for dtype in (F32, BF16):
-        one, few = tune.choose_reading(dtype)
-        assert one in ONE_ROW and few in FEW_ROWS
+        assert tune.choose_weight_prefetch(dtype) in OF_WEIGHTS
 
 
 @built
-@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
-@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+@pytest.mark.parametrize("isa", [INSTRUCTION_SETS[0], INSTRUCTION_SETS[-1]])
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("outputs", "size"), [(1, 64), (7, 1031), (37, 192), (64, 512)])
 def test_products_are_the_same_to_the_bit(
     isa: str, dtype: torch.dtype, outputs: int, size: int, monkeypatch: pytest.MonkeyPatch
@@ -132,39 +127,29 @@ def test_products_are_the_same_to_the_bit(
     monkeypatch.setenv(ISA_VARIABLE, isa)
     x, weight = torch.randn(8, size).to(dtype), torch.randn(outputs, size).to(dtype)
     for rows in (1, 8):
-        expected = linear(x[:rows], weight, reading=READING)
+        expected = linear(x[:rows], weight, prefetch=DEFAULT)
         assert expected is not None
-        for reading in (*map(Reading, EVERY), Reading(NONE, in_order=True)):
-            out = linear(x[:rows], weight, reading=reading)
+        for prefetch in EVERY:
+            out = linear(x[:rows], weight, prefetch=prefetch)
             assert out is not None
-            assert torch.equal(out, expected), reading
+            assert torch.equal(out, expected), prefetch
 
 
 @built
-def test_weights_are_read_as_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_ask_as_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "t2:3")
     given = []
 
     def noted(*fields: int) -> Product:
-        given.append(fields[-3:])
+        given.append(fields[-2:])
         return Product(*fields)
 
     monkeypatch.setattr(product, "Product", noted)
-    weight = torch.randn(4, 512)
-    linear(torch.randn(1, 512), weight)
-    read_weights(F32, Reading(NONE, in_order=True), Reading(Prefetch("t2", 3)))
-    for rows in (1, 2, 16, 17):
-        linear(torch.randn(rows, 512), weight)
-    for size in (511, 2049):  # a row of them shorter or longer than is read in order
-        linear(torch.randn(1, size), torch.randn(4, size))
-    linear(torch.randn(2, 512).bfloat16(), weight.bfloat16())
-    linear(torch.randn(2, 512), weight, reading=Reading(Prefetch("nta", 1)))
-    default, few = (0, 1, False), (2, 3, False)
-    assert given == [
-        default, (0, 0, True), few, few, default, few, few, default, (3, 1, False),
-    ]  # fmt: skip
-
-
-@built
-def test_the_environment_is_for_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "t2:3")
-    assert tune.choose_reading(F32) == (Reading(Prefetch("t2", 3)), Reading(Prefetch("t2", 3)))
+    x, weight = torch.randn(2, 64), torch.randn(8, 64)
+    linear(x, weight)
+    tune.choose_weight_prefetch(F32)
+    linear(torch.randn(17, 64), weight)
+    linear(x, weight)
+    linear(x.bfloat16(), weight.bfloat16())
+    linear(x, weight, prefetch=Prefetch("nta", 1))
+    assert given == [(0, 1), (0, 1), (2, 3), (0, 1), (3, 1)]

@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from ellm_sgl.kernels.cpu.attention import mixed_attention, supports
 from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.kernels.cpu.prefetch import DEFAULT, Prefetch
-from ellm_sgl.kernels.cpu.tune import Shape, choose_prefetch, choose_reading
+from ellm_sgl.kernels.cpu.tune import Shape, choose_prefetch, choose_weight_prefetch
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 from ellm_sgl.sglang.platform.cpu import CPU_BACKEND
 
@@ -70,8 +70,8 @@ class CpuAttention(TorchNativeAttnBackend):
         if problem := load().problem:
             logger.warning("%s runs as torch_native (C++ kernels: %s)", CPU_BACKEND, problem)
         else:
-            one, few = choose_reading(runner.dtype)
-            logger.info("%s: weights: one row %s, few %s", CPU_BACKEND, one, few)
+            weights = choose_weight_prefetch(runner.dtype)
+            logger.info("%s: prefetch of weights %s", CPU_BACKEND, weights)
         self._prefetch = self._best_prefetch(runner)
 
     def _best_prefetch(self, runner: ModelRunner) -> Prefetch:
