@@ -18,6 +18,7 @@ from torch.nn import functional
 from ellm_sgl.kernels.bench import LIMIT_BYTES, TYPES, seconds
 from ellm_sgl.kernels.bench_step import Run, interleave, median_ratio
 from ellm_sgl.kernels.cpu.product import linear
+from ellm_sgl.kernels.cpu.tune import choose_weight_prefetch
 
 COLD_BYTES = 96 << 20
 """Weights that the calls of a run take in turn, so that they come from memory as in a model."""
@@ -59,6 +60,7 @@ def cases() -> tuple[Case, ...]:
 def measure(case: Case, rounds: int) -> Result:
     """Run one case `rounds` times against its peers and the machine."""
     dtype = TYPES[case.dtype]
+    choose_weight_prefetch(dtype)  # as a server does
     one = case.outputs * case.size * dtype.itemsize
     weights = [
         torch.randn(case.outputs, case.size).to(dtype)

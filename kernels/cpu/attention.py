@@ -18,7 +18,7 @@ from ellm_sgl.kernels.cpu.library import (
     load,
     loaded,
 )
-from ellm_sgl.kernels.cpu.prefetch import DEFAULT, HINTS, Prefetch
+from ellm_sgl.kernels.cpu.prefetch import DEFAULT, Prefetch
 from ellm_sgl.kernels.cpu.transfer import check_buffers, check_units
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, StackedLayout, packed_heads
 
@@ -84,7 +84,7 @@ def mixed_attention(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr(),
         out.data_ptr(), q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
         rows, heads, k.shape[1], head_dim, keys.shape[1], row_type, pool_type,
-        torch.get_num_threads(), plan.isa, HINTS.index(prefetch.hint), prefetch.steps, scale, delta,
+        torch.get_num_threads(), plan.isa, *prefetch.numbers, scale, delta,
     )  # fmt: skip
     plan.library.ellm_attend(plan.handle, layout.group, ctypes.byref(call), groups.rows)
     return out

@@ -21,6 +21,11 @@ class Prefetch(NamedTuple):
     hint: str
     steps: int
 
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """As the library has it."""
+        return HINTS.index(self.hint), self.steps
+
     def __str__(self) -> str:
         return f"{self.hint}:{self.steps}" if self.steps else "none"
 

@@ -7,7 +7,7 @@ from ctypes import byref
 import torch
 
 from ellm_sgl.kernels.cpu.library import TYPES, Product, best_instruction_set, load
-from ellm_sgl.kernels.cpu.prefetch import DEFAULT, HINTS, Prefetch
+from ellm_sgl.kernels.cpu.prefetch import DEFAULT, Prefetch
 
 MOST_ROWS = 32
 """`kProductRows`."""
@@ -16,16 +16,15 @@ BOUND_BY_READING = 16
 SHORT_SUM, MOST_ROWS_OF_SHORT = 512, 16
 """16-bit sums of fewer elements than this: up to so many rows; of more PyTorch's are faster."""
 
-
-_DEFAULT = HINTS.index(DEFAULT.hint), DEFAULT.steps
-_ahead: dict[torch.dtype, tuple[int, int]] = {}
-"""How weights of a type are asked for, as `Product` has it."""
+_DEFAULT = DEFAULT.numbers
+_chosen: dict[torch.dtype, tuple[int, int]] = {}
+"""How weights of a type are asked for: numbers, which are at hand in every call."""
 
 
 def prefetch_weights(dtype: torch.dtype, prefetch: Prefetch) -> None:
     """From now on ask for weights of this type so: a step is those of four outputs. Products of
     more than `BOUND_BY_READING` rows go on as by default."""
-    _ahead[dtype] = HINTS.index(prefetch.hint), prefetch.steps
+    _chosen[dtype] = prefetch.numbers
 
 
 def linear(
@@ -76,13 +75,13 @@ def linear(
         rows, stride = rows.contiguous(), size
     count = rows.shape[0]  # len() of a tensor is Python, and takes a microsecond
     out = x.new_empty((count, outputs))
-    if prefetch is None:
-        hint, steps = _ahead.get(dtype, _DEFAULT) if count <= BOUND_BY_READING else _DEFAULT
+    if prefetch is not None:
+        ahead = prefetch.numbers
     else:
-        hint, steps = HINTS.index(prefetch.hint), prefetch.steps
+        ahead = _chosen.get(dtype, _DEFAULT) if count <= BOUND_BY_READING else _DEFAULT
     product = Product(
         rows.data_ptr(), weight.data_ptr(), beside, out.data_ptr(), stride, count, size,
-        outputs, kind, torch.get_num_threads(), best_instruction_set(), hint, steps,
+        outputs, kind, torch.get_num_threads(), best_instruction_set(), *ahead,
     )  # fmt: skip
     library.ellm_multiply(byref(product))
     return out if rows is x else out.view(*x.shape[:-1], outputs)
