@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class ModelShape:
     """Bytes of one weight."""
     kv_bytes: int = 2
     """Bytes of one element of the KV cache."""
+
+    def in_elements_of(self, nbytes: int) -> ModelShape:
+        """The same model, weights and KV of so many bytes each."""
+        return replace(self, weight_bytes=nbytes, kv_bytes=nbytes)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -90,7 +90,7 @@ def run_colocated(load: ChatLoad, memory_tokens: int | None, console: Console) -
         KeyboardInterrupt: asked to stop (by SIGTERM or SIGHUP too); no server is left.
     """
     begin, shape = time.monotonic(), read_model(DEMO_MODEL / "config.json")
-    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
+    per_token = shape.in_elements_of(4).kv_bytes_per_token
     tokens = memory_tokens or int(ROOM * load.most_tokens) + 2 * HUGE_PAGE // per_token
     memory = _Memory(max(_blocks(tokens), 4 * BLOCK_TOKENS), per_token)
     budget = f"demo-{os.getpid()}"

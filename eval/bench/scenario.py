@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import click
 
 from ellm_sgl.client.process import DEMO_MODEL
+from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.bench.result import (
     SAME_OUTPUT,
     Column,
@@ -58,6 +60,16 @@ def model_option() -> Any:
     """The field `model_path`: a model that is sent token ids alone."""
     about = "A local model.  [default: the demo's]"
     return option(str(DEMO_MODEL), about=about, show_default=False)
+
+
+def check_threads(threads: int) -> None:
+    """Of an option `--threads`.
+
+    Raises:
+        ConfigError: this process may use fewer cores.
+    """
+    if threads > (cores := len(os.sched_getaffinity(0))):
+        raise ConfigError(f"--threads {threads}: {cores} cores here; give at most as many")
 
 
 @dataclass(frozen=True)

@@ -148,9 +148,8 @@ def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
 
 def _stored(sizes: Sizes, arguments: tuple[str, ...]) -> Stage:
     """A server that writes to a store on disk, and one that begins with what the first has left."""
-    shape = sizes.model
-    token_bytes = 8 * shape.layers * shape.kv_heads * shape.head_dim  # K and V, 4 bytes at most
-    room = 2 * token_bytes * sizes.load_tokens[CHATS]
+    most = sizes.model.in_elements_of(4).kv_bytes_per_token
+    room = 2 * most * sizes.load_tokens[CHATS]
     settings = (
         Setting(STORED, RESTORED, CHATS),
         Setting(FROM_STORE, ("stored_tokens",), CHATS),

@@ -64,7 +64,7 @@ class Work:
         """
         of_layers = shape.layers * (shape.attention_weights + shape.expert_weights)
         head = shape.hidden * shape.vocabulary
-        kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
+        kv = shape.in_elements_of(element).kv_bytes_per_token
         attention = 2 * shape.layers * shape.heads * shape.head_dim * prompt * prompt
         return Work(
             decode_bytes=(of_layers + head) * element + requests * (prompt + output / 2) * kv,

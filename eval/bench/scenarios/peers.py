@@ -5,7 +5,7 @@ PyTorch's attention, and eLLM with all KV cached, the latter two over HTTP with 
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,11 +23,18 @@ from ellm_sgl.eval.bench import loads
 from ellm_sgl.eval.bench.peers import llama_cpp
 from ellm_sgl.eval.bench.peers.rates import Rates, Work
 from ellm_sgl.eval.bench.result import SAME_OUTPUT, Column, Paired, Result, Taken
-from ellm_sgl.eval.bench.scenario import Scenario, Setting, option, rounds_option
+from ellm_sgl.eval.bench.scenario import (
+    Scenario,
+    Setting,
+    check_threads,
+    option,
+    rounds_option,
+)
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.latency import ModelShape
 
 ELLM, STOCK, LLAMA = "eLLM", "torch_native", "llama.cpp"
+HERE = (ELLM, STOCK) if llama_cpp.lacking() else (ELLM, STOCK, LLAMA)
 LOADS = ("1x128", "8x128", "24x128", "1x4096", "4x4096")
 BYTES = {"float32": 4, "bfloat16": 2}
 LIMIT_ROUNDS = 3
@@ -60,7 +67,7 @@ class Peers(Scenario):
     )
 
     cell_heading, cell_form = "load", "{} x {:,}"
-    against: ClassVar = dict.fromkeys((STOCK,) if llama_cpp.lacking() else (STOCK, LLAMA), ELLM)
+    against: ClassVar = dict.fromkeys(HERE[1:], ELLM)
     reference = ELLM
     columns = (
         Column("decode\ntokens/s", "decode", "{:,.1f}"),
@@ -78,8 +85,7 @@ class Peers(Scenario):
                 f"prompt and answer of {longest} tokens: this model's context is {most}; give "
                 "--load with shorter prompts"
             )
-        if self.threads > (cores := len(os.sched_getaffinity(0))):
-            raise ConfigError(f"--threads {self.threads}: {cores} cores here; give at most as many")
+        check_threads(self.threads)
         if LLAMA in self.only and (lacking := llama_cpp.lacking()):
             raise ConfigError(f"--server llama.cpp: install {' and '.join(lacking)} first")
 
@@ -89,15 +95,12 @@ class Peers(Scenario):
 
     @cached_property
     def _context(self) -> int:
-        import json
-
         config = json.loads((Path(self.model_path) / "config.json").read_text())
         return int(config["max_position_embeddings"])
 
     @property
     def _names(self) -> Sequence[str]:
-        installed = (ELLM, STOCK) if llama_cpp.lacking() else (ELLM, STOCK, LLAMA)
-        return [name for name in installed if name in (self.only or installed)]
+        return [name for name in HERE if name in (self.only or HERE)]
 
     @property
     def _most(self) -> tuple[int, int]:

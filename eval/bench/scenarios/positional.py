@@ -11,7 +11,6 @@ with chunked float64.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -31,7 +30,15 @@ from ellm_sgl.config.ranges import MOST_TOKENS
 from ellm_sgl.eval.bench import loads
 from ellm_sgl.eval.bench.filled import FilledServer, prompt
 from ellm_sgl.eval.bench.result import Column, MeasurementError, Result, Table, Taken
-from ellm_sgl.eval.bench.scenario import Say, Scenario, Setting, model_option, option, rounds_option
+from ellm_sgl.eval.bench.scenario import (
+    Say,
+    Scenario,
+    Setting,
+    check_threads,
+    model_option,
+    option,
+    rounds_option,
+)
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.latency import ModelShape
 
@@ -96,8 +103,7 @@ class Positional(Scenario):
                 f"--longest {self.longest}: its KV takes {needed:,} bytes, of {free:,} that may be "
                 f"taken here; give at most {free // self._token_bytes - SLACK_TOKENS}"
             )
-        if self.threads > (cores := len(os.sched_getaffinity(0))):
-            raise ConfigError(f"--threads {self.threads}: {cores} cores here; give at most as many")
+        check_threads(self.threads)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -105,7 +111,7 @@ class Positional(Scenario):
 
     @property
     def _token_bytes(self) -> int:
-        return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * 4
+        return self.shape.in_elements_of(4).kv_bytes_per_token
 
     def starters(self) -> Mapping[str, Any]:
         own = Path(self.model_path) == DEMO_MODEL

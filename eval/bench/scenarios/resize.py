@@ -85,7 +85,7 @@ class Resize(Scenario):
     def gib(self) -> int:
         """Tokens whose KV takes 1 GiB."""
         shape = read_model(Path(self.model_path) / "config.json")
-        return GIB // (2 * shape.layers * shape.kv_heads * shape.head_dim * 4)
+        return GIB // shape.in_elements_of(4).kv_bytes_per_token
 
     @property
     def _ways(self) -> Mapping[str, Callable[[Any], Taken]]:
