@@ -38,8 +38,10 @@ from ellm_sgl.eval.tiny_models import write
 from ellm_sgl.sglang.cuda import EXPERIMENTAL
 
 ROOT = Path(__file__).resolve().parents[1]
-GPU_TESTS = ("tests/kernels", "tests/step")
+GPU_TESTS = ("tests/kernels", "tests/memory", "tests/step")
 """Folders with tests that need a device."""
+MOST_WORKERS = 12
+"""Test processes that share it; each takes 1 to 2 GB of its memory."""
 PACKAGES = ("torch", "triton", "sglang", "flashinfer-python", "sglang-kernel", "nvidia-ml-py")
 LLAMA_2_13B = {
     "architectures": ["LlamaForCausalLM"],
@@ -89,8 +91,9 @@ def sampler() -> Sampler:
 
 
 def run_tests() -> dict[str, Any]:
-    """The tests marked `gpu`."""
-    return _command("-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS)
+    """The tests marked `gpu`, side by side: they mostly wait for the compiler."""
+    workers = min(os.cpu_count() or 1, MOST_WORKERS)
+    return _command("-m", "pytest", "-q", "-m", "gpu", "-n", str(workers), *GPU_TESTS)
 
 
 def run_verify() -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
 
-from ellm_sgl.config import ELLM, HCACHE, MODES, RECOMPUTE
+from ellm_sgl.config import ELLM, HCACHE, MODES, RECOMPUTE, EllmConfig
 from ellm_sgl.latency import ModelShape
 from ellm_sgl.serve.cli_verify import DTYPES
 from ellm_sgl.serve.verify.comparing import NOT_DONE
@@ -16,6 +17,7 @@ from ellm_sgl.serve.verify.loads import CHATS as CHATS_AT_ONCE
 from ellm_sgl.serve.verify.loads import Aborts, Chats
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Setting, Sizes
 from ellm_sgl.serve.verify.stages import TWO_RANKS, TWO_RANKS_RESIZED, left_out, stages
+from ellm_sgl.sglang import cuda
 
 MODEL = ModelShape(
     vocabulary=512, layers=5, heads=4, kv_heads=2, head_dim=64, hidden=128, intermediate=256
@@ -100,3 +102,18 @@ def test_every_setting_can_be_resized_and_must_be_then() -> None:
 def test_a_baseline_must_preempt() -> None:
     assert all("retractions" in s.needs for s in settings("float32", RECOMPUTE))
     assert all("pauses" in s.needs for s in settings("float32", HCACHE))
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_device_nothing_is_asked_that_it_refuses(
+    dtype: str, quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for stage in stages(dtype, ELLM, quick, sizes()):
+        arguments = dict(itertools.pairwise(stage.arguments))
+        assert not stage.store and arguments.get("--ellm-fusion", "on") == "on"
+        config = EllmConfig(host_keeps=arguments.get("--ellm-host-keeps", "kv"))
+        assert not config.keeps_hidden
+    assert any("store on disk" in line for line in left_out(ELLM, quick, (dtype,), MODEL))

@@ -18,6 +18,7 @@ from ellm_sgl.serve.verify.setting import (
     cores_of_two_ranks,
     why_not_two_ranks,
 )
+from ellm_sgl.sglang import cuda
 
 RATIOS = (0.0, 0.25, 0.5, 0.9)
 LEAST_RATIO = min(r for r in RATIOS if r)
@@ -40,6 +41,7 @@ FULL = ("fixed-ratio", {"ratio": 0.0})
 """All that fits is cached, and nobody is paused by choice."""
 MIXED_CHUNK = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
 STORED, FROM_STORE = "chats, stored", "chats, from the store"
+ONLY_ON_CPU = "hidden states on the host, passes of their own (unfused), a store on disk"
 TWO_RANKS = "chats, two ranks"
 TWO_RANKS_RESIZED = "chats, two ranks, resized"
 RESTORED = ("evicted_units", "fetched_units")
@@ -56,12 +58,14 @@ def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     host: tuple[str, ...] = ("--ellm-host-kv-tokens", str(POOL_TOKENS))
     half = str(-(-sizes.model.layers // 2))
     group = ("--ellm-layer-group", str(sizes.layer_group))
+    on_cpu = not cuda.available()
     if quick:
-        mixed = _splits("mixed", QUICK_SPLITS)
+        kind, keeps = ("mixed", half) if on_cpu else ("host", "kv")
+        mixed = _splits(kind, QUICK_SPLITS)
         # With few groups fetching gains no memory: then it recomputes.
         needs = ("evicted_units", "recomputed_tokens")
-        mixed += (_forced(f"mixed, {FORCED}", sizes.small, needs),)
-        yield _fixed_ratio(mixed, ample, *group, *host, "--ellm-host-keeps", half)
+        mixed += (_forced(f"{kind}, {FORCED}", sizes.small, needs),)
+        yield _fixed_ratio(mixed, ample, *group, *host, "--ellm-host-keeps", keeps)
     else:
         recomputed = tuple(_ratio(r) for r in RATIOS)
         forced = _forced(FORCED, sizes.small, ("evicted_units", "recomputed_tokens"))
@@ -70,12 +74,13 @@ def stages(dtype: str, mode: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
         host = ("--ellm-layer-group", "1", *host)
         beside = ample + sizes.hidden_as_kv_tokens(POOL_TOKENS)
         on_device = ("--ellm-host-keeps", half, "--ellm-hidden-on", "device")
-        for name, more, tokens, splits in (
+        tiers = (
             ("host", ("--ellm-host-keeps", "kv"), ample, SPLITS),
             ("hidden", ("--ellm-host-keeps", "hidden"), ample, HIDDEN_SPLITS),
             ("mixed", on_device, beside, HIDDEN_SPLITS),
             ("unfused", ("--ellm-fusion", "off"), ample, UNFUSED_SPLITS),
-        ):
+        )
+        for name, more, tokens, splits in tiers if on_cpu else tiers[:1]:
             tried = splits if dtype == EXACT else splits[:1]
             settings = _splits(name, tried)
             needs = ("evicted_units", "fetched_units")
@@ -135,7 +140,8 @@ def _crowded(dtype: str, quick: bool, sizes: Sizes) -> Iterator[Stage]:
     aborts = Setting("aborts, paused", (*RESTORED, "pauses", "aborted"), ABORTS, ROTATING, small)
     resized = Setting("chats, resized", (*RESTORED, *RESIZED), CHATS, ("fcfs", {}), resizes=RESIZES)
     yield Stage(arguments, (paused("chats, paused"), by_default, resized, aborts))
-    yield _stored(sizes, arguments)
+    if not cuda.available():
+        yield _stored(sizes, arguments)
     if dtype != EXACT:
         return
     # Where all that run fit, a fixed ratio of 0 evicts only what a smaller pool leaves no room for.
@@ -182,3 +188,5 @@ def left_out(mode: str, quick: bool, dtypes: Sequence[str], model: ModelShape) -
     """Settings that this model or machine cannot run, each with the reason."""
     if mode == ELLM and not quick and EXACT in dtypes and (why := why_not_two_ranks(model)):
         yield f"{TWO_RANKS}: {why}"
+    if mode == ELLM and cuda.available():
+        yield f"{ONLY_ON_CPU}: on CPU hosts only so far"
