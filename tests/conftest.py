@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from ellm_sgl.client.preload import preloaded
+from ellm_sgl.client.process import environment_with
+from tests.servers import STRICT
 
 # OpenMP's threads spin while they wait: beside a busy core that took tests eight times as long.
 # libgomp reads it when torch is imported.
@@ -33,6 +38,15 @@ settings.load_profile("ellm-sgl")
 # everything below it: tests send it to themselves and to their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_are_copies() -> Iterator[None]:
+    """What all servers import is imported once; one whose environment is another starts as users
+    start it, and so does what is started by a shell's command."""
+    with preloaded(environment_with(STRICT)):
+        yield
+
 
 LONG = {f"test_{name}.py" for name in ("verify", "regret", "learnt_lengths", "mixed_load",
                                         "soak", "compare")}  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import httpx
 
+from ellm_sgl.client.preload import Process, copy
 from ellm_sgl.client.state import resize_of
 
 START_TIMEOUT_S = 240.0
@@ -25,6 +26,7 @@ EXIT_S = 5.0
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 DEMO_ARGUMENTS = ("--model-path", str(DEMO_MODEL), "--dtype", "float32")
 """fp32, so that a different order of additions cannot tip the choice of a token."""
+LAUNCH = "ellm_sgl.serve.launch"
 CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """No bound on connections: a request that waits for one has not arrived. A new one for each: a
 server may close one that is idle just when a request is sent on it, and httpx's asynchronous pool
@@ -54,6 +56,12 @@ class ServerError(RuntimeError):
     """The server did not start, or went away; the message ends with what it last said."""
 
 
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """A server's environment, with these variables beside those of this process."""
+    # A proxy is for other hosts; SGLang too asks itself whether it has started.
+    return {**SERVER_ENVIRONMENT, **os.environ, "NO_PROXY": "127.0.0.1", **variables}
+
+
 class ServerProcess:
     """SGLang's server with `arguments`, on a free port of the loopback interface.
 
@@ -62,27 +70,21 @@ class ServerProcess:
         environment: variables to set beside the current ones.
     """
 
-    module = "ellm_sgl.serve.launch"
+    module = LAUNCH
     """What Python is to run."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> None:
         self._arguments = list(arguments)
-        # A proxy is for other hosts; SGLang too asks itself whether it has started.
-        self._environment = {
-            **SERVER_ENVIRONMENT,
-            **os.environ,
-            "NO_PROXY": "127.0.0.1",
-            **(environment or {}),
-        }
+        self._environment = environment_with(environment or {})
         self.log = Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
         # SGLang would take the second of the ephemeral range, which any connection may take first.
         self._held = hold_port(), hold_port()
         self.port = port_of(self._held[0])
         self.url = f"http://127.0.0.1:{self.port}"
         self._http = httpx.Client(base_url=self.url, limits=CONNECTIONS, trust_env=False)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._serves = False
         """Until it does there is nothing to end in good order, and nobody who would listen."""
 
@@ -113,14 +115,19 @@ class ServerProcess:
 
     def launch(self) -> None:
         """The first half of `start`: others may be launched before the second."""
-        command = [sys.executable, "-m", self.module, *self._arguments]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        arguments = [*self._arguments, "--host", "127.0.0.1", "--port", str(self.port)]
         # Of replicas SGLang gives each its own, and has no flag for those.
         if "--data-parallel-size" not in self._arguments:
-            command += ["--nccl-port", str(port_of(self._held[1]))]
+            arguments += ["--nccl-port", str(port_of(self._held[1]))]
+        if self.module == LAUNCH:
+            self._process = copy(arguments, self._environment, self.log)
+        if self._process is None:
+            self._process = self._spawned(arguments)
+
+    def _spawned(self, arguments: Sequence[str]) -> Process:
         with self.log.open("wb") as out:
-            self._process = subprocess.Popen(
-                command,
+            return subprocess.Popen(
+                [sys.executable, "-m", self.module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -16,6 +16,14 @@ from ellm_sgl.sglang.platform.torchvision_ops import declare
 declare()
 
 
+def load() -> None:
+    """Import what every server does, without deciding anything."""
+    import sglang.launch_server
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.scheduler
+    import sglang.srt.plugins  # noqa: F401
+
+
 def main(argv: list[str]) -> None:
     """Run the server until it is told to stop."""
     gc.disable()  # what is imported stays: to look through it again and again takes a second

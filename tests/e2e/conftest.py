@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from tests.servers import STRICT
 
 AMPLE_TOKENS = 32_000
 SERVER_ARGUMENTS = (
@@ -17,11 +18,6 @@ SERVER_ARGUMENTS = (
     "--random-seed", "1",
     "--constrained-json-disable-any-whitespace",
 )  # fmt: skip
-STRICT = {
-    # SGLang's own memory checks after every step, fatal when they fail.
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @pytest.fixture(scope="session")

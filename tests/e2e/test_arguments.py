@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
-from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 from tests.e2e.test_features import with_and_without
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ import pytest
 from ellm_sgl.budget import Member, list_budgets, path_of
 from ellm_sgl.budget.file import LedgerFile
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, hold_port, port_of
-from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,9 @@ import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.e2e import browser
-from tests.e2e.conftest import AMPLE_TOKENS, STRICT
+from tests.e2e.conftest import AMPLE_TOKENS
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,8 @@ from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.store import Chain
 from ellm_sgl.store.records import read
-from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 

@@ -17,6 +17,7 @@ from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from ellm_sgl.client.resident import Resident
 from tests.e2e.conftest import AMPLE_TOKENS
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +95,7 @@ def test_a_pool_grows_beyond_what_it_started_with(server: ServerProcess) -> None
     arguments = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "640"]
     arguments += ["--ellm-max-device-kv-tokens", "40000"]
     with (
-        ServerProcess([*DEMO_ARGUMENTS, *arguments], {"OMP_NUM_THREADS": "1"}) as other,
+        ServerProcess([*DEMO_ARGUMENTS, *arguments], STRICT) as other,
         ThreadPoolExecutor(1) as background,
     ):
         start = other.state()
@@ -167,7 +168,7 @@ def test_server_options(server: ServerProcess, arguments: str) -> None:
     bodies = [greedy(p, 32) for p in prompts(12, 1, 500, seed=5)]
     expected = token_ids(ask(server.url, bodies))
     own = (*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "1024")
-    with ServerProcess([*own, *arguments.split()], {"OMP_NUM_THREADS": "1"}) as other:
+    with ServerProcess([*own, *arguments.split()], STRICT) as other:
         assert token_ids(ask(other.url, bodies)) == expected
         other.adjust(ellm_ratio=0.5)
         assert token_ids(ask(other.url, bodies)) == expected
@@ -184,7 +185,7 @@ def test_fewer_blocks_than_requests_in_mixed_steps(server: ServerProcess) -> Non
     arguments = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "4096"]
     arguments += ["--enable-mixed-chunk", "--chunked-prefill-size", "32"]
     with (
-        ServerProcess([*DEMO_ARGUMENTS, *arguments], {"OMP_NUM_THREADS": "1"}) as other,
+        ServerProcess([*DEMO_ARGUMENTS, *arguments], STRICT) as other,
         ThreadPoolExecutor(1) as background,
     ):
         answers = background.submit(ask, other.url, bodies)
@@ -205,7 +206,7 @@ def test_prompts_in_chunks_beside_requests_that_fill_memory(
     arguments = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "1200"]
     arguments += ["--chunked-prefill-size", "64"]
     arguments += ["--schedule-conservativeness", "0.1", *mixed.split()]
-    with ServerProcess([*DEMO_ARGUMENTS, *arguments], {"OMP_NUM_THREADS": "1"}) as other:
+    with ServerProcess([*DEMO_ARGUMENTS, *arguments], STRICT) as other:
         assert token_ids(ask(other.url, bodies)) == expected
         assert other.state()["integrity"] == "ok"
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
-from tests.e2e.conftest import STRICT
 from tests.e2e.load import greedy, prompts
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from ellm_sgl.client.process import ServerProcess
-from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
+from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS
 from tests.e2e.load import ask, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install
 from tests.e2e.test_memory_pressure import wait_for
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,11 @@ import pytest
 
 from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.engine.policy_guard import FIRST_ANSWER_S
-from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
+from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS
 from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install
 from tests.e2e.test_memory_pressure import wait_for
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 ADMIN = "an admin's key"

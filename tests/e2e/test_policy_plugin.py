@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from ellm_sgl.client.process import ServerProcess
-from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS, STRICT
+from tests.e2e.conftest import AMPLE_TOKENS, SERVER_ARGUMENTS
 from tests.e2e.load import ask, greedy, prompts, token_ids
 from tests.policy_plugin import NAME, install_plugin
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 

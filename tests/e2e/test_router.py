@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from ellm_sgl.client.process import SERVER_ENVIRONMENT, ServerProcess, hold_port, port_of
-from tests.e2e.conftest import SERVER_ARGUMENTS, STRICT
+from tests.e2e.conftest import SERVER_ARGUMENTS
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("sglang_router", exc_type=ImportError)

@@ -17,8 +17,8 @@ from schemathesis.schemas import APIOperation
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.any_json import ODD_NUMBERS, ODD_TEXT, VALUES
-from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 

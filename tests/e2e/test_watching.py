@@ -21,6 +21,7 @@ from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, hold_port, po
 from tests.e2e import browser
 from tests.e2e.browser import Browser
 from tests.e2e.load import ask, greedy, prompts
+from tests.servers import STRICT
 from tests.sglang.test_metrics import promtool_says, queries
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ RID = "<img src=x onerror=document.title='broken'>"
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[ServerProcess]:
-    with ServerProcess(ARGUMENTS, {"OMP_NUM_THREADS": "1"}) as server:
+    with ServerProcess(ARGUMENTS, STRICT) as server:
         yield server
         assert server.state()["integrity"] == "ok"
 
@@ -310,7 +311,7 @@ def test_whoever_holds_the_api_key_has_the_page(tmp_path: Path) -> None:
     arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "2400",
                  "--api-key", API_KEY]  # fmt: skip
     with (
-        ServerProcess(arguments, {"OMP_NUM_THREADS": "1"}) as server,
+        ServerProcess(arguments, STRICT) as server,
         browser.chromium(tmp_path / "log") as window,
     ):
         page, asks = f"{server.url}/ellm/", "return !document.getElementById('lock').hidden"

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, DEMO_MODEL, ServerProcess
-from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 POOL = 2048

@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
-from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 

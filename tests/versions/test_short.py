@@ -17,7 +17,6 @@ import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from ellm_sgl.sglang.versions import VERSIONS, installed
-from tests.e2e.conftest import STRICT
 from tests.e2e.load import ask, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install
 from tests.e2e.started_from_python import PROMPT
@@ -25,6 +24,7 @@ from tests.e2e.test_from_python import ENVIRONMENT, SCRIPT
 from tests.e2e.test_memory_pressure import wait_for
 from tests.e2e.test_paused_requests import Stream
 from tests.e2e.test_watching import figures, settled
+from tests.servers import STRICT
 
 pytestmark = [
     pytest.mark.slow,

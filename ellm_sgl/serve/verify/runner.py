@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from ellm_sgl.client.process import DEMO_MODEL
+from ellm_sgl.client.preload import preloaded
+from ellm_sgl.client.process import DEMO_MODEL, environment_with
 from ellm_sgl.config import ELLM
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.serve.verify.figures import Comparison, VerifyReport
@@ -70,10 +71,11 @@ def verify(
     needed = {name: load.most_tokens for name, load in loads.items()}
     sizes = Sizes(shape, longest, output_tokens, needed, layer_group, block_tokens)
     comparisons: list[Comparison] = []
-    for dtype in dtypes:
-        one = OneDtype(path, dtype, loads, block_tokens)
-        asked = stages(dtype, mode, quick, sizes)
-        comparisons += one.compared(s.with_resizes(resizes) if resizes else s for s in asked)
+    with preloaded(environment_with({})):
+        for dtype in dtypes:
+            one = OneDtype(path, dtype, loads, block_tokens)
+            asked = stages(dtype, mode, quick, sizes)
+            comparisons += one.compared(s.with_resizes(resizes) if resizes else s for s in asked)
     skipped = tuple(left_out(mode, quick, dtypes, shape))
     return VerifyReport(
         path, len(prompts), output_tokens, tuple(comparisons), tuple(dtypes), skipped

@@ -1,0 +1,163 @@
+"""Servers as copies of a process that has imported all that they need.
+
+What starts one server after the other (`ellm-sgl verify`, `demo`, `bench`, the tests) pays for
+importing PyTorch and SGLang once instead of every time, which is more than half of a start:
+
+```
+ this process ──requests──→ preloaded process ──fork──→ server ──fork──→ its workers
+              ←──answers──┘  (serve.preloaded)   as `python -m ellm_sgl.serve.launch`
+```
+
+Only for servers whose environment is that of the preloaded process but for variables that nobody
+reads while importing; all others are started as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+MODULE = "ellm_sgl.serve.preloaded"
+READ_LATE = ("ELLM_SGL_", "SGLANG_CPU_OMP_THREADS_BIND", "PYTEST_")
+"""Beginnings of names of variables that are read once a server starts, or by no server."""
+POLL_S = 0.05
+ANSWER_S = 240.0
+"""Of the first request: until then it imports."""
+MOST_BYTES = 1 << 20
+"""Of a request: most of it is an environment."""
+
+
+class Process(Protocol):
+    """As much of `subprocess.Popen` as is asked of a server's process."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
+class Preloaded:
+    """The process that servers are copies of: it starts with the first of them, and ends, and they
+    with it, when `close` is called or this process is no more.
+
+    Args:
+        environment: its own, and but for `READ_LATE` its servers'.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(ANSWER_S)
+        self._lock = threading.Lock()
+
+    def takes(self, environment: Mapping[str, str]) -> bool:
+        """Whether a server with this environment may be a copy."""
+        return _read_early(environment) == _read_early(self._environment)
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+        """A server with these arguments of `serve.launch`, in a session of its own.
+
+        Raises:
+            OSError: nothing on this machine may be copied, or what could be is gone.
+        """
+        with self._lock:
+            if self._process is None:
+                self._process = self._launched()
+        asked = {"argv": list(argv), "environment": dict(environment), "log": str(log),
+                 "folder": str(Path.cwd())}  # fmt: skip
+        return _Copy(self, int(self._ask(asked)))
+
+    def _launched(self) -> subprocess.Popen[bytes]:
+        with self._theirs as theirs:
+            return subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(theirs.fileno())],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def status(self, pid: int) -> int | None:
+        """How a server ended, as `Popen.returncode` has it; None: it has not."""
+        found = self._ask({"pid": pid})
+        return None if found is None else int(found)
+
+    def close(self) -> None:
+        self._theirs.close()
+        self._socket.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def _ask(self, asked: dict[str, Any]) -> Any:
+        with self._lock:
+            self._socket.send(json.dumps(asked).encode())
+            answer = self._socket.recv(MOST_BYTES)
+        if not answer:
+            raise ConnectionError(f"{MODULE} has ended")
+        return json.loads(answer)
+
+
+class _Copy:
+    """A server that is another process's child."""
+
+    def __init__(self, parent: Preloaded, pid: int) -> None:
+        self.pid = pid
+        self._parent = parent
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            self._status = self._parent.status(self.pid)
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(MODULE, timeout or 0)
+            time.sleep(POLL_S)
+        return status
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+_current: Preloaded | None = None
+
+
+@contextlib.contextmanager
+def preloaded(environment: Mapping[str, str]) -> Iterator[None]:
+    """Servers that start inside this context, from whichever thread, are copies of one process,
+    where their environment allows it."""
+    global _current
+    before, _current = _current, Preloaded(environment)
+    try:
+        yield
+    finally:
+        _current.close()
+        _current = before
+
+
+def copy(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Process | None:
+    """A server as a copy; None: it may not be one, and has to be started."""
+    if _current is None or not _current.takes(environment):
+        return None
+    with contextlib.suppress(OSError):
+        return _current.start(argv, environment, log)
+    return None
+
+
+def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(READ_LATE)}

@@ -1,0 +1,82 @@
+"""Imports all that a server needs, and makes copies of itself: see `client.preload`.
+
+`python -m ellm_sgl.serve.preloaded FD` answers requests from the socket FD until its other end is
+closed. It has one thread: a process with two may not be copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import socket
+import sys
+
+from ellm_sgl.client.preload import MOST_BYTES
+from ellm_sgl.serve import launch
+from ellm_sgl.sglang.platform_entry import activate
+
+
+def copies(requests: socket.socket) -> list[str] | None:
+    """Answer requests. Returns in each copy with the arguments of the server that it is to be, and
+    in this process, with None, once nobody is left to ask."""
+    running: dict[int, int | None] = {}
+    """Exit status of each copy, None as long as it runs."""
+    while received := requests.recv(MOST_BYTES):
+        asked = json.loads(received)
+        if "pid" in asked:
+            answer = running[asked["pid"]] = _status(asked["pid"], running)
+        elif pid := os.fork():
+            running[pid] = None
+            answer = pid
+        else:
+            requests.close()
+            _become(**asked)
+            return list(asked["argv"])
+        requests.send(json.dumps(answer).encode())
+    for pid, status in running.items():
+        if status is None and _status(pid, running) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+    return None
+
+
+def _status(pid: int, running: dict[int, int | None]) -> int | None:
+    """As `subprocess.Popen.returncode`."""
+    if running[pid] is not None:
+        return running[pid]
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _become(argv: list[str], environment: dict[str, str], log: str, folder: str) -> None:
+    """What a process that the shell starts has of its own."""
+    os.setsid()
+    os.chdir(folder)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+    os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [launch.__file__, *argv]
+    random.seed()
+
+
+def main() -> None:
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(requests.fileno(), False)
+    gc.disable()  # see `launch.main`, which enables it
+    launch.load()
+    gc.freeze()
+    if activate() is None:  # a device's driver does not survive a copy
+        return
+    if (argv := copies(requests)) is not None:
+        launch.main(argv)
+
+
+if __name__ == "__main__":
+    main()

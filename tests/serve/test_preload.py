@@ -1,0 +1,75 @@
+"""Servers as copies of one process: what they are given, how they end, and when there are none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ellm_sgl.client import preload
+from ellm_sgl.client.preload import Preloaded, copy, preloaded
+
+ENVIRONMENT = dict(os.environ)
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Preloaded]:
+    monkeypatch.setattr(preload, "MODULE", "tests.serve.preloaded_stand_in")
+    found = Preloaded(ENVIRONMENT)
+    yield found
+    found.close()
+
+
+def test_a_copy_has_its_own_arguments_environment_and_log(
+    parent: Preloaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "first", tmp_path / "second"
+    first = parent.start(["0", "3"], ENVIRONMENT | {"ELLM_SGL_X": "x"}, logs[0])
+    monkeypatch.chdir(tmp_path)
+    second = parent.start(["0", "0"], ENVIRONMENT, logs[1])
+    assert (first.wait(), second.wait()) == (3, 0)
+    assert first.poll() == 3
+    assert logs[0].read_text() == f"['0', '3'] x {Path(__file__).parents[2]} ['0', '3']\n"
+    assert logs[1].read_text() == f"['0', '0'] None {tmp_path} ['0', '0']\n"
+
+
+def test_it_can_be_waited_for_and_told_to_end(parent: Preloaded, tmp_path: Path) -> None:
+    process = parent.start(["60", "0"], ENVIRONMENT, tmp_path / "log")
+    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.2)
+    assert os.getsid(process.pid) == process.pid
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == -signal.SIGTERM
+    process.send_signal(signal.SIGTERM)  # nobody is hit
+
+
+def test_copies_end_with_the_process_that_asked_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(preload, "MODULE", "tests.serve.preloaded_stand_in")
+    parent = Preloaded(ENVIRONMENT)
+    process = psutil.Process(parent.start(["60", "0"], ENVIRONMENT, tmp_path / "log").pid)
+    parent.close()
+    process.wait(timeout=10)
+
+
+def test_what_may_not_be_a_copy_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setattr(preload, "MODULE", "tests.serve.preloaded_stand_in")
+    with preloaded(ENVIRONMENT):
+        assert copy(["0", "0"], ENVIRONMENT | {"OMP_NUM_THREADS": "7"}, log) is None
+        late = ENVIRONMENT | {"ELLM_SGL_SETTINGS": "{}"}
+        found = copy(["60", "0"], late, log)
+        assert found is not None
+        os.kill(psutil.Process(found.pid).ppid(), signal.SIGKILL)
+        psutil.Process(found.pid).kill()
+        assert copy(["0", "0"], late, log) is None, "the process is gone"
+    monkeypatch.setattr(preload, "MODULE", "tests.serve.no_such_module")
+    with preloaded(ENVIRONMENT):
+        assert copy(["0", "0"], ENVIRONMENT, log) is None
