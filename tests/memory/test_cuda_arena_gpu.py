@@ -55,17 +55,6 @@ def test_memory_comes_and_goes_and_addresses_stay() -> None:
     assert before - free() <= 4 * MIB
 
 
-def test_the_device_has_no_more() -> None:
-    left = free()
-    arena = arena_of(2 * left)
-    arena.commit(0, 64 * MIB)
-    arena.tensor()[: 64 * MIB].fill_(5)
-    with pytest.raises(MemoryError, match="no more memory"):
-        arena.commit(64 * MIB, 2 * left // arena.granule * arena.granule)
-    assert left - free() <= 128 * MIB, "what the failed call had taken is back"
-    assert bool((arena.tensor()[: 64 * MIB] == 5).all())
-
-
 def test_attention_over_it_is_attention_over_plain_memory() -> None:
     """The kernels read a pool whose memory came in two pieces."""
     sizes = Sizes(((2000, 1), (900, 70), (0, 90)), 16, 2, 4, 128, BF16, BF16, 0.0)
