@@ -36,7 +36,7 @@ BATCH_SIZES = "stock, two batch sizes"
     "dtypes",
     type=click.Choice(DTYPES),
     multiple=True,
-    help="May be given several times.  [default: float32 and bfloat16]",
+    help="May be given several times.  [default: float32 and bfloat16; on CUDA bfloat16]",
 )
 @click.option("--ellm-layer-group", "layer_group", type=LAYERS, default=4)
 @click.option("--ellm-block-tokens", "block_tokens", type=TOKENS, default=16)
@@ -85,7 +85,7 @@ def verify(
         check_known()
         report = runner.verify(
             model_path,
-            dtypes=tuple(dict.fromkeys(dtypes)) or runner.DTYPES,
+            dtypes=tuple(dict.fromkeys(dtypes)) or runner.default_dtypes(),
             lengths=[n for n in runner.LENGTHS if n <= max_prompt_tokens],
             output_tokens=output_tokens,
             layer_group=layer_group,

@@ -59,7 +59,7 @@ def test_the_folders_with_tests_for_a_device_are_there() -> None:
         for path in (gpu.ROOT / "tests").rglob("test_*.py")
         if "pytest.mark.gpu" in path.read_text() and path != Path(__file__)
     }
-    assert marked == set(gpu.GPU_TESTS)
+    assert marked == {*gpu.GPU_TESTS, *gpu.ALONE}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

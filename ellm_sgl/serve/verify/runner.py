@@ -16,14 +16,21 @@ from ellm_sgl.serve.verify.one_dtype import OneDtype
 from ellm_sgl.serve.verify.rounding import EXACT, LEAST_TOKENS
 from ellm_sgl.serve.verify.setting import ABORTS, CHATS, PROMPTS, Sizes
 from ellm_sgl.serve.verify.stages import LEAST_RATIO, left_out, stages
+from ellm_sgl.sglang import cuda
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 100, 200, 333, 500, 750, 1000, 1250, 1500)
 """Prompt lengths in tokens: around block boundaries, and up to many blocks."""
 DTYPES = (EXACT, "bfloat16")
+
 SEED = 0
 """Of random prompts."""
 BASELINE_OUTPUT_TOKENS = 160
 """At least so many, where a baseline is verified: prompts alone preempt nobody."""
+
+
+def default_dtypes() -> tuple[str, ...]:
+    """Those that SGLang can compute in on this host: on CUDA its norms have no kernel for fp32."""
+    return tuple(d for d in DTYPES if d != EXACT) if cuda.available() else DTYPES
 
 
 def verify(
@@ -85,7 +92,12 @@ def verify(
 def _check(
     dtypes: Sequence[str], lengths: Sequence[int], output_tokens: int, block_tokens: int
 ) -> None:
-    """Refuse what would show nothing."""
+    """Refuse what would show nothing, and what SGLang cannot compute."""
+    if EXACT in dtypes and cuda.available():
+        raise ValueError(
+            f"--dtype {EXACT}: SGLang's norms have no kernel for it on CUDA devices; give bfloat16 "
+            "or float16"
+        )
     most, least = max(lengths) + output_tokens, round(2 * block_tokens / LEAST_RATIO)
     if most < least:
         raise ValueError(
