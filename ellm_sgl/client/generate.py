@@ -108,16 +108,22 @@ class Client:
             return _given_up(prompt, tokens, last)
         return Answer(tuple(prompt), tokens, _output(last))
 
-    async def score(self, answer: Answer) -> tuple[float, ...]:
+    async def score(self, answer: Answer, vocabulary: int) -> tuple[float, ...]:
         """Log-probability of each token of the answer, all given to the server at once as a prompt
-        (teacher forcing); NaN where the server tells none."""
+        (teacher forcing); NaN where the server tells none.
+
+        Args:
+            vocabulary: tokens of the model. Of the last one SGLang tells the log-probability, but
+                calls it token 0.
+        """
         tokens = answer.output.token_ids
         body = _body([*answer.prompt, *tokens], 1) | {
             "logprob_start_len": max(len(answer.prompt) - 1, 0)
         }
         scored = (await self._post("/generate", body))["meta_info"]["input_token_logprobs"]
         last = scored[len(scored) - len(tokens) :]
-        if [entry[1] for entry in last] != list(tokens):
+        named = [token if token < vocabulary - 1 else 0 for token in tokens]
+        if [entry[1] for entry in last] != named:
             raise ServerError(f"tokens {[e[1] for e in last]} were scored, not {list(tokens)}")
         return tuple(map(_logprob, last))
 

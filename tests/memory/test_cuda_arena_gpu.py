@@ -27,8 +27,9 @@ def arena_of(nbytes: int) -> CudaArena:
 
 
 def free() -> int:
-    """Bytes that the device has left."""
+    """Bytes that the device has left, PyTorch's cache being empty."""
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 

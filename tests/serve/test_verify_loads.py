@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ellm_sgl.client.generate import Answer, Client
+from ellm_sgl.client.generate import Answer, Client, Output
 from ellm_sgl.client.process import ServerError
 from ellm_sgl.serve.verify.loads import CHATS, TURNS, Aborts, Chats
 
@@ -172,11 +172,20 @@ def test_given_tokens_are_scored_as_a_prompt() -> None:
     answer: Answer = asked(answering(), lambda c: c.complete((1, 2), 2))
     output = type(answer.output)((3, 4), (-1.0, -2.0))
     answer = Answer((1, 2), 2, output)
-    assert asked(handler, lambda c: c.score(answer)) == (-1.0, -2.0)
+    assert asked(handler, lambda c: c.score(answer, 100)) == (-1.0, -2.0)
     assert bodies[0]["input_ids"] == [1, 2, 3, 4] and bodies[0]["logprob_start_len"] == 1
     other = Answer((1, 2), 2, type(output)((3, 5), (-1.0, -2.0)))
     with pytest.raises(ServerError, match=r"tokens \[3, 4\] were scored, not \[3, 5\]"):
-        asked(handler, lambda c: c.score(other))
+        asked(handler, lambda c: c.score(other, 100))
+
+
+def test_the_last_token_of_the_vocabulary_is_scored_under_the_name_that_sglang_gives_it() -> None:
+    handler = answering(input_token_logprobs=[[None, 2, None], [-1.0, 0, None], [-2.0, 4, None]])
+    output = Output((9, 4), (-1.0, -2.0))
+    answer = Answer((1, 2), 2, output)
+    assert asked(handler, lambda c: c.score(answer, 10)) == (-1.0, -2.0)
+    with pytest.raises(ServerError, match=r"tokens \[0, 4\] were scored, not \[9, 4\]"):
+        asked(handler, lambda c: c.score(answer, 11))
 
 
 def test_a_refusal_names_status_and_reason() -> None:

@@ -55,6 +55,8 @@ class OneDtype:
 
     model_path: str
     dtype: str
+    vocabulary: int
+    """Of the model."""
     loads: Mapping[str, Load]
     block_tokens: int
 
@@ -155,7 +157,7 @@ class OneDtype:
             return None
 
         async def score(client: Client) -> list[tuple[float, ...]]:
-            return [await client.score(answer) for answer in answers]
+            return [await client.score(answer, self.vocabulary) for answer in answers]
 
         return Spread.of([a.output for a in answers], self._with_client(server, what, score))
 
