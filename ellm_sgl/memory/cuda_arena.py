@@ -1,5 +1,5 @@
-"""An arena in a CUDA device's memory, by the driver's virtual memory API. Never run on a device:
-tested on a stand-in that checks what the driver would (`tests/memory/cuda_driver.py`), and not used
+"""An arena in a CUDA device's memory, by the driver's virtual memory API. Tested on a device, and
+everywhere on a stand-in that checks what the driver would (`tests/memory/cuda_driver.py`); not used
 by the pool yet (docs/gpu.md says what is missing).
 
 ```

@@ -77,7 +77,7 @@ def _accelerator() -> Finding:
         device = torch.accelerator.current_accelerator()
         tried = cuda.available() and os.environ.get(cuda.EXPERIMENTAL) == "1"
         runs = "eLLM runs experimentally" if tried else "SGLang runs as stock"
-        remedy = f"eLLM has not been run on a device yet; to try it set {cuda.EXPERIMENTAL}=1"
+        remedy = f"experimental, see docs/gpu.md; to try it set {cuda.EXPERIMENTAL}=1"
         return _found("platform", tried, f"{device}: {runs} here", remedy)
     if activate() is None:
         remedy = "use an x86 host, and leave SGLANG_USE_CPU_ENGINE unset"

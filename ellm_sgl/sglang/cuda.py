@@ -1,4 +1,4 @@
-"""What is different on a CUDA device. None of it has run on one yet: it has to be asked for."""
+"""What is different on a CUDA device. Experimental (docs/gpu.md): it has to be asked for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problem(config: EllmConfig) -> str | None:
     """Why eLLM does not run on this host's CUDA device, in words that follow a flag's name."""
     if os.environ.get(EXPERIMENTAL) != "1":
         return (
-            "eLLM has not been run on a CUDA device yet; to try it set "
+            "eLLM is experimental on CUDA devices (docs/gpu.md); to try it set "
             f"{EXPERIMENTAL}=1, and check the outputs with `ellm-sgl verify`"
         )
     if config.host_path is not None:

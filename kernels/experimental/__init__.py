@@ -1,2 +1,2 @@
-"""Kernels that have never run on a device: written and tested against the reference, by stand-ins
-or an interpreter, on machines without one."""
+"""Kernels for CUDA devices: right on the one they ran on (docs/gpu.md), and everywhere else tested
+against the reference by stand-ins or an interpreter."""

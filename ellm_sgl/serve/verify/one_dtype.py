@@ -23,8 +23,9 @@ from ellm_sgl.serve.verify.setting import Setting, Stage
 from ellm_sgl.serve.verify.stages import POOL_TOKENS
 from ellm_sgl.sglang import cuda
 
-ON_CUDA = ("--attention-backend", "torch_native")
-"""The one of stock SGLang's backends there that computes fp32 as fp32."""
+ON_CUDA = ("--attention-backend", "flashinfer")
+"""The one of stock SGLang's backends whose kernels eLLM calls, too: in 16 bits other kernels
+round otherwise, farther than two batch sizes of one kernel do (docs/gpu.md)."""
 
 T = TypeVar("T")
 
