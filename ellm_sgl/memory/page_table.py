@@ -250,7 +250,7 @@ class PageTable:
         """
         ids = np.asarray(blocks, np.int32)
         _refuse_repeated(ids, "place")
-        if np.any(self._refs[ids] == 0):
+        if not self._refs[ids].all():
             raise IntegrityError(f"place of a block that is not allocated: {ids.tolist()}")
         wanted = np.cumsum(self._missing_groups[ids])
         fitting = int(np.searchsorted(wanted, max(self.free_units, 0), side="right"))
@@ -413,13 +413,14 @@ class PageTable:
         """
         sequence = self._sequences[seq_id]
         ids = np.asarray(blocks, np.int32)
-        self._refuse_unmappable(np.concatenate([sequence.blocks, ids]) if len(ids) else ids)
         if sequence.count + len(ids) != self.shape.blocks_for(length):
             raise ValueError(
                 f"{length} tokens need {self.shape.blocks_for(length)} blocks, "
                 f"got {sequence.count + len(ids)}"
             )
         if len(ids):
+            self._refuse_unmappable(ids)
+            _refuse_mapped(ids, sequence.blocks)
             self._refs[ids] += 1
             places = np.arange(sequence.count, sequence.count + len(ids))
             self._starts[ids] = places * self.shape.block_tokens
@@ -636,13 +637,25 @@ class PageTable:
 
     def _refuse_unmappable(self, blocks: IntArray) -> None:
         _refuse_repeated(blocks, "map")
-        if np.any(self._refs[blocks] == 0):
+        if not self._refs[blocks].all():
             raise IntegrityError(f"map of a block that is not allocated: {blocks.tolist()}")
 
 
 def _refuse_repeated(ids: IntArray, what: str) -> None:
-    if len(ids) > 1 and len(np.unique(ids)) < len(ids):
+    if len(ids) > 1 and _distinct(ids) < len(ids):
         raise IntegrityError(f"{what}: some id is listed more than once in {ids.tolist()}")
+
+
+def _refuse_mapped(ids: IntArray, mapped: IntArray) -> None:
+    """Where a sequence that has `mapped` is to get `ids`: mostly one, which is compared faster."""
+    repeated = (mapped == ids[0]).any() if len(ids) == 1 else np.isin(ids, mapped).any()
+    if repeated:
+        raise IntegrityError(f"map: some id of {ids.tolist()} is mapped by the sequence already")
+
+
+def _distinct(ids: IntArray) -> int:
+    """How many different ones; up to some hundreds are counted faster by Python."""
+    return len(set(ids.tolist())) if len(ids) <= 512 else len(np.unique(ids))
 
 
 def _mean(shares: npt.NDArray[np.float64]) -> float:
