@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 MODULE = "ellm_sgl.serve.preloaded"
 READ_LATE = ("ELLM_SGL_", "SGLANG_CPU_OMP_THREADS_BIND", "PYTEST_")
@@ -90,7 +93,10 @@ class Preloaded:
 
     def status(self, pid: int) -> int | None:
         """How a server ended, as `Popen.returncode` has it; None: it has not."""
-        found = self._ask({"pid": pid})
+        try:
+            found = self._ask({"pid": pid})
+        except OSError:  # its parent is gone, and with that how it ended
+            found = None if psutil.pid_exists(pid) else -signal.SIGKILL
         return None if found is None else int(found)
 
     def close(self) -> None:

@@ -28,15 +28,17 @@ def copies(requests: socket.socket) -> list[str] | None:
     while received := requests.recv(MOST_BYTES):
         asked = json.loads(received)
         if "pid" in asked:
-            answer = running[asked["pid"]] = _status(asked["pid"], running)
+            status = running[asked["pid"]] = _status(asked["pid"], running)
+            requests.send(json.dumps(status).encode())
         elif pid := os.fork():
             running[pid] = None
-            answer = pid
         else:
-            requests.close()
-            _become(**asked)
+            try:
+                _become(**asked)
+            finally:  # once it is a process of its own: until then it could not be told to end
+                requests.send(json.dumps(os.getpid()).encode())
+                requests.close()
             return list(asked["argv"])
-        requests.send(json.dumps(answer).encode())
     for pid, status in running.items():
         if status is None and _status(pid, running) is None:
             with contextlib.suppress(ProcessLookupError):

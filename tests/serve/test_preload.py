@@ -68,8 +68,15 @@ def test_what_may_not_be_a_copy_is_none(monkeypatch: pytest.MonkeyPatch, tmp_pat
         found = copy(["60", "0"], late, log)
         assert found is not None
         os.kill(psutil.Process(found.pid).ppid(), signal.SIGKILL)
-        psutil.Process(found.pid).kill()
+        assert found.poll() is None, "it outlives the process that it is a copy of"
+        os.killpg(found.pid, signal.SIGKILL)
+        assert found.wait(timeout=10) == -signal.SIGKILL
         assert copy(["0", "0"], late, log) is None, "the process is gone"
     monkeypatch.setattr(preload, "MODULE", "tests.serve.no_such_module")
     with preloaded(ENVIRONMENT):
         assert copy(["0", "0"], ENVIRONMENT, log) is None
+
+
+def test_a_copy_that_cannot_begin_has_ended(parent: Preloaded, tmp_path: Path) -> None:
+    process = parent.start(["60", "0"], ENVIRONMENT, tmp_path / "no such folder" / "log")
+    assert process.wait(timeout=10) == 1
