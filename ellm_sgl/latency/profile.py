@@ -79,8 +79,8 @@ class HardwareProfile:
     CPU libraries."""
     fetch_share: float = 0.0
     """By what a transfer from host memory lengthens the step that it runs beside, as a share of its
-    own time: preparing it, and the processor and memory that it takes. Nothing on a GPU, several
-    times its own time where the processor itself copies."""
+    own time: preparing it, and the processor and memory that it takes. Several times its own time
+    where the processor itself copies."""
     restore_overhead_s: float = 0.0
     """Further time of a step that restores anything, however little: it is planned anew, and its
     layers wait for what arrives."""

@@ -9,8 +9,8 @@ from safetensors import safe_open
 
 from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.eval.tiny_models import TINY_MODELS, write
-from ellm_sgl.latency import ModelShape
-from ellm_sgl.sglang.calibration import shape_of
+from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
+from ellm_sgl.sglang.calibration import shape_of, with_scheduling
 from ellm_sgl.sglang.mixes import FEW_ROWS, MIXES, Mix
 
 
@@ -74,3 +74,28 @@ def test_work_counts_rows_and_pairs(mix: Mix) -> None:
         assert work.prefill_rows == mix.requests * len(new)
         assert work.prefill_pairs == mix.requests * sum(p + 1 for p in new)
         assert work.decode_rows == 0
+
+
+LLAMA_13B = ModelShape(40, 5120, 40, 40, 128, 13824, 32000)
+H100 = HardwareProfile(
+    "cuda", flops=1.67e14, device_bytes_per_s=1.56e12, link_bytes_per_s=5.27e10,
+    link_latency_s=2.7e-5, step_overhead_s=8.9e-4, row_overhead_s=5.5e-6,
+    attention_flops=4.5e13, kv_bytes_per_s=4.5e12, overlap=0.71,
+)  # fmt: skip
+"""As calibrated there (docs/results/gpu/serve.json)."""
+
+
+def test_what_restoring_takes_on_a_device_is_learnt() -> None:
+    """Decode steps of 4 requests on an H100: 11.4 ms from a graph, 28 where they restore."""
+    whole = StepWork(4, 2400)
+    restoring = StepWork(4, 2700, 270, 270 * 135.0, swap_tokens=270, recompute_share=0.0)
+    errors = []
+    for profile in (H100, with_scheduling(H100, LLAMA_13B.layers)):
+        model = RooflineLatencyModel(LLAMA_13B, profile)
+        for _ in range(100):
+            model.observe(whole, 11.4e-3)
+            model.observe(restoring, 28e-3)
+        found = float(model.step_seconds(whole)), float(model.step_seconds(restoring))
+        errors.append(max(abs(found[0] / 11.4e-3 - 1), abs(found[1] / 28e-3 - 1)))
+    unknown, known = errors
+    assert known < 0.1 < unknown
