@@ -6,7 +6,6 @@ closed. It has one thread: a process with two may not be copied.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -41,8 +40,8 @@ def copies(requests: socket.socket) -> list[str] | None:
             return list(asked["argv"])
     for pid, status in running.items():
         if status is None and _status(pid, running) is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     return None
 
 
