@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import psutil
 
 MODULE = "ellm_sgl.serve.preloaded"
-READ_LATE = ("ELLM_SGL_", "SGLANG_CPU_OMP_THREADS_BIND", "PYTEST_")
+READ_LATE = ("ELLM_SGL_", "SGLANG_CPU_OMP_", "SGLANG_ENABLE_STRICT_MEM_CHECK", "PYTEST_")
 """Beginnings of names of variables that are read once a server starts, or by no server."""
 POLL_S = 0.05
 ANSWER_S = 240.0
