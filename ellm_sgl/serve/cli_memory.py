@@ -1,4 +1,4 @@
-"""`ellm-sgl memory`: who shares a budget of KV memory, and how each server stands."""
+"""`ellm-sgl memory`: who shares a budget of KV memory; and another size for a server's pool."""
 
 from __future__ import annotations
 
@@ -8,22 +8,39 @@ import click
 from rich.console import RenderableType
 
 from ellm_sgl.budget import Budget, Sharer, list_budgets, path_of
-from ellm_sgl.config.commands import answer, json_flag, plain_table
+from ellm_sgl.config.click_types import TOKENS
+from ellm_sgl.config.commands import answer, json_flag, plain_table, told_in_a_line
+from ellm_sgl.serve.asking import AskError, connected, server_options
+from ellm_sgl.serve.resize import resize
 
 _FIGURES = ("floor", "needs", "share", "has")
 
 
 @click.command()
 @click.argument("name", required=False)
+@click.option(
+    "--resize",
+    "tokens",
+    type=TOKENS,
+    help="Instead: have the pool of the server at --url hold so much KV; in tokens.",
+)
+@server_options
 @json_flag
-def memory(name: str | None, as_json: bool) -> None:
+def memory(
+    name: str | None, tokens: int | None, url: str, api_key: str | None, as_json: bool
+) -> None:
     """List the servers that share a budget (--ellm-memory-budget): the one of this NAME, or all of
-    yours.
+    yours. Or, with --resize, give one server's pool another size while it serves.
 
     In MiB: the floor (what it always has), what its requests need, its share (what it may have),
     and what it has committed. Exit status 1 if there is no such budget, or its ledger cannot be
-    read.
+    read; or if the pool does not come to its size.
     """
+    if tokens is not None:
+        if name is not None:
+            raise click.UsageError(f"--resize is of a server, not of budget {name}; give one")
+        _resize(url, api_key, tokens, as_json)
+        return
     budgets = list_budgets(name)
     if name is not None and not budgets:
         raise click.ClickException(f"{name}: no such budget ({path_of(name)} does not exist)")
@@ -32,6 +49,14 @@ def memory(name: str | None, as_json: bool) -> None:
         parts += _shown(budget)
     answer(as_json, {"budgets": [_document(b) for b in budgets]}, *parts or ["no budgets"])
     if any(budget.problem for budget in budgets):
+        raise SystemExit(1)
+
+
+def _resize(url: str, api_key: str | None, tokens: int, as_json: bool) -> None:
+    with told_in_a_line(AskError), connected(url, api_key) as client:
+        resized = resize(client, tokens)
+    answer(as_json, resized.to_json(), str(resized))
+    if resized.outcome != "applied":
         raise SystemExit(1)
 
 

@@ -12,24 +12,16 @@ from rich.text import Text
 
 from ellm_sgl.config.click_types import FiniteRange
 from ellm_sgl.config.commands import answer, json_flag, told_in_a_line
-from ellm_sgl.serve.top import History, TopError, draw, look
-
-TIMEOUT_S = 20.0
+from ellm_sgl.serve.asking import AskError, connected, server_options
+from ellm_sgl.serve.top import History, draw, look
 
 
 @click.command()
-@click.option("--url", default="http://127.0.0.1:30000", help="Of the server.")
+@server_options
 @click.option(
     "--interval-s", type=FiniteRange(0.1, 3600), default=1.0, help="Seconds between two looks."
 )
 @click.option("--once", is_flag=True, help="Look once, and end.")
-@click.option(
-    "--api-key",
-    envvar="ELLM_SGL_API_KEY",
-    metavar="KEY",
-    help="The server's --api-key, where it has one; better in ELLM_SGL_API_KEY, where others of "
-    "the machine do not see it.",
-)
 @json_flag
 def top(url: str, interval_s: float, once: bool, api_key: str | None, as_json: bool) -> None:
     """Watch a running server: memory by tier, each request with what of it is cached, time per
@@ -37,10 +29,7 @@ def top(url: str, interval_s: float, once: bool, api_key: str | None, as_json: b
 
     What the page at /ellm/ shows. --json looks once.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with told_in_a_line(TopError, httpx.InvalidURL, UnicodeEncodeError):
-        client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
-    with client, told_in_a_line(TopError):
+    with told_in_a_line(AskError), connected(url, api_key) as client:
         first = look(client)
         if once or as_json or not Console().is_terminal:
             answer(as_json, first.document, draw(first, [], Console().width))
@@ -57,6 +46,6 @@ def _watch(client: httpx.Client, interval_s: float) -> None:
                 size = console.size
                 picture = draw(now, history.after(now), size.width, size.height)
                 live.update(picture, refresh=True)
-            except TopError as error:  # it may come again
+            except AskError as error:  # it may come again
                 live.update(Text(f"{error}; trying again"), refresh=True)
             time.sleep(interval_s)

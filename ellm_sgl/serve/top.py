@@ -14,6 +14,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ellm_sgl.serve.asking import AskError, ask
+
 BESIDE = 62
 """Characters beside a request's bar."""
 BARS = (10, 80)
@@ -27,10 +29,6 @@ TOTALS = (
     "evicted_units_total", "fetched_units_total", "recomputed_tokens_total", "pauses_total",
     "retractions_total",
 )  # fmt: skip
-
-
-class TopError(RuntimeError):
-    """The server gives no answer that can be shown; the message says why, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +73,9 @@ def look(client: httpx.Client) -> Look:
     """Ask once.
 
     Raises:
-        TopError: no answer, or none that makes sense.
+        AskError: no answer, or none that makes sense.
     """
-    return Look(_ask(client, "/ellm/state"), _ask(client, "/ellm/requests"))
-
-
-def _ask(client: httpx.Client, path: str) -> dict[str, Any]:
-    where = str(client.base_url).rstrip("/")
-    try:
-        answer = client.get(path)
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise TopError(f"{where}: the server wants its API key; give --api-key")
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            raise TopError(f"{where}{path}: not there; is eLLM on (--ellm-policy), and as new?")
-        found: dict[str, Any] = answer.raise_for_status().json()
-    except (httpx.HTTPError, ValueError) as error:
-        told = str(error) or type(error).__name__
-        raise TopError(f"{where}: no answer ({told}); is a server there? give --url") from None
-    return found
+    return Look(ask(client, "/ellm/state"), ask(client, "/ellm/requests"))
 
 
 def draw(
@@ -105,7 +88,7 @@ def draw(
         width, height: characters and lines that there are.
 
     Raises:
-        TopError: something is not where it was.
+        AskError: something is not where it was.
     """
     try:
         first, *others = now.replicas()
@@ -113,7 +96,7 @@ def draw(
         pictures = [_picture(first, cached, width, rows)]
         return Group(*pictures, *(_picture(other, (), width, rows) for other in others))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise TopError(
+        raise AskError(
             f"the server's answer has another shape ({error!r}); is it an ellm-sgl server, and as "
             "new as this command?"
         ) from None

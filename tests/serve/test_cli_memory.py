@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 
@@ -78,3 +79,77 @@ def test_a_ledger_that_is_none_is_told_of_and_the_others_are_listed(
     assert "is corrupt; remove it" in broken["problem"] and broken["servers"] == []
     assert good["problem"] is None and len(good["servers"]) == 4
     assert "is corrupt" in run("broken").stdout
+
+
+def state(outcome: str, units: int) -> dict[str, Any]:
+    """Of a server whose pool has units of 4 layer groups and 16 tokens; at most 8,000 tokens."""
+    return {
+        "device_units_total": units, "layer_groups": 4, "block_tokens": 16,
+        "device_bytes_committed": units * MIB // 4,
+        "resize": {"outcome": outcome, "most_tokens": 8000},
+    }  # fmt: skip
+
+
+def answering(
+    monkeypatch: pytest.MonkeyPatch, states: list[dict[str, Any]], accepted: Any = (True,)
+) -> list[Any]:
+    """Have servers answer with these states in turn; what they are asked for."""
+    asked: list[Any] = []
+    left = iter(states)
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            asked.append((request.url.path, json.loads(request.content)))
+            return httpx.Response(200, json=accepted)
+        return httpx.Response(200, json=next(left))
+
+    client = httpx.Client(base_url="http://server:1", transport=httpx.MockTransport(handler))
+    monkeypatch.setattr("ellm_sgl.serve.cli_memory.connected", lambda *_: client)
+    return asked
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("applied", 0), ("floor", 1), ("ceiling", 1)])
+def test_a_pool_comes_to_a_size_and_how_is_told(
+    outcome: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [state("applied", 2000), state("under way", 1500), state(outcome, 1000)]
+    asked = answering(monkeypatch, states)
+    answer = run("--resize", "4000", "--json")
+    assert answer.exit_code == code
+    assert json.loads(answer.stdout) == {
+        "asked_tokens": 4000, "tokens": 4000, "committed_bytes": 250 * MIB, "outcome": outcome,
+    }  # fmt: skip
+    wanted = {"server_args": {"ellm_device_kv_tokens": 4000}}
+    assert asked == [("/set_internal_state", wanted)]
+
+
+def test_of_replicas_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {"replicas": [state("applied", 2000), state("applied", 2000)]}
+    after = {"replicas": [state("applied", 1000), state("floor", 1200)]}
+    answering(monkeypatch, [before, after], [True, True])
+    answer = run("--resize", "4000")
+    assert answer.exit_code == 1
+    assert "4,000 tokens asked for, 4,000 there, 550.0 MiB: what is in use" in answer.stdout
+
+
+def test_sizes_that_are_refused_are_told_with_what_is_possible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answering(monkeypatch, [state("applied", 2000)], [False])
+    answer = run("--resize", "9000")
+    assert answer.exit_code == 1 and answer.stdout == ""
+    assert "9000 tokens are refused: give a block at least, and 8000 at most" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--resize", "0"), "0 is not in the range"),
+        (("chat", "--resize", "100"), "--resize is of a server, not of budget chat"),
+        (("--resize", "100", "--url", "http://127.0.0.1:1"), "no answer"),
+        (("--resize", "100", "--url", "http://127.0.0.1:port"), "Invalid port"),
+    ],
+)
+def test_what_makes_no_sense_is_told_in_a_line(arguments: tuple[str, ...], told: str) -> None:
+    answer = run(*arguments)
+    assert answer.exit_code in (1, 2) and told in answer.stderr

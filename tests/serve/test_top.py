@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from ellm_sgl.serve.asking import AskError
 from ellm_sgl.serve.cli import main
-from ellm_sgl.serve.top import CELLS, Look, TopError, bar, draw
+from ellm_sgl.serve.top import CELLS, Look, bar, draw
 
 STATE: dict[str, Any] = {
     "policy": {"name": "fcfs", "fallbacks": {"late": 2}},
@@ -90,7 +91,7 @@ def test_it_says_what_the_page_says(url: str) -> None:
 
 @pytest.mark.parametrize("state", [{}, [], STATE | {"policy": None}])
 def test_an_answer_of_another_shape_is_one_line(state: Any) -> None:
-    with pytest.raises(TopError, match="another shape"):
+    with pytest.raises(AskError, match="another shape"):
         draw(Look(state, SEEN), [])
 
 

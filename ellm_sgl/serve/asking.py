@@ -1,0 +1,61 @@
+"""Asks a running server, as commands do that did not start it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+import httpx
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+TIMEOUT_S = 20.0
+
+
+class AskError(RuntimeError):
+    """The server gives no answer that is of use; the message says why, and the remedy."""
+
+
+def server_options(command: Command) -> Command:
+    """The options --url and --api-key."""
+    key = click.option(
+        "--api-key",
+        envvar="ELLM_SGL_API_KEY",
+        metavar="KEY",
+        help="The server's --api-key, where it has one; better in ELLM_SGL_API_KEY, where others "
+        "of the machine do not see it.",
+    )
+    url = click.option("--url", default="http://127.0.0.1:30000", help="Of the server.")
+    return url(key(command))
+
+
+def connected(url: str, api_key: str | None) -> httpx.Client:
+    """
+    Raises:
+        AskError: an address or a key that can be none.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    except (httpx.InvalidURL, UnicodeEncodeError) as error:
+        raise AskError(str(error)) from None
+
+
+def ask(client: httpx.Client, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The JSON that `path` answers; with a `body`, which is posted there.
+
+    Raises:
+        AskError: there is none.
+    """
+    where = str(client.base_url).rstrip("/")
+    try:
+        answer = client.get(path) if body is None else client.post(path, json=body)
+        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise AskError(f"{where}: the server wants its API key; give --api-key")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise AskError(f"{where}{path}: not there; is eLLM on (--ellm-policy), and as new?")
+        return answer.raise_for_status().json()
+    except (httpx.HTTPError, ValueError) as error:
+        told = str(error) or type(error).__name__
+        raise AskError(f"{where}: no answer ({told}); is a server there? give --url") from None

@@ -1,0 +1,82 @@
+"""Has a running server's pool come to another size, and tells what has become of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+
+from ellm_sgl.client.state import resize_of
+from ellm_sgl.serve.asking import AskError, ask
+
+LOOK_S = 0.05
+WAIT_S = 60.0
+"""How long to wait for a pool that is under way."""
+ENDS = {
+    "applied": "the pool has this size",
+    "floor": "what is in use does not fit into less now; ask again when requests have ended",
+    "ceiling": "the machine gives no more memory now",
+    "under way": f"still under way after {WAIT_S:.0f} s; `ellm-sgl top` shows it",
+}
+
+
+@dataclass(frozen=True)
+class Resized:
+    """What became of a size that was asked for. `tokens` are of KV, as the pool holds them now."""
+
+    asked_tokens: int
+    tokens: int
+    committed_bytes: int
+    outcome: str
+    """One of `ENDS`."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.asked_tokens:,} tokens asked for, {self.tokens:,} there, "
+            f"{self.committed_bytes / 2**20:,.1f} MiB: {ENDS[self.outcome]}"
+        )
+
+
+def resize(client: httpx.Client, tokens: int) -> Resized:
+    """Ask for a pool of so many tokens, and wait until it has come to its end.
+
+    Raises:
+        AskError: the server refuses the size, or does not answer.
+    """
+    before = _state(client)
+    accepted = ask(
+        client, "/set_internal_state", {"server_args": {"ellm_device_kv_tokens": tokens}}
+    )
+    if accepted is not True and not (isinstance(accepted, list) and all(accepted)):
+        most = resize_of(before)["most_tokens"]
+        raise AskError(
+            f"{tokens} tokens are refused: give a block at least, and {most} at most, what the "
+            "server started with or its --ellm-max-device-kv-tokens; its log says more"
+        )
+    deadline = time.monotonic() + WAIT_S
+    while resize_of(state := _state(client))["outcome"] == "under way":
+        if time.monotonic() > deadline:
+            break
+        time.sleep(LOOK_S)
+    replicas = state.get("replicas", [state])
+    return Resized(
+        tokens,
+        min(_tokens(replica) for replica in replicas),
+        sum(replica["device_bytes_committed"] for replica in replicas),
+        resize_of(state)["outcome"],
+    )
+
+
+def _state(client: httpx.Client) -> dict[str, Any]:
+    found: dict[str, Any] = ask(client, "/ellm/state?integrity=false")
+    return found
+
+
+def _tokens(state: dict[str, Any]) -> int:
+    """That the device pool has room for."""
+    return int(state["device_units_total"] * state["block_tokens"] // state["layer_groups"])
