@@ -15,6 +15,7 @@ import yaml
 
 from ellm_sgl.serve import config_file
 from ellm_sgl.serve.cli import main
+from ellm_sgl.serve.cli_memory import memory
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +145,8 @@ def test_every_flag_is_one_of_a_program() -> None:
     assert flags_in(section(ray)) <= example_flags()
     rest = PAGE.replace(section(ray), "")
     routers = flags_in(section("A router")) | {"--service-discovery", "--selector"}
-    assert flags_in(rest) - routers - {"--worker-urls"} - OTHERS <= flags_of(server_parser())
+    ours = {flag for parameter in memory.params for flag in parameter.opts}
+    served = flags_of(server_parser()) | ours
+    assert flags_in(rest) - routers - {"--worker-urls"} - OTHERS <= served
     assert flags_in(CONTAINERFILE) - OTHERS <= flags_of(server_parser())
     assert routers <= router_flags()
