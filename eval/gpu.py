@@ -6,7 +6,7 @@ doing. A part that fails is noted, with its last words, and the next one begins.
 meanwhile, by NVML (`nvml.py`), stands beside each result.
 
 - `tests`: the tests marked `gpu` (from a checkout);
-- `verify`: `ellm-sgl verify` on a tiny model, fp32 and bf16;
+- `verify`: `ellm-sgl verify` on a tiny model, bf16;
 - `bench`: `ellm-sgl kernels bench --device cuda`;
 - `serve`: a model of Llama-2-13B's shape with random weights, stock SGLang and eLLM, at each KV
   budget. A device that holds one such model holds no two: they run one after the other.

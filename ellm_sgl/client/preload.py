@@ -1,7 +1,8 @@
 """Servers as copies of a process that has imported all that they need.
 
-What starts one server after the other (`ellm-sgl verify`, `demo`, `bench`, the tests) pays for
-importing PyTorch and SGLang once instead of every time, which is more than half of a start:
+What starts one server after the other (`ellm-sgl verify`, the tests) pays for importing PyTorch and
+SGLang once instead of every time, which is more than half of a start. (Not what measures: copies
+have the same addresses, and each server is to have its own.)
 
 ```
  this process ──requests──→ preloaded process ──fork──→ server ──fork──→ its workers
@@ -63,6 +64,9 @@ class Preloaded:
         self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(ANSWER_S)
         self._lock = threading.Lock()
+        self._asked = 0
+        self._ready = False
+        """It has answered once."""
 
     def takes(self, environment: Mapping[str, str]) -> bool:
         """Whether a server with this environment may be a copy."""
@@ -79,7 +83,14 @@ class Preloaded:
                 self._process = self._launched()
         asked = {"argv": list(argv), "environment": dict(environment), "log": str(log),
                  "folder": str(Path.cwd())}  # fmt: skip
-        return _Copy(self, int(self._ask(asked)))
+        try:
+            pid = self._ask(asked)
+        except TimeoutError:  # a copy that comes after all would be a second server
+            self._process.kill()
+            raise
+        if pid is None:
+            raise ChildProcessError(f"{MODULE} cannot copy itself")
+        return _Copy(self, int(pid))
 
     def _launched(self) -> subprocess.Popen[bytes]:
         with self._theirs as theirs:
@@ -87,6 +98,8 @@ class Preloaded:
                 [sys.executable, "-m", MODULE, str(theirs.fileno())],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # that is the command's own
+                stderr=subprocess.DEVNULL,  # where it fails, a server that is started says why
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -96,22 +109,35 @@ class Preloaded:
         try:
             found = self._ask({"pid": pid})
         except OSError:  # its parent is gone, and with that how it ended
-            found = None if psutil.pid_exists(pid) else -signal.SIGKILL
+            found = None if _runs(pid) else -signal.SIGKILL
         return None if found is None else int(found)
 
     def close(self) -> None:
         self._theirs.close()
         self._socket.close()
         if self._process is not None:
+            if not self._ready:  # it imports, and has no copy that would have to end
+                self._process.kill()
             self._process.wait()
 
     def _ask(self, asked: dict[str, Any]) -> Any:
         with self._lock:
-            self._socket.send(json.dumps(asked).encode())
-            answer = self._socket.recv(MOST_BYTES)
-        if not answer:
-            raise ConnectionError(f"{MODULE} has ended")
-        return json.loads(answer)
+            self._asked += 1
+            self._socket.send(json.dumps(asked | {"number": self._asked}).encode())
+            answer = {"number": 0}
+            while answer["number"] != self._asked:  # one that nobody waited for may come first
+                received = self._socket.recv(MOST_BYTES)
+                if not received:
+                    raise ConnectionError(f"{MODULE} has ended")
+                answer = json.loads(received)
+            self._ready = True
+        return answer["answer"]
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 class _Copy:
@@ -137,7 +163,8 @@ class _Copy:
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, sig)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
 
 
 _current: Preloaded | None = None

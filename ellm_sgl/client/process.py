@@ -245,6 +245,8 @@ class ServerProcess:
         for held in self._held:
             held.close()
         if self._process is None:
+            self._http.close()
+            self.log.unlink(missing_ok=True)
             return
         if self._serves:
             # To the main process alone: SGLang takes workers that end by themselves for a crash.

@@ -42,17 +42,27 @@ def connected(url: str, api_key: str | None) -> httpx.Client:
         raise AskError(str(error)) from None
 
 
-def ask(client: httpx.Client, path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(
+    client: httpx.Client, path: str, body: dict[str, Any] | None = None, key: str | None = None
+) -> Any:
     """The JSON that `path` answers; with a `body`, which is posted there.
+
+    Args:
+        key: in place of the client's: SGLang takes its admin key alone for what is protected so.
 
     Raises:
         AskError: there is none.
     """
     where = str(client.base_url).rstrip("/")
     try:
-        answer = client.get(path) if body is None else client.post(path, json=body)
+        method = "GET" if body is None else "POST"
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        answer = client.request(method, path, json=body, headers=headers)
         if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            raise AskError(f"{where}: the server wants its API key; give --api-key")
+            wanted = "API key; give --api-key"
+            if body is not None:
+                wanted = "admin key; give --admin-api-key"
+            raise AskError(f"{where}{path}: the server wants its {wanted}")
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise AskError(f"{where}{path}: not there; is eLLM on (--ellm-policy), and as new?")
         return answer.raise_for_status().json()

@@ -25,9 +25,20 @@ _FIGURES = ("floor", "needs", "share", "has")
     help="Instead: have the pool of the server at --url hold so much KV; in tokens.",
 )
 @server_options
+@click.option(
+    "--admin-api-key",
+    envvar="ELLM_SGL_ADMIN_API_KEY",
+    metavar="KEY",
+    help="The server's, where it has one: for --resize, beside --api-key.",
+)
 @json_flag
 def memory(
-    name: str | None, tokens: int | None, url: str, api_key: str | None, as_json: bool
+    name: str | None,
+    tokens: int | None,
+    url: str,
+    api_key: str | None,
+    admin_api_key: str | None,
+    as_json: bool,
 ) -> None:
     """List the servers that share a budget (--ellm-memory-budget): the one of this NAME, or all of
     yours. Or, with --resize, give one server's pool another size while it serves.
@@ -39,7 +50,11 @@ def memory(
     if tokens is not None:
         if name is not None:
             raise click.UsageError(f"--resize is of a server, not of budget {name}; give one")
-        _resize(url, api_key, tokens, as_json)
+        with told_in_a_line(AskError), connected(url, api_key) as client:
+            resized = resize(client, tokens, admin_api_key)
+        answer(as_json, resized.to_json(), str(resized))
+        if resized.outcome != "applied":
+            raise SystemExit(1)
         return
     budgets = list_budgets(name)
     if name is not None and not budgets:
@@ -49,14 +64,6 @@ def memory(
         parts += _shown(budget)
     answer(as_json, {"budgets": [_document(b) for b in budgets]}, *parts or ["no budgets"])
     if any(budget.problem for budget in budgets):
-        raise SystemExit(1)
-
-
-def _resize(url: str, api_key: str | None, tokens: int, as_json: bool) -> None:
-    with told_in_a_line(AskError), connected(url, api_key) as client:
-        resized = resize(client, tokens)
-    answer(as_json, resized.to_json(), str(resized))
-    if resized.outcome != "applied":
         raise SystemExit(1)
 
 

@@ -6,6 +6,7 @@ closed. It has one thread: a process with two may not be copied.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import random
 import signal
 import socket
 import sys
+from typing import Any
 
 from ellm_sgl.client.preload import MOST_BYTES
 from ellm_sgl.serve import launch
@@ -21,28 +23,58 @@ from ellm_sgl.sglang.platform_entry import activate
 
 def copies(requests: socket.socket) -> list[str] | None:
     """Answer requests. Returns in each copy with the arguments of the server that it is to be, and
-    in this process, with None, once nobody is left to ask."""
+    in this process, with None, once nobody is left to ask: then all copies have ended."""
     running: dict[int, int | None] = {}
     """Exit status of each copy, None as long as it runs."""
-    while received := requests.recv(MOST_BYTES):
-        asked = json.loads(received)
+    listened = True
+    while listened and (asked := _next(requests)) is not None:
+        number, answer = asked.pop("number"), None
         if "pid" in asked:
-            status = running[asked["pid"]] = _status(asked["pid"], running)
-            requests.send(json.dumps(status).encode())
-        elif pid := os.fork():
-            running[pid] = None
+            answer = running[asked["pid"]] = _status(asked["pid"], running)
         else:
             try:
-                _become(**asked)
-            finally:  # once it is a process of its own: until then it could not be told to end
-                requests.send(json.dumps(os.getpid()).encode())
-                requests.close()
-            return list(asked["argv"])
+                pid = os.fork()
+            except OSError:  # the machine has no more processes
+                pid = -1
+            if pid == 0:
+                try:
+                    _become(**asked)
+                finally:  # once it is a process of its own: until then it could not be told to end
+                    _answer(requests, number, os.getpid())
+                    requests.close()
+                return list(asked["argv"])
+            if pid > 0:
+                running[pid] = None
+                continue
+        listened = _answer(requests, number, answer)
+    _end(running)
+    return None
+
+
+def _next(requests: socket.socket) -> dict[str, Any] | None:
+    """The next request; None if nobody is left to ask."""
+    with contextlib.suppress(OSError):
+        received = requests.recv(MOST_BYTES)
+        return dict(json.loads(received)) if received else None
+    return None
+
+
+def _answer(requests: socket.socket, number: int, answer: int | None) -> bool:
+    """Whether somebody was there to get it."""
+    with contextlib.suppress(OSError):
+        requests.send(json.dumps({"number": number, "answer": answer}).encode())
+        return True
+    return False
+
+
+def _end(running: dict[int, int | None]) -> None:
     for pid, status in running.items():
         if status is None and _status(pid, running) is None:
-            os.killpg(pid, signal.SIGKILL)
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has no session of its own yet
+                os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    return None
 
 
 def _status(pid: int, running: dict[int, int | None]) -> int | None:
@@ -56,11 +88,11 @@ def _status(pid: int, running: dict[int, int | None]) -> int | None:
 def _become(argv: list[str], environment: dict[str, str], log: str, folder: str) -> None:
     """What a process that the shell starts has of its own."""
     os.setsid()
-    os.chdir(folder)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
     os.close(file)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [launch.__file__, *argv]
@@ -70,10 +102,12 @@ def _become(argv: list[str], environment: dict[str, str], log: str, folder: str)
 def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(requests.fileno(), False)
+    if activate() is None:  # a device's driver does not survive a copy
+        return
     gc.disable()  # see `launch.main`, which enables it
     launch.load()
     gc.freeze()
-    if activate() is None:  # a device's driver does not survive a copy
+    if len(os.listdir("/proc/self/task")) > 1:  # nor do threads
         return
     if (argv := copies(requests)) is not None:
         launch.main(argv)

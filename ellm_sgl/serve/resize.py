@@ -18,6 +18,7 @@ ENDS = {
     "applied": "the pool has this size",
     "floor": "what is in use does not fit into less now; ask again when requests have ended",
     "ceiling": "the machine gives no more memory now",
+    "bounded": "its budget, a release of its memory, or another order keeps it from this size",
     "under way": f"still under way after {WAIT_S:.0f} s; `ellm-sgl top` shows it",
 }
 
@@ -42,12 +43,25 @@ class Resized:
         )
 
 
-def resize(client: httpx.Client, tokens: int) -> Resized:
+def resize(client: httpx.Client, tokens: int, admin_key: str | None = None) -> Resized:
     """Ask for a pool of so many tokens, and wait until it has come to its end.
 
+    Args:
+        admin_key: the server's, where it has one.
+
     Raises:
-        AskError: the server refuses the size, or does not answer.
+        AskError: the server refuses the size, or does not answer, or not as this version does.
     """
+    try:
+        return _resized(client, tokens, admin_key)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise AskError(
+            f"the server's answer has another shape ({error!r}); is it an ellm-sgl server, and as "
+            "new as this command?"
+        ) from None
+
+
+def _resized(client: httpx.Client, tokens: int, admin_key: str | None) -> Resized:
     before = _state(client)
     accepted = ask(
         client, "/set_internal_state", {"server_args": {"ellm_device_kv_tokens": tokens}}
@@ -64,12 +78,14 @@ def resize(client: httpx.Client, tokens: int) -> Resized:
             break
         time.sleep(LOOK_S)
     replicas = state.get("replicas", [state])
-    return Resized(
-        tokens,
-        min(_tokens(replica) for replica in replicas),
-        sum(replica["device_bytes_committed"] for replica in replicas),
-        resize_of(state)["outcome"],
-    )
+    there, outcome = min(map(_tokens, replicas)), resize_of(state)["outcome"]
+    if (
+        outcome == "applied"
+        and there != tokens // replicas[0]["block_tokens"] * (replicas[0]["block_tokens"])
+    ):
+        outcome = "bounded"
+    committed = sum(replica["device_bytes_committed"] for replica in replicas)
+    return Resized(tokens, there, committed, outcome)
 
 
 def _state(client: httpx.Client) -> dict[str, Any]:

@@ -141,6 +141,19 @@ def test_sizes_that_are_refused_are_told_with_what_is_possible(
     assert "9000 tokens are refused: give a block at least, and 8000 at most" in answer.stderr
 
 
+def test_a_size_that_others_keep_it_from_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, [state("applied", 500), state("applied", 500)])
+    answer = run("--resize", "4000")
+    assert answer.exit_code == 1
+    assert "4,000 tokens asked for, 2,000 there" in answer.stdout and "budget" in answer.stdout
+
+
+def test_a_server_of_another_version_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, [{"device_units_total": 3}] * 2)
+    answer = run("--resize", "4000")
+    assert answer.exit_code == 1 and "another shape" in answer.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -10,11 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import httpx
+import torch
 
 from ellm_sgl.client.generate import Answer, Client, run_with_client
 from ellm_sgl.client.process import ServerError, ServerProcess
 from ellm_sgl.config import ENV
 from ellm_sgl.config.commands import progress_lines
+from ellm_sgl.kernels.experimental.flashinfer import attention as flashinfer
+from ellm_sgl.latency import ModelShape
 from ellm_sgl.serve.verify.comparing import compare
 from ellm_sgl.serve.verify.figures import Comparison, Expected
 from ellm_sgl.serve.verify.loads import Load
@@ -22,10 +25,6 @@ from ellm_sgl.serve.verify.rounding import EXACT, Spread
 from ellm_sgl.serve.verify.setting import Setting, Stage
 from ellm_sgl.serve.verify.stages import POOL_TOKENS
 from ellm_sgl.sglang import cuda
-
-ON_CUDA = ("--attention-backend", "flashinfer")
-"""The one of stock SGLang's backends whose kernels eLLM calls, too: in 16 bits other kernels
-round otherwise, farther than two batch sizes of one kernel do (docs/gpu.md)."""
 
 T = TypeVar("T")
 
@@ -56,8 +55,7 @@ class OneDtype:
 
     model_path: str
     dtype: str
-    vocabulary: int
-    """Of the model."""
+    model: ModelShape
     loads: Mapping[str, Load]
     block_tokens: int
 
@@ -90,7 +88,7 @@ class OneDtype:
     def _judged(self, runs: Sequence[Run]) -> list[Comparison]:
         """Compare every run with stock SGLang, which has everything cached."""
         stock = [*self._model(), "--max-total-tokens", str(2 * POOL_TOKENS)]
-        with ServerProcess([*stock, *(ON_CUDA if cuda.available() else ())]) as server:
+        with ServerProcess([*stock, *_reference_on_cuda(self.model.head_dim)]) as server:
             _must_be_stock(server)
             names = list(dict.fromkeys(run.setting.load for run in runs))
             references = {}
@@ -158,7 +156,7 @@ class OneDtype:
             return None
 
         async def score(client: Client) -> list[tuple[float, ...]]:
-            return [await client.score(answer, self.vocabulary) for answer in answers]
+            return [await client.score(answer, self.model.vocabulary) for answer in answers]
 
         return Spread.of([a.output for a in answers], self._with_client(server, what, score))
 
@@ -189,6 +187,16 @@ class OneDtype:
         )
         outputs, wanted = ([a.output for a in answers] for answers in (run.answers, reference))
         return compare(self.dtype, setting.name, wanted, outputs, run.before, run.after, expected)
+
+
+def _reference_on_cuda(head_dim: int) -> tuple[str, ...]:
+    """Which of stock SGLang's backends to compare with on a CUDA device: the one whose kernels eLLM
+    calls, too. In 16 bits other kernels round otherwise, farther than two batch sizes of one kernel
+    do (docs/gpu.md)."""
+    if not cuda.available():
+        return ()
+    theirs = flashinfer.supports(head_dim, torch.bfloat16, torch.bfloat16)
+    return "--attention-backend", "flashinfer" if theirs else "torch_native"
 
 
 def _must_be_stock(server: ServerProcess) -> None:

@@ -80,7 +80,7 @@ def verify(
     comparisons: list[Comparison] = []
     with preloaded(environment_with({})):
         for dtype in dtypes:
-            one = OneDtype(path, dtype, shape.vocabulary, loads, block_tokens)
+            one = OneDtype(path, dtype, shape, loads, block_tokens)
             asked = stages(dtype, mode, quick, sizes)
             comparisons += one.compared(s.with_resizes(resizes) if resizes else s for s in asked)
     skipped = tuple(left_out(mode, quick, dtypes, shape))
