@@ -16,6 +16,8 @@ import socket
 import sys
 from typing import Any
 
+from setproctitle import getproctitle, setproctitle
+
 from ellm_sgl.client.preload import MOST_BYTES
 from ellm_sgl.serve import launch
 from ellm_sgl.sglang.platform_entry import activate
@@ -96,6 +98,7 @@ def _become(argv: list[str], environment: dict[str, str], log: str, folder: str)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [launch.__file__, *argv]
+    setproctitle(" ".join([sys.executable, "-m", launch.__name__, *argv]))
     random.seed()
 
 
@@ -104,6 +107,7 @@ def main() -> None:
     os.set_inheritable(requests.fileno(), False)
     if activate() is None:  # a device's driver does not survive a copy
         return
+    getproctitle()  # finds the place of titles, by an environment that copies replace
     gc.disable()  # see `launch.main`, which enables it
     launch.load()
     gc.freeze()

@@ -44,6 +44,8 @@ def test_it_can_be_waited_for_and_told_to_end(parent: Preloaded, tmp_path: Path)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.2)
     assert os.getsid(process.pid) == process.pid
+    title = " ".join(psutil.Process(process.pid).cmdline()).strip()
+    assert title.endswith("-m ellm_sgl.serve.launch 60 0")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10) == -signal.SIGTERM
     process.send_signal(signal.SIGTERM)  # nobody is hit
