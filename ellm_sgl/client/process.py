@@ -18,9 +18,10 @@ from typing import Any, Self
 import httpx
 
 from ellm_sgl.client.preload import Process, copy
-from ellm_sgl.client.state import resize_of
+from ellm_sgl.client.state import accepted, resize_of, settled
 
 START_TIMEOUT_S = 240.0
+RESIZE_S = 60.0
 EXIT_S = 5.0
 """A server whose connections have broken has exited after so long, or has not meant to."""
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
@@ -200,13 +201,11 @@ class ServerProcess:
         """
         body = {"server_args": values}
         answer = self._http.post("/set_internal_state", json=body, timeout=60).json()
-        if answer is not True and not (isinstance(answer, list) and all(answer)):
+        if not accepted(answer):
             raise ValueError(f"the server refused {values}: {answer}")
-        deadline = time.monotonic() + 60
-        while (resize := resize_of(self.state(integrity=False)))["outcome"] == "under way":
-            if time.monotonic() > deadline:
-                raise ServerError(f"the pool does not come to its size: {resize}")
-            time.sleep(0.02)
+        resize = resize_of(settled(lambda: self.state(integrity=False), RESIZE_S))
+        if resize["outcome"] == "under way":
+            raise ServerError(f"the pool does not come to its size: {resize}")
 
     def switch_policy(self, name: str, **options: Any) -> None:
         """Ask another policy from now on.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
+
+LOOK_S = 0.02
+"""Between two looks at a pool that is under way."""
 
 
 def resize_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -12,3 +16,26 @@ def resize_of(state: Mapping[str, Any]) -> dict[str, Any]:
     every = [replica["resize"] for replica in state.get("replicas", (state,))]
     told = [found for outcome in order for found in every if found["outcome"] == outcome]
     return dict((told or every)[0])
+
+
+def settled(look: Callable[[], Mapping[str, Any]], wait_s: float) -> Mapping[str, Any]:
+    """The state in which the pool is under way no more, or the last one seen after `wait_s`.
+
+    Args:
+        look: asks for the state.
+    """
+    deadline = time.monotonic() + wait_s
+    while resize_of(state := look())["outcome"] == "under way" and time.monotonic() <= deadline:
+        time.sleep(LOOK_S)
+    return state
+
+
+def accepted(answer: Any) -> bool:
+    """Whether every replica has taken what was posted to `/set_internal_state`."""
+    return answer is True or (isinstance(answer, list) and all(answer))
+
+
+def tokens_in(state: Mapping[str, Any], units: int) -> int:
+    """Of KV that so many units of one replica hold."""
+    tokens: int = round(units * state["block_tokens"] / state["layer_groups"])
+    return tokens

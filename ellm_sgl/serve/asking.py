@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
@@ -69,3 +70,15 @@ def ask(
     except (httpx.HTTPError, ValueError) as error:
         told = str(error) or type(error).__name__
         raise AskError(f"{where}: no answer ({told}); is a server there? give --url") from None
+
+
+@contextmanager
+def of_this_version() -> Iterator[None]:
+    """Around whatever reads answers: one of another shape ends in an `AskError`."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise AskError(
+            f"the server's answer has another shape ({error!r}); is it an ellm-sgl server, and as "
+            "new as this command?"
+        ) from None

@@ -8,6 +8,7 @@ them as well.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 
@@ -18,10 +19,9 @@ declare()
 
 def load() -> None:
     """Import what every server does, without deciding anything."""
-    import sglang.launch_server
-    import sglang.srt.entrypoints.http_server
-    import sglang.srt.managers.scheduler
-    import sglang.srt.plugins  # noqa: F401
+    for module in ("launch_server", "srt.entrypoints.http_server", "srt.managers.scheduler",
+                   "srt.plugins"):  # fmt: skip
+        importlib.import_module(f"sglang.{module}")
 
 
 def main(argv: list[str]) -> None:

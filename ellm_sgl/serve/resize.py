@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
 
-from ellm_sgl.client.state import resize_of
-from ellm_sgl.serve.asking import AskError, ask
+from ellm_sgl.client.state import accepted, resize_of, settled, tokens_in
+from ellm_sgl.serve.asking import AskError, ask, of_this_version
 
-LOOK_S = 0.05
 WAIT_S = 60.0
 """How long to wait for a pool that is under way."""
 ENDS = {
@@ -52,37 +51,22 @@ def resize(client: httpx.Client, tokens: int, admin_key: str | None = None) -> R
     Raises:
         AskError: the server refuses the size, or does not answer, or not as this version does.
     """
-    try:
-        return _resized(client, tokens, admin_key)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise AskError(
-            f"the server's answer has another shape ({error!r}); is it an ellm-sgl server, and as "
-            "new as this command?"
-        ) from None
+    with of_this_version():
+        most = resize_of(_state(client))["most_tokens"]
+        wanted = {"server_args": {"ellm_device_kv_tokens": tokens}}
+        if not accepted(ask(client, "/set_internal_state", wanted, admin_key)):
+            raise AskError(
+                f"{tokens} tokens are refused: give a block at least, and {most} at most, what the "
+                "server started with or its --ellm-max-device-kv-tokens; its log says more"
+            )
+        return _outcome(tokens, settled(lambda: _state(client), WAIT_S))
 
 
-def _resized(client: httpx.Client, tokens: int, admin_key: str | None) -> Resized:
-    before = _state(client)
-    accepted = ask(
-        client, "/set_internal_state", {"server_args": {"ellm_device_kv_tokens": tokens}}
-    )
-    if accepted is not True and not (isinstance(accepted, list) and all(accepted)):
-        most = resize_of(before)["most_tokens"]
-        raise AskError(
-            f"{tokens} tokens are refused: give a block at least, and {most} at most, what the "
-            "server started with or its --ellm-max-device-kv-tokens; its log says more"
-        )
-    deadline = time.monotonic() + WAIT_S
-    while resize_of(state := _state(client))["outcome"] == "under way":
-        if time.monotonic() > deadline:
-            break
-        time.sleep(LOOK_S)
+def _outcome(tokens: int, state: Mapping[str, Any]) -> Resized:
     replicas = state.get("replicas", [state])
-    there, outcome = min(map(_tokens, replicas)), resize_of(state)["outcome"]
-    if (
-        outcome == "applied"
-        and there != tokens // replicas[0]["block_tokens"] * (replicas[0]["block_tokens"])
-    ):
+    there = min(tokens_in(replica, replica["device_units_total"]) for replica in replicas)
+    outcome = resize_of(state)["outcome"]
+    if outcome == "applied" and there != tokens - tokens % replicas[0]["block_tokens"]:
         outcome = "bounded"
     committed = sum(replica["device_bytes_committed"] for replica in replicas)
     return Resized(tokens, there, committed, outcome)
@@ -91,8 +75,3 @@ def _resized(client: httpx.Client, tokens: int, admin_key: str | None) -> Resize
 def _state(client: httpx.Client) -> dict[str, Any]:
     found: dict[str, Any] = ask(client, "/ellm/state?integrity=false")
     return found
-
-
-def _tokens(state: dict[str, Any]) -> int:
-    """That the device pool has room for."""
-    return int(state["device_units_total"] * state["block_tokens"] // state["layer_groups"])

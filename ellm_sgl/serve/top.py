@@ -14,7 +14,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ellm_sgl.serve.asking import AskError, ask
+from ellm_sgl.client.state import tokens_in
+from ellm_sgl.serve.asking import ask, of_this_version
 
 BESIDE = 62
 """Characters beside a request's bar."""
@@ -58,9 +59,8 @@ class Look:
 
     def tier(self, name: str) -> tuple[int, int]:
         """(used, total) tokens of KV on the "device", or the "host"."""
-        per_unit = self.state["block_tokens"] / self.state["layer_groups"]
         total, free = (self.state[f"{name}_units_{which}"] for which in ("total", "free"))
-        return round((total - free) * per_unit), round(total * per_unit)
+        return tokens_in(self.state, total - free), tokens_in(self.state, total)
 
     def tpot_ms(self) -> float:
         """Mean time per output token of those that decode; nan of none."""
@@ -90,16 +90,11 @@ def draw(
     Raises:
         AskError: something is not where it was.
     """
-    try:
+    with of_this_version():
         first, *others = now.replicas()
         rows = height // (1 + len(others))
         pictures = [_picture(first, cached, width, rows)]
         return Group(*pictures, *(_picture(other, (), width, rows) for other in others))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise AskError(
-            f"the server's answer has another shape ({error!r}); is it an ellm-sgl server, and as "
-            "new as this command?"
-        ) from None
 
 
 def _picture(now: Look, cached: Sequence[float], width: int, height: int) -> RenderableType:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from multiprocessing.util import Finalize
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
 
-from ellm_sgl.client.state import resize_of
+from ellm_sgl.client.state import resize_of, settled
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.config.flags import SETTINGS, instead_of
 from ellm_sgl.config.ranges import check_finite
@@ -92,12 +91,7 @@ class Engine(SglangEngine):
             ConfigError: no size that the pool may have.
         """
         self._ask("resize", {"tokens": device_kv_tokens})
-        deadline = time.monotonic() + RESIZE_S
-        while True:
-            resize = resize_of(self.ellm_state())
-            if resize["outcome"] != "under way" or time.monotonic() > deadline:
-                return resize
-            time.sleep(0.02)
+        return resize_of(settled(self.ellm_state, RESIZE_S))
 
     def _ask(self, method: str, body: dict[str, Any]) -> list[Answer]:
         if self.ellm_settings is None:

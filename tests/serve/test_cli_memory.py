@@ -141,6 +141,25 @@ def test_sizes_that_are_refused_are_told_with_what_is_possible(
     assert "9000 tokens are refused: give a block at least, and 8000 at most" in answer.stderr
 
 
+def test_the_admin_key_is_for_the_change_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: dict[str, str | None] = {}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        keys[request.method] = request.headers.get("Authorization")
+        if request.method == "POST":
+            return httpx.Response(200, json=[True])
+        return httpx.Response(200, json=state("applied", 1000))
+
+    def connected(url: str, api_key: str | None) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        return httpx.Client(base_url=url, headers=headers, transport=httpx.MockTransport(handler))
+
+    monkeypatch.setattr("ellm_sgl.serve.cli_memory.connected", connected)
+    answer = run("--resize", "4000", "--api-key", "all", "--admin-api-key", "admin")
+    assert answer.exit_code == 0
+    assert keys == {"GET": "Bearer all", "POST": "Bearer admin"}
+
+
 def test_a_size_that_others_keep_it_from_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, [state("applied", 500), state("applied", 500)])
     answer = run("--resize", "4000")
