@@ -50,10 +50,11 @@ system:
 
 setup: $(STAMP)
 
+# Not compiled: a tenth of the modules is ever imported, and Python compiles these then.
 $(STAMP): $(LOCKS) $(BUILD)
 	@test -x $(BIN)/python || { echo 'setup: creating $(VENV) ($(PYTHON))'; $(PYTHON) -m venv $(VENV); }
 	@echo 'setup: installing the pinned packages (some minutes the first time)'
-	@$(PIP) install --no-deps $(addprefix -r ,$(LOCKS))
+	@$(PIP) install --no-compile --no-deps $(addprefix -r ,$(LOCKS))
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 	    echo 'setup: this registry has only the CUDA build of torch; installing the CUDA libraries it'; \
 	    echo '       needs (several GB; requirements/README.md says how to get the CPU build)'; \
@@ -71,7 +72,8 @@ setup-versions: $(VERSIONS:%=.venv-%/.setup-done)
 	@$(BIN)/python -m venv --without-pip .venv-$*
 	@echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PURELIB)')')" > \
 	    "$$(.venv-$*/bin/python -c '$(PURELIB)')/zz_shared.pth"
-	@.venv-$*/bin/python -m pip --disable-pip-version-check --no-input -qq install --ignore-installed --no-deps -r $<
+	@.venv-$*/bin/python -m pip --disable-pip-version-check --no-input -qq install --no-compile \
+	    --ignore-installed --no-deps -r $<
 	@.venv-$*/bin/python -c 'import importlib.metadata as m; assert m.version("sglang") == "$*"'
 	@touch $@
 
@@ -96,11 +98,15 @@ test: setup setup-versions
 	    $$((SECONDS - start)); \
 	case "$$codes $$versions" in ' 0 0 ok'|' 0 5 ok'|' 5 0 ok') ;; *) exit 1;; esac
 
-# One at a time, each in its environment; what is recorded of a version, and a server with eLLM.
+# All at once, each in its environment; what is recorded of a version, and servers with eLLM.
 test-versions: setup-versions
-	@status=0; for version in $(VERSIONS); do \
-	    echo "== sglang $$version"; \
-	    .venv-$$version/bin/python -m pytest --durations=3 $(SHORT) || status=1; \
+	@for version in $(VERSIONS); do \
+	    .venv-$$version/bin/python -m pytest --durations=3 $(SHORT) >.venv-$$version/tests.log 2>&1 & \
+	    running+=" $$version:$$!"; \
+	done; \
+	status=0; for one in $$running; do \
+	    wait $${one#*:} || status=1; \
+	    echo "== sglang $${one%:*}"; cat .venv-$${one%:*}/tests.log; \
 	done; exit $$status
 
 test-fast: setup

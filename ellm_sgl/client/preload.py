@@ -2,7 +2,7 @@
 
 What starts one server after the other (`ellm-sgl verify`, the tests) pays for importing PyTorch and
 SGLang once instead of every time, which is more than half of a start. (Not what measures: copies
-have the same addresses, and each server is to have its own.)
+have the same addresses, and each server is to have its own; nor have they warmed up.)
 
 ```
  this process ──requests──→ preloaded process ──fork──→ server ──fork──→ its workers
@@ -31,8 +31,14 @@ from typing import Any, Protocol
 import psutil
 
 MODULE = "ellm_sgl.serve.preloaded"
-READ_LATE = ("ELLM_SGL_", "SGLANG_CPU_OMP_", "SGLANG_ENABLE_STRICT_MEM_CHECK", "PYTEST_")
+READ_LATE = ("ELLM_SGL_", "SGLANG_CPU_OMP_", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
+             "SGLANG_ENABLE_STRICT_MEM_CHECK", "PYTEST_")  # fmt: skip
 """Beginnings of names of variables that are read once a server starts, or by no server."""
+NO_WARM_UP = "--skip-server-warmup"
+"""SGLang's own is a request, after it has slept for a second."""
+SHORT_START = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "ELLM_SGL_CALIBRATION_S": "1"}
+"""Unless the environment says otherwise: without the second that SGLang waits in each answer about
+its health, and most of those for which a server measures its machine. No output depends on it."""
 POLL_S = 0.05
 ANSWER_S = 240.0
 """Of the first request: until then it imports."""
@@ -188,7 +194,7 @@ def copy(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Proc
     if _current is None or not _current.takes(environment):
         return None
     with contextlib.suppress(OSError):
-        return _current.start(argv, environment, log)
+        return _current.start([*argv, NO_WARM_UP], {**SHORT_START, **environment}, log)
     return None
 
 

@@ -20,7 +20,7 @@ declare()
 def load() -> None:
     """Import what every server does, without deciding anything."""
     for module in ("launch_server", "srt.entrypoints.http_server", "srt.managers.scheduler",
-                   "srt.plugins"):  # fmt: skip
+                   "srt.models.registry", "srt.plugins"):  # fmt: skip
         importlib.import_module(f"sglang.{module}")
 
 
