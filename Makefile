@@ -50,11 +50,14 @@ system:
 
 setup: $(STAMP)
 
-# Not compiled: a tenth of the modules is ever imported, and Python compiles these then.
+# On all cores; pip takes one. Some packages have files that are no Python.
+compile = $(1) -m compileall -qq -j 0 "$$($(1) -c '$(PURELIB)')" || true
+
 $(STAMP): $(LOCKS) $(BUILD)
 	@test -x $(BIN)/python || { echo 'setup: creating $(VENV) ($(PYTHON))'; $(PYTHON) -m venv $(VENV); }
 	@echo 'setup: installing the pinned packages (some minutes the first time)'
 	@$(PIP) install --no-compile --no-deps $(addprefix -r ,$(LOCKS))
+	@$(call compile,$(BIN)/python)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 	    echo 'setup: this registry has only the CUDA build of torch; installing the CUDA libraries it'; \
 	    echo '       needs (several GB; requirements/README.md says how to get the CPU build)'; \
@@ -74,6 +77,7 @@ setup-versions: $(VERSIONS:%=.venv-%/.setup-done)
 	    "$$(.venv-$*/bin/python -c '$(PURELIB)')/zz_shared.pth"
 	@.venv-$*/bin/python -m pip --disable-pip-version-check --no-input -qq install --no-compile \
 	    --ignore-installed --no-deps -r $<
+	@$(call compile,.venv-$*/bin/python)
 	@.venv-$*/bin/python -c 'import importlib.metadata as m; assert m.version("sglang") == "$*"'
 	@touch $@
 
