@@ -20,6 +20,7 @@ _FITTED = {
     "step_overhead_s": (1e-6, 10.0),
     "row_overhead_s": (1e-8, 1.0),
     "phase_change_s": (1e-9, 1.0),
+    "restore_overhead_s": (1e-9, 1.0),
 }
 """Fields fitted by their logarithm, each with its bounds."""
 _SHARES = {"packing": (0.0, 3.0), "overlap": (0.0, 1.0), "fetch_share": (0.0, 20.0)}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from ellm_sgl.kernels.cpu.prefetch import Prefetch
     from ellm_sgl.kernels.experimental.graph import GraphSteps
     from ellm_sgl.step import StepPlan
 
@@ -67,6 +68,8 @@ class EllmAttention(AttentionBackend):
         self._kernel, chosen = choose(
             pool.device, size, runner.dtype, pool.dtype, (heads, pool.shape[-2])
         )
+        self.prefetch: Prefetch | None = getattr(self._kernel, "keywords", {}).get("prefetch")
+        """How the compiled kernel asks for KV; None: another one runs."""
         self._graphs: GraphSteps | None = None
         logger.info("eLLM attention: %s", chosen)
 

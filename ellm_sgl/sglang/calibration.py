@@ -16,21 +16,18 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
 from ellm_sgl.latency.fit import fit_profile
-from ellm_sgl.memory import PageTable
 from ellm_sgl.memory.step_room import Activations
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.mixes import FEW_ROWS, MEASURED_BYTES, MIXES, Mix
 from ellm_sgl.sglang.peak_bytes import peak_bytes
-from ellm_sgl.step import Missing, NewTokens, StepPlan, plan_restoration, plan_step
+from ellm_sgl.sglang.synthetic_steps import SyntheticSteps, synchronize
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _PROBE_BYTES = 64 << 20
@@ -137,13 +134,13 @@ def with_scheduling(profile: HardwareProfile, layers: int) -> HardwareProfile:
     steps that do not, one after the other. It is the online fit's to correct: a time that is 0 has
     no factor that could."""
     if profile.name == "cuda":
-        restore_s = _RESTORE_S + _DEVICE_LAYER_S * layers
+        restore_s = profile.restore_overhead_s + _RESTORE_S + _DEVICE_LAYER_S * layers
         return dataclasses.replace(profile, restore_overhead_s=restore_s)
     return dataclasses.replace(
         profile,
         step_overhead_s=profile.step_overhead_s + _SCHEDULER_STEP_S,
         row_overhead_s=profile.row_overhead_s + _SCHEDULER_ROW_S,
-        restore_overhead_s=_RESTORE_S,
+        restore_overhead_s=profile.restore_overhead_s + _RESTORE_S,
         phase_change_s=_SCHEDULER_TURN_S,
     )
 
@@ -174,98 +171,6 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
     )
 
 
-class SyntheticSteps:
-    """Runs steps of requests that do not exist.
-
-    Their page table is a private one over the first units of the real pool.
-    """
-
-    def __init__(self, runner: ModelRunner, ours: Context) -> None:
-        self._runner = runner
-        self._executor = ours.executor
-        self._pool = ours.pool
-        self._units: int = ours.table.committed_units
-        self._context: int = runner.model_config.context_len
-        self._cleared = 0
-
-    def fits(self, mix: Mix) -> bool:
-        """Whether pool and context are large enough for `mix`."""
-        return self._units_of(mix) <= self._units and mix.tokens <= self._context
-
-    def run(self, mix: Mix) -> float:
-        """Seconds of one step."""
-        self._clear(self._units_of(mix))
-        table, requests = self._requests(mix)
-        batch = self._batch(mix)
-        device = self._pool.buffer.device
-        _synchronize(device)
-        start = time.perf_counter()
-        missing = Missing.of(table, table.sequence_ids)
-        restoration = plan_restoration(table, missing, recompute_share=1.0, slots=1)
-        plan = plan_step(table, requests, restoration, _token_ids, device)
-        self._forward(plan, batch)
-        _synchronize(device)
-        return time.perf_counter() - start
-
-    def _clear(self, units: int) -> None:
-        """Values that arithmetic is neither slow on (denormal numbers) nor lost on (NaN)."""
-        if units > self._cleared:
-            self._pool.buffer[self._cleared : units + 1].zero_()
-            self._cleared = units
-
-    def _forward(self, plan: StepPlan, batch: ForwardBatch) -> None:
-        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-
-        with (
-            torch.no_grad(),
-            forward_context(ForwardContext(attn_backend=self._runner.attn_backend)),
-            self._executor.execute(plan),
-        ):
-            self._runner.model.forward(batch.input_ids, batch.positions, batch)
-
-    def _requests(self, mix: Mix) -> tuple[PageTable, list[NewTokens]]:
-        shape = self._pool.shape
-        blocks = shape.blocks_for(mix.tokens)
-        table = PageTable(shape, mix.requests * blocks, self._units_of(mix))
-        for i in range(mix.requests):
-            own = table.allocate(blocks)
-            table.map(i, own, mix.tokens)
-            table.place(own[mix.uncached // shape.block_tokens :])
-        first = mix.tokens - mix.new
-        return table, [NewTokens(i, first, mix.tokens) for i in range(mix.requests)]
-
-    def _batch(self, mix: Mix) -> ForwardBatch:
-        from sglang.srt.model_executor.forward_batch_info import (
-            CaptureHiddenMode,
-            ForwardBatch,
-            ForwardMode,
-        )
-
-        device = self._pool.buffer.device
-        first = mix.tokens - mix.new
-        positions = torch.arange(first, mix.tokens, device=device).repeat(mix.requests)
-        lengths = torch.full((mix.requests,), mix.tokens, device=device)
-        new = torch.full((mix.requests,), mix.new, dtype=torch.int32, device=device)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE if mix.new == 1 else ForwardMode.EXTEND,
-            batch_size=mix.requests,
-            input_ids=torch.zeros_like(positions),
-            req_pool_indices=torch.arange(mix.requests, device=device),
-            seq_lens=lengths,
-            out_cache_loc=torch.zeros_like(positions),
-            seq_lens_sum=mix.requests * mix.tokens,
-            positions=positions,
-            extend_seq_lens=new,
-            extend_seq_lens_cpu=new.tolist(),
-            extend_prefix_lens_cpu=[first] * mix.requests,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
-
-    def _units_of(self, mix: Mix) -> int:
-        shape = self._pool.shape
-        return mix.requests * shape.blocks_for(mix.tokens) * shape.num_groups
-
-
 def _affordable(shape: ModelShape, guess: HardwareProfile, steps: SyntheticSteps) -> Sequence[Mix]:
     """The mixes that fit and would not take too much of the time; at least the first."""
     model = RooflineLatencyModel(shape, guess)
@@ -278,17 +183,9 @@ def _best(action: Callable[[], Any], device: torch.device) -> float:
     """Shortest time of `action` in four runs, in seconds, after one that does not count."""
     times = []
     for _ in range(5):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         action()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times[1:])
-
-
-def _synchronize(device: torch.device) -> None:
-    torch.get_device_module(device).synchronize()
-
-
-def _token_ids(seq_id: int, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.zeros(end - start, np.int64)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
+    from ellm_sgl.sglang.compiled_layers import CompiledLayers
     from ellm_sgl.sglang.kv_store import StoredPrefixes
 
 
@@ -66,6 +67,8 @@ class Context:
         """The loop, once SGLang's scheduler exists,"""
         self.scheduler: object = None
         """and what drives it (`scheduler.scheduler_of`)."""
+        self.compiled: CompiledLayers | None = None
+        """Has steps of few rows go through all layers in one call, where it can."""
         self.sizing: Sizing | None = None
         """Where others have a say in the pool's size."""
         kept = 0 if streamer is None else (table.host.kv_units + 1) * pool.unit_bytes

@@ -254,6 +254,8 @@ USED = (
     f"{_SCHEDULER}.continue_generation",
     f"{_SRT}.managers.io_struct.sock_send",
     f"{_SRT}.utils.broadcast_pyobj",
+    f"{_SRT}.models.llama.LlamaModel.forward",
+    f"{_SRT}.models.qwen2.Qwen2Model.forward",
 )
 """What eLLM overrides, or calls by its name, and whose parameters count as much as a hook's."""
 

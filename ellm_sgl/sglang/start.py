@@ -21,6 +21,7 @@ from ellm_sgl.engine import Arrival, Controller, Iteration, RequestTable, Server
 from ellm_sgl.engine.request_table import entries_array
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.sglang.calibration import calibrate, model_shape
+from ellm_sgl.sglang.compiled_layers import compile_layers
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.fingerprint import open_prefixes
 from ellm_sgl.sglang.metrics import metrics_of
@@ -63,6 +64,7 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     shape = model_shape(scheduler.model_config, ranks.tp_size)
     runner = scheduler.tp_worker.model_runner
     ours.attach(runner.model.model)
+    ours.compiled = compile_layers(runner, ours)
     # The other ranks wait for what rank 0 has measured.
     with in_turn(scheduler.server_args.dp_size if ranks.tp_rank == 0 else 1):
         ours.hardware, activations = calibrate(runner, ours, shape)

@@ -76,6 +76,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "swap_stall_ms_total": totals.swap_stall_s * 1e3,
         "restored_units_total": totals.restored_units,
         "steps_total": 0 if ours.iteration is None else ours.iteration.controller.steps.steps,
+        "compiled_steps_total": 0 if ours.compiled is None else ours.compiled.steps,
         "retractions_total": totals.retractions,
         "pauses_total": totals.pauses,
         "page_table_ms_total": totals.page_table_s * 1e3,

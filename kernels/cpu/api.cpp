@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "decoder.h"
 #include "layer.h"
 #include "plan.h"
 #include "product.h"
@@ -82,6 +83,10 @@ EXPORT bool ellm_rotate(const Rotation* rotation) {
 }
 
 EXPORT void ellm_gate(const Gate* values) { gate(*values, *kTable[values->isa]); }
+
+EXPORT bool ellm_decode(const Layer* layers, int64_t first, int64_t last, const Step* step) {
+  return decode(layers, first, last, *step, kTable);
+}
 
 EXPORT void ellm_copy_units(char* to, const int64_t* to_units, const char* from,
                             const int64_t* from_units, int64_t count, int64_t unit_bytes,

@@ -67,7 +67,7 @@ def mixed_attention(
         ValueError: `supports` says no, or a tensor is not laid out as the reference says.
     """
     groups = layout.stacked
-    plan = _prepare(groups, keys.shape[1], q.shape[2])
+    plan = prepared(groups, keys.shape[1], q.shape[2])
     rows = groups.rows if out_rows is None else out_rows
     heads, head_dim = q.shape[1:]
     out = q.new_empty((rows, heads, head_dim))
@@ -124,7 +124,7 @@ def copy_units(
     )  # fmt: skip
 
 
-class _Plan:
+class Plan:
     """Layouts of groups that are alike, in the form the kernels read."""
 
     def __init__(self, groups: StackedLayout, block_tokens: int, head_dim: int) -> None:
@@ -179,14 +179,14 @@ def _array(numbers: list[int]) -> ctypes.Array[c_int64]:
 
 
 _last_columns: _Columns | None = None
-_last: tuple[StackedLayout, int, int, _Plan] | None = None
+_last: tuple[StackedLayout, int, int, Plan] | None = None
 
 
-def _prepare(groups: StackedLayout, block_tokens: int, head_dim: int) -> _Plan:
+def prepared(groups: StackedLayout, block_tokens: int, head_dim: int) -> Plan:
     """The plan of these groups. Their layers follow one another, so the last one is kept."""
     global _last
     if (last := _last) is not None and last[0] is groups and last[1:3] == (block_tokens, head_dim):
         return last[3]
-    plan = _Plan(groups, block_tokens, head_dim)
+    plan = Plan(groups, block_tokens, head_dim)
     _last = groups, block_tokens, head_dim, plan
     return plan

@@ -23,6 +23,7 @@ COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-std=gnu++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 _PLAIN = (
     "api.cpp",
+    "decoder.cpp",
     "layer.cpp",
     "plan.cpp",
     "product.cpp",

@@ -102,6 +102,36 @@ class Gate(Structure):
     )
 
 
+class Layer(Structure):
+    """`ellm::Layer` of decoder.h."""
+
+    _fields_ = (
+        ("input", Norm),
+        ("qkv", Product),
+        ("query", Norm),
+        ("key", Norm),
+        ("rotation", Rotation),
+        ("attention", Call),
+        ("out", Product),
+        ("output", Norm),
+        ("gate_up", Product),
+        ("gate", Gate),
+        ("down", Product),
+        ("group", c_int64),
+    )
+
+
+class Step(Structure):
+    """`ellm::Step` of decoder.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("plans", "positions", "embedded")),
+        ("rows", c_int64),
+        *((name, c_int32) for name in ("threads", "hint", "steps_ahead")),
+        ("delta", c_float),
+    )
+
+
 class TransferArguments(Structure):
     """`ellm::TransferArguments` of transfer.h."""
 
@@ -120,6 +150,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ellm_normalise": (None, (POINTER(Norm),)),
     "ellm_rotate": (c_bool, (POINTER(Rotation),)),
     "ellm_gate": (None, (POINTER(Gate),)),
+    "ellm_decode": (c_bool, (POINTER(Layer), c_int64, c_int64, POINTER(Step))),
     "ellm_copy_units": (None, (*[c_void_p] * 4, c_int64, c_int64, c_int)),
     "ellm_make_transfer": (c_void_p, ()),
     "ellm_transfer_start": (None, (c_void_p, POINTER(TransferArguments))),

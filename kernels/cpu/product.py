@@ -27,6 +27,17 @@ def prefetch_weights(dtype: torch.dtype, prefetch: Prefetch) -> None:
     _chosen[dtype] = prefetch.numbers
 
 
+def weight_prefetch(dtype: torch.dtype, rows: int) -> tuple[int, int]:
+    """How weights of this type are asked for by products of so many rows: `Prefetch.numbers`."""
+    return _chosen.get(dtype, _DEFAULT) if rows <= BOUND_BY_READING else _DEFAULT
+
+
+def most_rows(size: int, dtype: torch.dtype) -> int:
+    """Rows of sums of `size` elements up to which `linear` does the product."""
+    short = size < SHORT_SUM and dtype is not torch.float32
+    return MOST_ROWS_OF_SHORT if short else MOST_ROWS
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -56,12 +67,7 @@ def linear(
     ):
         return None
     outputs, size = shape
-    short = size < SHORT_SUM and dtype is not torch.float32
-    if (
-        not x.dim()
-        or x.shape[-1] != size
-        or not 0 < x.numel() <= size * (MOST_ROWS_OF_SHORT if short else MOST_ROWS)
-    ):
+    if not x.dim() or x.shape[-1] != size or not 0 < x.numel() <= size * most_rows(size, dtype):
         return None
     beside = None
     if bias is not None:
@@ -75,10 +81,7 @@ def linear(
         rows, stride = rows.contiguous(), size
     count = rows.shape[0]  # len() of a tensor is Python, and takes a microsecond
     out = x.new_empty((count, outputs))
-    if prefetch is not None:
-        ahead = prefetch.numbers
-    else:
-        ahead = _chosen.get(dtype, _DEFAULT) if count <= BOUND_BY_READING else _DEFAULT
+    ahead = weight_prefetch(dtype, count) if prefetch is None else prefetch.numbers
     product = Product(
         rows.data_ptr(), weight.data_ptr(), beside, out.data_ptr(), stride, count, size,
         outputs, kind, torch.get_num_threads(), best_instruction_set(), *ahead,

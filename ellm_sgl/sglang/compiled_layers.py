@@ -1,0 +1,287 @@
+"""Steps of few rows go through all of a model's layers in one call (`kernels.cpu.decoder`).
+
+A step of a small model, or of few requests, is as much Python as arithmetic: a layer is a dozen
+modules. Where a model's layers are those that the compiled decoder knows, it stands in for the
+decoder's `forward`, with the same results to the bit, in steps that recompute nothing and have no
+more rows than its products take. All else goes SGLang's own way: other steps, and other models,
+of which one line at the start says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ellm_sgl.kernels.cpu.decoder import (
+    CompiledDecoder,
+    Heads,
+    LayerWeights,
+    NormWeights,
+    ProductWeights,
+)
+from ellm_sgl.memory import KVPool
+from ellm_sgl.sglang.context import Context
+from ellm_sgl.sglang.mixes import Mix
+from ellm_sgl.sglang.synthetic_steps import SyntheticSteps
+from ellm_sgl.step import Executor, StepPlan
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from ellm_sgl.kernels.cpu.prefetch import Prefetch
+    from ellm_sgl.sglang.attention import EllmAttention
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "ELLM_SGL_COMPILED_LAYERS"
+"""Environment: `off` leaves all steps to SGLang's layers. For tests and comparisons."""
+PARTS = {
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {"qkv_proj", "o_proj", "rotary_emb", "attn", "q_norm", "k_norm"},
+    "mlp": {"gate_up_proj", "down_proj", "act_fn"},
+}
+"""The modules of a layer, and of its parts, that are known: one that has others is not compiled."""
+
+
+class NotCompiledError(Exception):
+    """Steps go through SGLang's layers; the message says why."""
+
+
+class CompiledLayers:
+    """In place of a decoder's `forward`.
+
+    Args:
+        decoder: SGLang's: `embed_tokens`, `layers`, `norm`.
+        executor: has the plan of the step being computed.
+        pool: KV of the layers.
+        prefetch: how attention asks for KV.
+
+    Raises:
+        NotCompiledError: see the class.
+    """
+
+    def __init__(self, decoder: Any, executor: Executor, pool: KVPool, prefetch: Prefetch) -> None:
+        if executor.hidden is not None:
+            raise NotCompiledError("hidden states of the layers are kept")
+        self._decoder, self._executor, self._pool = decoder, executor, pool
+        self._prefetch = prefetch
+        self._original: Callable[..., Any] = decoder.forward
+        layers, size = pool.shape.num_layers, pool.shape.layer_group
+        self._groups = [(first, min(first + size, layers)) for first in range(0, layers, size)]
+        """First layer of each group, and the one after its last."""
+        self._compile()
+        self.steps = 0
+        """That have run so."""
+
+    def _compile(self) -> None:
+        layers, shape = self._decoder.layers, self._pool.shape
+        self._parameters = [p for layer in layers for p in layer.parameters()]
+        self._addresses = [p.data_ptr() for p in self._parameters]
+        heads = _heads(layers[0])
+        if any(_heads(layer) != heads for layer in layers):
+            raise NotCompiledError("layers have different heads")
+        try:
+            self._compiled = CompiledDecoder(
+                [_weights(layer) for layer in layers],
+                heads,
+                [self._pool.keys(layer) for layer in range(shape.num_layers)],
+                [self._pool.values(layer) for layer in range(shape.num_layers)],
+                [shape.group_of(layer) for layer in range(shape.num_layers)],
+                self._prefetch,
+            )
+        except (ValueError, AttributeError) as error:
+            raise NotCompiledError(str(error)) from None
+
+    @property
+    def most_rows(self) -> int:
+        """Of a step that runs so."""
+        return self._compiled.most_rows
+
+    def attach(self) -> None:
+        """Stand in for the decoder's `forward` from now on."""
+        self._decoder.forward = self.forward
+
+    def detach(self) -> None:
+        del self._decoder.forward
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+        *more: Any,
+        **others: Any,
+    ) -> Any:
+        """As SGLang's decoder."""
+        plan = self._executor.plan
+        if (
+            plan is not None
+            and input_embeds is None
+            and all(other is None for other in (*more, *others.values()))
+            and self._takes(plan, input_ids, positions)
+            and (hidden := self._run(plan, input_ids, positions)) is not None
+        ):
+            return hidden
+        return self._original(input_ids, positions, forward_batch, input_embeds, *more, **others)
+
+    def _takes(self, plan: StepPlan, input_ids: torch.Tensor, positions: torch.Tensor) -> bool:
+        rows, groups = input_ids.shape[0], plan.groups
+        stacked = groups[0].stacked
+        return (
+            0 < rows <= self._compiled.most_rows
+            and not plan.recomputed_rows
+            and rows == plan.new_rows == stacked.rows
+            and self._executor.separate is None
+            and not getattr(self._decoder, "layers_to_capture", None)
+            and positions.shape == (rows,)
+            and positions.dtype is torch.int64
+            and positions.is_contiguous()
+            and all(of.stacked is stacked and of.group == at for at, of in enumerate(groups))
+            and not torch.is_grad_enabled()
+        )
+
+    def _run(
+        self, plan: StepPlan, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor | None:
+        if [p.data_ptr() for p in self._parameters] != self._addresses:  # other weights
+            try:
+                self._compile()
+            except NotCompiledError as reason:
+                self.detach()
+                logger.warning("eLLM layers: from now on SGLang's own (%s)", reason)
+                return None
+        embedded = self._decoder.embed_tokens(input_ids).contiguous()
+        compiled, streamer = self._compiled, self._executor.streamer
+        step = embedded, positions, plan.groups[0].stacked, plan.delta
+        if streamer is None:
+            if not compiled.run(*step, 0, self._pool.shape.num_layers):
+                return None
+        else:
+            for group, (first, last) in enumerate(self._groups):
+                streamer.wait(group)
+                if not compiled.run(*step, first, last):
+                    return None  # before anything has run: positions are the same for all
+                streamer.done(group)
+        self.steps += 1
+        hidden: torch.Tensor = self._decoder.norm(*compiled.outputs(len(input_ids)))[0]
+        return hidden
+
+
+def compile_layers(runner: ModelRunner, ours: Context) -> CompiledLayers | None:
+    """The compiled layers of a model, attached; None, and one line that says why: SGLang's own.
+    Nothing may be running."""
+    from sglang.srt.runtime_context import get_parallel
+
+    try:
+        if os.environ.get(VARIABLE) == "off":
+            raise NotCompiledError(f"{VARIABLE}=off")
+        backend: EllmAttention = runner.attn_backend
+        if (prefetch := backend.prefetch) is None:
+            raise NotCompiledError("attention is not by the C++ kernels")
+        if get_parallel().tp_size > 1:
+            raise NotCompiledError("several ranks")
+        found = CompiledLayers(runner.model.model, ours.executor, ours.pool, prefetch)
+        _check(found, SyntheticSteps(runner, ours))
+    except NotCompiledError as reason:
+        logger.info("eLLM layers: SGLang's own (%s)", reason)
+        return None
+    logger.info("eLLM layers: compiled, for steps of up to %d rows", found.most_rows)
+    return found
+
+
+def _check(found: CompiledLayers, steps: SyntheticSteps) -> None:
+    """Attaches it, if steps have the same logits and write the same KV in every layer, to the bit,
+    as SGLang's layers: what a layer writes depends on all that those below it computed."""
+    mixes = (Mix(1, 17), Mix(5, 40), Mix(found.most_rows, 17), Mix(1, 30, new=7))
+    for seed, mix in enumerate(mix for mix in mixes if steps.fits(mix)):
+        expected = steps.outcome(mix, seed)
+        ran = found.steps
+        found.attach()
+        same = all(map(torch.equal, steps.outcome(mix, seed), expected))
+        found.detach()
+        if found.steps == ran:
+            raise NotCompiledError(f"steps are other than it takes: {mix}")
+        if not same:
+            raise NotCompiledError(f"its results are not those of SGLang's layers: {mix}")
+    found.attach()
+
+
+def _known(module: nn.Module, part: str) -> None:
+    unknown = {name for name, _ in module.named_children()} - PARTS[part]
+    if unknown:
+        raise NotCompiledError(f"{type(module).__name__} has {', '.join(sorted(unknown))}")
+
+
+def _heads(layer: Any) -> Heads:
+    attention = layer.self_attn
+    return Heads(attention.num_heads, attention.num_kv_heads, attention.head_dim)
+
+
+def _weights(layer: Any) -> LayerWeights:
+    """Of one of SGLang's decoder layers."""
+    from sglang.srt.layers.activation import SiluAndMul
+
+    _known(layer, "")
+    attention, mlp = layer.self_attn, layer.mlp
+    _known(attention, "self_attn")
+    _known(mlp, "mlp")
+    if type(mlp.act_fn) is not SiluAndMul:
+        raise NotCompiledError(f"activation {type(mlp.act_fn).__name__}")
+    query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return LayerWeights(
+        input_norm=_norm(layer.input_layernorm),
+        qkv=_product(attention.qkv_proj),
+        query_norm=None if query_norm is None else _norm(query_norm),
+        key_norm=None if key_norm is None else _norm(key_norm),
+        cosines=_cosines(attention.rotary_emb),
+        scale=float(attention.attn.scaling),
+        out=_product(attention.o_proj),
+        output_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_product(mlp.gate_up_proj),
+        down=_product(mlp.down_proj),
+    )
+
+
+def _norm(norm: Any) -> NormWeights:
+    from sglang.srt.layers.layernorm import RMSNorm
+
+    plain = (
+        type(norm) is RMSNorm
+        and norm.override_orig_dtype is None
+        and norm.variance_size_override is None
+        and not norm.fp32_residual
+        and not norm.cast_x_before_out_mul
+    )
+    if not plain:
+        raise NotCompiledError(f"norm {type(norm).__name__}")
+    return NormWeights(norm.weight.data, norm.variance_epsilon)
+
+
+def _product(projection: Any) -> ProductWeights:
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    if (
+        type(getattr(projection, "quant_method", None)) is not UnquantizedLinearMethod
+        or hasattr(projection, "set_lora")
+        or projection.skip_bias_add
+    ):
+        raise NotCompiledError(f"{type(projection).__name__} is quantised, or adapted")
+    bias = projection.bias
+    return ProductWeights(projection.weight.data, None if bias is None else bias.data)
+
+
+def _cosines(rotary: RotaryEmbedding) -> torch.Tensor:
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    plain = type(rotary).forward_native is RotaryEmbedding.forward_native and rotary.is_neox_style
+    if not plain:
+        raise NotCompiledError(f"rotary embedding {type(rotary).__name__}")
+    cosines: torch.Tensor = rotary.cos_sin_cache
+    return cosines

@@ -1,0 +1,92 @@
+// A stack of decoder layers in one call: what their operators do one by one, to the bit.
+#include "decoder.h"
+
+#include <algorithm>
+
+#include "convert.h"
+#include "layer.h"
+#include "product.h"
+#include "run.h"
+
+namespace ellm {
+namespace {
+
+class Running {
+ public:
+  Running(const Step& step, const Kernels* const* kernels) : step_(step), kernels_(kernels) {}
+
+  void layer(Layer layer, bool is_first) const {
+    if (is_first) {
+      layer.input.x = step_.embedded;
+      layer.input.residual = nullptr;
+      layer.output.residual = step_.embedded;
+    }
+    run(layer.input, step_.rows);
+    run(layer.qkv);
+    if (layer.query.weight) {
+      heads(layer.query, layer.qkv, layer.rotation.heads);
+      heads(layer.key, layer.qkv, layer.rotation.kv_heads);
+    }
+    layer.rotation.positions = step_.positions;
+    layer.rotation.rows = step_.rows;
+    layer.rotation.threads = step_.threads;
+    rotate(layer.rotation, of(layer.rotation.isa));
+    layer.attention.out_rows = step_.rows;
+    layer.attention.threads = step_.threads;
+    layer.attention.delta = step_.delta;
+    attend((*step_.plans)[layer.group], layer.attention, step_.rows, of(layer.attention.isa));
+    run(layer.out);
+    run(layer.output, step_.rows);
+    run(layer.gate_up);
+    layer.gate.rows = step_.rows;
+    layer.gate.threads = step_.threads;
+    gate(layer.gate, of(layer.gate.isa));
+    run(layer.down);
+  }
+
+ private:
+  const Kernels& of(int32_t isa) const { return *kernels_[isa]; }
+
+  void run(Product& product) const {
+    product.rows = step_.rows;
+    product.threads = step_.threads;
+    product.hint = step_.hint;
+    product.steps_ahead = step_.steps_ahead;
+    multiply(product, of(product.isa));
+  }
+
+  void run(Norm& norm, int64_t rows) const {
+    norm.rows = rows;
+    norm.threads = step_.threads;
+    normalise(norm, of(norm.isa));
+  }
+
+  // Norms of so many heads of each row: in `qkv`'s outputs they lie among the others.
+  void heads(Norm norm, const Product& qkv, int64_t count) const {
+    const int64_t bytes = norm.size * size_of(norm.type);
+    const char* from = static_cast<const char*>(norm.x);
+    char* to = static_cast<char*>(norm.out);
+    for (int64_t row = 0; row < step_.rows; ++row) {
+      norm.x = from + row * qkv.outputs * (bytes / norm.size);
+      norm.out = to + row * count * bytes;
+      run(norm, count);
+    }
+  }
+
+  const Step& step_;
+  const Kernels* const* kernels_;
+};
+
+}  // namespace
+
+bool decode(const Layer* layers, int64_t first, int64_t last, const Step& step,
+            const Kernels* const* kernels) {
+  const int64_t known_positions = layers[first].rotation.known_positions;
+  const auto known = [&](int64_t at) { return at >= 0 && at < known_positions; };
+  if (!std::all_of(step.positions, step.positions + step.rows, known)) return false;
+  const Running running(step, kernels);
+  for (int64_t at = first; at < last; ++at) running.layer(layers[at], at == 0);
+  return true;
+}
+
+}  // namespace ellm

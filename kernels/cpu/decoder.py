@@ -1,0 +1,287 @@
+"""A stack of decoder layers in one call of the compiled kernels: a step's work without Python in
+between (the paper's precompiled execution, arXiv 003: permanent buffers that all layers share)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref
+from dataclasses import dataclass
+
+import torch
+
+from ellm_sgl.kernels.cpu.attention import instruction_set_for, prepared
+from ellm_sgl.kernels.cpu.library import (
+    TYPES,
+    Call,
+    Gate,
+    Layer,
+    Norm,
+    Product,
+    Rotation,
+    Step,
+    best_instruction_set,
+    loaded,
+)
+from ellm_sgl.kernels.cpu.prefetch import Prefetch
+from ellm_sgl.kernels.cpu.product import most_rows, weight_prefetch
+from ellm_sgl.kernels.layout import StackedLayout
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """RMS normalisation."""
+
+    weight: torch.Tensor
+    """[size]."""
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class ProductWeights:
+    """`torch.nn.functional.linear`."""
+
+    weight: torch.Tensor
+    """[outputs, size], contiguous."""
+    bias: torch.Tensor | None
+    """[outputs]."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """A decoder layer as Llama, Mistral, Qwen2 and Qwen3 have it. All of one type of `TYPES`."""
+
+    input_norm: NormWeights
+    qkv: ProductWeights
+    """To heads of Q, of K and of V."""
+    query_norm: NormWeights | None
+    """Of each head of Q,"""
+    key_norm: NormWeights | None
+    """and of K; both or none."""
+    cosines: torch.Tensor
+    """[positions, turned]: cosines, then sines. See `operators.rotate`."""
+    scale: float
+    """Of attention's scores."""
+    out: ProductWeights
+    output_norm: NormWeights
+    gate_up: ProductWeights
+    down: ProductWeights
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of attention: of Q, of K and V, and elements of each."""
+
+    query: int
+    kv: int
+    size: int
+
+
+class CompiledDecoder:
+    """Layers of a decoder, ready to run.
+
+    Args:
+        layers: their weights, which are read where they are.
+        heads: of each.
+        keys, values: of each layer: the pool's, [units, block_tokens, KV heads, head size].
+        groups: of each layer, its group's index in a step's layout.
+        prefetch: how attention asks for KV.
+
+    Raises:
+        ValueError: a shape or a type is not what the kernels take; it says which.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        heads: Heads,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        prefetch: Prefetch,
+    ) -> None:
+        for layer in layers:
+            _check(layer, heads)
+        first = layers[0]
+        self.hidden, self.dtype = first.input_norm.weight.shape[0], first.input_norm.weight.dtype
+        products = [p for x in layers for p in (x.qkv, x.out, x.gate_up, x.down)]
+        self.most_rows = min(most_rows(p.weight.shape[1], self.dtype) for p in products)
+        """Of a step."""
+        self._library = loaded()
+        self._kept = layers, keys, values
+        self._block_tokens, self._head_size = keys[0].shape[1], heads.size
+        self._units = min(len(of) for of in keys)
+        self._buffers = _Buffers(first, heads, self.most_rows)
+        made = [
+            _layer(layer, heads, self._buffers, (k, v), prefetch, group)
+            for layer, k, v, group in zip(layers, keys, values, groups, strict=True)
+        ]
+        self._layers = (Layer * len(made))(*made)
+
+    def run(
+        self,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        layout: StackedLayout,
+        delta: float,
+        first: int,
+        last: int,
+    ) -> bool:
+        """Layers [first, last); those before have run. False, and nothing done: a position has no
+        cosines.
+
+        Args:
+            embedded: [rows, hidden], contiguous: the first layer's input.
+            positions: int64 [rows], contiguous.
+            layout: of all layer groups, without rows that are recomputed.
+            delta: see `attention.mixed_attention`.
+
+        Raises:
+            ValueError: the pool has fewer units than the layout speaks of.
+        """
+        rows = embedded.shape[0]
+        plan = prepared(layout, self._block_tokens, self._head_size)
+        if self._units <= plan.largest_unit:
+            raise ValueError(f"unit {plan.largest_unit} of {self._units}")
+        step = Step(
+            plan.handle, positions.data_ptr(), embedded.data_ptr(), rows,
+            torch.get_num_threads(), *weight_prefetch(self.dtype, rows), delta,
+        )  # fmt: skip
+        return bool(self._library.ellm_decode(self._layers, first, last, byref(step)))
+
+    def outputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the last layer that has run: its output and the residual stream beside it, [rows,
+        hidden] each, until the next step."""
+        return self._buffers.down[:rows], self._buffers.after[:rows]
+
+
+class _Buffers:
+    """What goes from one operator to the next, [rows, elements] each."""
+
+    def __init__(self, layer: LayerWeights, heads: Heads, rows: int) -> None:
+        def buffer(elements: int) -> torch.Tensor:
+            return torch.zeros(rows, elements, dtype=layer.qkv.weight.dtype)
+
+        hidden = layer.input_norm.weight.shape[0]
+        self.normed = buffer(hidden)
+        self.before = buffer(hidden)
+        """The residual stream, after a layer's first addition,"""
+        self.after = buffer(hidden)
+        """and after its second."""
+        self.qkv = buffer(layer.qkv.weight.shape[0])
+        self.query = buffer(heads.query * heads.size)
+        self.key = buffer(heads.kv * heads.size)
+        self.attended = buffer(heads.query * heads.size)
+        self.out = buffer(hidden)
+        self.gate_up = buffer(layer.gate_up.weight.shape[0])
+        self.gated = buffer(layer.down.weight.shape[1])
+        self.down = buffer(hidden)
+
+
+def _layer(
+    layer: LayerWeights,
+    heads: Heads,
+    buffers: _Buffers,
+    pool: tuple[torch.Tensor, torch.Tensor],
+    prefetch: Prefetch,
+    group: int,
+) -> Layer:
+    kind, isa = TYPES[layer.qkv.weight.dtype], best_instruction_set()
+    element = layer.qkv.weight.element_size()
+    qkv = buffers.qkv.data_ptr()
+    width = layer.qkv.weight.shape[0]
+    after_query = heads.query * heads.size
+    queries, keys, strides = qkv, qkv + after_query * element, (width, width)
+    value = qkv + (after_query + heads.kv * heads.size) * element
+
+    def norm(of: NormWeights, x: int, residual: int | None, out: int, total: int | None) -> Norm:
+        size = of.weight.shape[0]
+        return Norm(
+            x, residual, of.weight.data_ptr(), out, total, 0, size, of.epsilon, kind, 0, isa
+        )
+
+    def product(of: ProductWeights, x: torch.Tensor, out: torch.Tensor) -> Product:
+        outputs, size = of.weight.shape
+        bias = None if of.bias is None else of.bias.data_ptr()
+        return Product(
+            x.data_ptr(), of.weight.data_ptr(), bias, out.data_ptr(), x.stride(0), 0, size, outputs,
+            kind, 0, isa, 0, 0,
+        )  # fmt: skip
+
+    query_norm, key_norm = Norm(), Norm()
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query_norm = norm(layer.query_norm, queries, None, buffers.query.data_ptr(), None)
+        key_norm = norm(layer.key_norm, keys, None, buffers.key.data_ptr(), None)
+        queries, keys = buffers.query.data_ptr(), buffers.key.data_ptr()
+        strides = buffers.query.stride(0), buffers.key.stride(0)
+    known, turned = layer.cosines.shape
+    of_keys, of_values = pool
+    attention = Call(
+        queries, keys, value, of_keys.data_ptr(), of_values.data_ptr(),
+        buffers.attended.data_ptr(), *strides, width, of_keys.stride(0), of_keys.stride(1), 0,
+        heads.query, heads.kv, heads.size, of_keys.shape[1], kind, TYPES[of_keys.dtype], 0,
+        instruction_set_for(heads.size)[0], *prefetch.numbers, layer.scale, 0.0,
+    )  # fmt: skip
+    rotation = Rotation(
+        queries, keys, layer.cosines.data_ptr(), None, *strides, 0, known, heads.query, heads.kv,
+        heads.size, turned, kind, 0, isa,
+    )  # fmt: skip
+    down, after = buffers.down.data_ptr(), buffers.after.data_ptr()
+    normed, before, out = (of.data_ptr() for of in (buffers.normed, buffers.before, buffers.out))
+    return Layer(
+        input=norm(layer.input_norm, down, after, normed, before),
+        qkv=product(layer.qkv, buffers.normed, buffers.qkv),
+        query=query_norm,
+        key=key_norm,
+        rotation=rotation,
+        attention=attention,
+        out=product(layer.out, buffers.attended, buffers.out),
+        output=norm(layer.output_norm, out, before, normed, after),
+        gate_up=product(layer.gate_up, buffers.normed, buffers.gate_up),
+        gate=Gate(
+            buffers.gate_up.data_ptr(),
+            buffers.gated.data_ptr(),
+            0,
+            buffers.gated.shape[1],
+            kind,
+            0,
+            isa,
+        ),
+        down=product(layer.down, buffers.gated, buffers.down),
+        group=group,
+    )
+
+
+def _check(layer: LayerWeights, heads: Heads) -> None:
+    hidden = layer.input_norm.weight.shape[0]
+    of_query, of_kv = heads.query * heads.size, heads.kv * heads.size
+    inner = layer.down.weight.shape[-1]
+    norms = {"input norm": (layer.input_norm, hidden), "output norm": (layer.output_norm, hidden)}
+    for name, of_heads in (("query norm", layer.query_norm), ("key norm", layer.key_norm)):
+        if of_heads is not None:
+            norms[name] = of_heads, heads.size
+    for name, (norm, size) in norms.items():
+        _check_tensor(name, norm.weight, (size,), layer)
+    if (layer.query_norm is None) != (layer.key_norm is None):
+        raise ValueError("a norm of queries or of keys, not of both")
+    products = (
+        ("qkv", layer.qkv, of_query + 2 * of_kv, hidden),
+        ("out", layer.out, hidden, of_query),
+        ("gate and up", layer.gate_up, 2 * inner, hidden),
+        ("down", layer.down, hidden, inner),
+    )
+    for name, product, outputs, size in products:
+        _check_tensor(name, product.weight, (outputs, size), layer)
+        if product.bias is not None:
+            _check_tensor(f"bias of {name}", product.bias, (outputs,), layer)
+    turned = layer.cosines.shape[-1]
+    _check_tensor("cosines", layer.cosines, (len(layer.cosines), turned), layer)
+    if turned > heads.size or turned % 2:
+        raise ValueError(f"{turned} elements of heads of {heads.size} are turned")
+
+
+def _check_tensor(name: str, of: torch.Tensor, shape: tuple[int, ...], layer: LayerWeights) -> None:
+    dtype = layer.qkv.weight.dtype
+    if of.shape != shape or of.dtype is not dtype or dtype not in TYPES:
+        raise ValueError(f"{name}: {tuple(of.shape)} {of.dtype}, not {shape} {dtype}")
+    if not (of.is_cpu and of.is_contiguous()):
+        raise ValueError(f"{name}: not contiguous, or not in the host's memory")

@@ -1,0 +1,74 @@
+"""Compiled layers answer what SGLang's layers do, to the bit; other models are left to these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ellm_sgl.client.process import DEMO_ARGUMENTS, DEMO_MODEL, ServerProcess
+from ellm_sgl.eval.tiny_models import write
+from ellm_sgl.sglang.compiled_layers import VARIABLE
+from tests.e2e.load import ask, greedy, prompts
+from tests.servers import STRICT
+
+pytestmark = pytest.mark.slow
+
+POOL = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "6000"]
+HOST = ["--ellm-host-kv-tokens", "12000", "--ellm-layer-group", "3"]
+"""Three groups, the last one smaller."""
+BODIES = [greedy(p, 30) | {"return_logprob": True} for p in prompts(12, 40, 200, seed=31)]
+"""Never more rows at once than compiled steps have; a chunk of a prompt may."""
+
+
+def outcomes(server: ServerProcess) -> list[Any]:
+    """Tokens and their log-probabilities; a row's are the same whatever rows it runs with."""
+    answers = ask(server.url, BODIES)
+    return [answer["meta_info"]["output_token_logprobs"] for answer in answers]
+
+
+def tokens(found: list[Any]) -> list[list[int]]:
+    return [[token for _, token, *_ in of] for of in found]
+
+
+@pytest.mark.parametrize("more", [[], HOST], ids=["device", "host tier"])
+def test_outputs_are_the_same_to_the_bit(more: list[str]) -> None:
+    with ServerProcess([*DEMO_ARGUMENTS, *POOL, *more], STRICT | {VARIABLE: "off"}) as server:
+        expected = outcomes(server)
+        assert server.state()["compiled_steps_total"] == 0
+    with ServerProcess([*DEMO_ARGUMENTS, *POOL, *more], STRICT) as server:
+        begin = server.state()
+        assert outcomes(server) == expected
+        state = server.state()
+        compiled = state["compiled_steps_total"] - begin["compiled_steps_total"]
+        assert compiled >= 25 and state["integrity"] == "ok"
+        # Steps that only fetch are compiled, too; those that recompute are SGLang's layers'.
+        server.flush_cache()
+        server.adjust(ellm_ratio=0.5)
+        restored = outcomes(server)
+        after = server.state()
+        if more:
+            assert restored == expected
+            assert after["fetched_units_total"] > state["fetched_units_total"]
+            assert after["compiled_steps_total"] > state["compiled_steps_total"] + 10
+        else:
+            assert tokens(restored) == tokens(expected)
+            assert after["recomputed_tokens_total"] > 0
+        # Weights that were read again may lie elsewhere.
+        server.adjust(ellm_ratio=0.0)
+        body = {"model_path": str(DEMO_MODEL)}
+        httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=60)
+        assert outcomes(server) == expected
+        assert server.state()["compiled_steps_total"] > after["compiled_steps_total"]
+
+
+def test_experts_are_left_to_sglang(tmp_path: Path) -> None:
+    model = str(write("mixtral", tmp_path))
+    arguments = ["--model-path", model, "--skip-tokenizer-init"]
+    with ServerProcess([*arguments, *POOL], STRICT) as server:
+        reason = "eLLM layers: SGLang's own (MixtralDecoderLayer has block_sparse_moe)"
+        assert reason in server.log.read_text()
+        ask(server.url, [greedy([5] * 20, 5)])
+        assert server.state()["compiled_steps_total"] == 0

@@ -1,0 +1,240 @@
+"""A stack of layers in one call has the results of its operators one by one, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ellm_sgl.kernels.cpu.attention import mixed_attention
+from ellm_sgl.kernels.cpu.decoder import (
+    CompiledDecoder,
+    Heads,
+    LayerWeights,
+    NormWeights,
+    ProductWeights,
+)
+from ellm_sgl.kernels.cpu.library import load
+from ellm_sgl.kernels.cpu.operators import gate, normalise, rotate
+from ellm_sgl.kernels.cpu.prefetch import DEFAULT
+from ellm_sgl.kernels.cpu.product import linear
+from ellm_sgl.kernels.layout import StackedLayout
+from tests.kernels.cpu_steps import Inputs, Sizes, make
+
+pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+HIDDEN, INNER, LAYERS, POSITIONS = 48, 80, 3, 400
+GROUPS = (0, 0, 1)
+"""Of the layers."""
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def weights(heads: Heads, dtype: torch.dtype, of_heads: bool, biased: bool) -> LayerWeights:
+    """Random ones; what they do to a row neither grows nor fades from layer to layer."""
+
+    def norm(size: int) -> NormWeights:
+        return NormWeights((1 + 0.1 * torch.randn(size)).to(dtype), 1e-6)
+
+    def product(outputs: int, size: int, bias: bool = False) -> ProductWeights:
+        weight = (torch.randn(outputs, size) / size**0.5).to(dtype)
+        return ProductWeights(weight, torch.randn(outputs).to(dtype) if bias else None)
+
+    angles = torch.rand(POSITIONS, heads.size // 2) * 6.3
+    query, kv = heads.query * heads.size, heads.kv * heads.size
+    return LayerWeights(
+        input_norm=norm(HIDDEN),
+        qkv=product(query + 2 * kv, HIDDEN, biased),
+        query_norm=norm(heads.size) if of_heads else None,
+        key_norm=norm(heads.size) if of_heads else None,
+        cosines=torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype),
+        scale=heads.size**-0.5,
+        out=product(HIDDEN, query),
+        output_norm=norm(HIDDEN),
+        gate_up=product(2 * INNER, HIDDEN),
+        down=product(HIDDEN, INNER),
+    )
+
+
+class Case:
+    """A decoder, a step of it, and a pool for each layer."""
+
+    def __init__(self, inputs: Inputs, sizes: Sizes, of_heads: bool, biased: bool) -> None:
+        self.heads, dtype = Heads(sizes.heads, sizes.kv_heads, sizes.head_dim), sizes.row_type
+        self.layers = [weights(self.heads, dtype, of_heads, biased) for _ in range(LAYERS)]
+        one = inputs.layout.stacked
+        self.layout = one._replace(
+            units=one.units.repeat(2, 1), write_units=one.write_units.repeat(2, 1)
+        )
+        self.embedded = torch.randn(one.rows, HIDDEN).to(dtype)
+        ranges = [range(r.new.position, r.new.end_position) for r in one.requests]
+        self.positions = torch.tensor([at for of in ranges for at in of])
+        self.pools = [(inputs.keys.clone(), inputs.values.clone()) for _ in range(LAYERS)]
+
+    def one_by_one(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, residual stream) by each operator in a call of its own."""
+        hidden, residual = self.embedded, None
+        size, of_query = self.heads.size, self.heads.query * self.heads.size
+        of_kv = self.heads.kv * size
+        for index, layer in enumerate(self.layers):
+            normed, total = _norm(layer.input_norm, hidden, residual)
+            residual = hidden if total is None else total
+            q, k, v = _product(layer.qkv, normed).split([of_query, of_kv, of_kv], dim=1)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                q = _norm(layer.query_norm, q.reshape(-1, size))[0].view(q.shape)
+                k = _norm(layer.key_norm, k.reshape(-1, size))[0].view(k.shape)
+            assert rotate(self.positions, q, k, size, layer.cosines)
+            q, k, v = (x.unflatten(1, (-1, size)) for x in (q, k, v))
+            group = self.layout.layouts()[GROUPS[index]]
+            attended = mixed_attention(q, k, v, *self.pools[index], group, layer.scale)
+            out = _product(layer.out, attended.flatten(1))
+            normed, residual = _norm(layer.output_norm, out, residual)
+            gated = gate(_product(layer.gate_up, normed))
+            assert gated is not None
+            hidden = _product(layer.down, gated)
+        assert residual is not None
+        return hidden, residual
+
+    def compiled(self) -> CompiledDecoder:
+        keys, values = zip(*self.pools, strict=True)
+        return CompiledDecoder(self.layers, self.heads, keys, values, GROUPS, DEFAULT)
+
+    def at_once(self, *stops: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same compiled, in calls that end at these layers."""
+        decoder, first = self.compiled(), 0
+        for stop in (*stops, LAYERS):
+            assert decoder.run(self.embedded, self.positions, self.layout, 0.5, first, stop)
+            first = stop
+        return decoder.outputs(len(self.embedded))
+
+
+def _norm(
+    norm: NormWeights, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    found = normalise(x, norm.weight, norm.epsilon, residual)
+    assert found is not None
+    return found
+
+
+def _product(product: ProductWeights, x: torch.Tensor) -> torch.Tensor:
+    found = linear(x, product.weight, product.bias)
+    assert found is not None
+    return found
+
+
+def check(case: Case, *stops: int) -> None:
+    before = [(k.clone(), v.clone()) for k, v in case.pools]
+    expected = case.one_by_one()
+    written = [(k.clone(), v.clone()) for k, v in case.pools]
+    for now, then in zip(case.pools, before, strict=True):
+        for tensor, kept in zip(now, then, strict=True):
+            tensor.copy_(kept)
+    for of, one in zip(case.at_once(*stops), expected, strict=True):
+        assert torch.equal(of, one)
+    torch.testing.assert_close(case.pools, written, rtol=0, atol=0, equal_nan=True)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Sizes:
+    """Of up to 16 rows: as many as all products take, in any type."""
+    requests, rows = [], 0
+    for _ in range(draw(st.integers(1, 8))):
+        new = draw(st.sampled_from((1, 1, 1, 3)))
+        if rows + new <= 16:
+            requests.append((draw(st.integers(0, 90)), new))
+            rows += new
+    dtype = draw(st.sampled_from(TYPES))
+    return Sizes(
+        requests=tuple(requests),
+        block_tokens=draw(st.sampled_from((8, 16))),
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from((16, 32))),
+        row_type=dtype,
+        pool_type=dtype,
+        missing=0.0,
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    sizes=steps(), of_heads=st.booleans(), biased=st.booleans(),
+    stops=st.sampled_from(((), (1,), (2,), (1, 2))), threads=st.integers(1, 3),
+)  # fmt: skip
+def test_a_stack_is_its_operators_one_by_one(
+    isa: str, sizes: Sizes, of_heads: bool, biased: bool, stops: tuple[int, ...], threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(Case(make(sizes), sizes, of_heads, biased), *stops)
+    finally:
+        torch.set_num_threads(before)
+
+
+SIZES = Sizes(((20, 1), (3, 1)), 16, 2, 2, 16, torch.float32, torch.float32, 0.0)
+
+
+@pytest.fixture
+def case() -> Case:
+    torch.manual_seed(0)
+    return Case(make(SIZES), SIZES, of_heads=False, biased=False)
+
+
+def test_steps_follow_one_another(case: Case) -> None:
+    """Nothing of a step stays in the buffers that the next one reads."""
+    decoder = case.compiled()
+    step = case.positions, case.layout, 0.5, 0, LAYERS
+    assert decoder.run(case.embedded, *step)
+    expected = [x.clone() for x in decoder.outputs(2)]
+    assert decoder.run(torch.full_like(case.embedded, 1e30), *step)
+    assert decoder.run(case.embedded, *step)
+    assert all(map(torch.equal, decoder.outputs(2), expected))
+
+
+def test_a_position_without_cosines_leaves_the_step_undone(case: Case) -> None:
+    decoder = case.compiled()
+    kept = [k.clone() for k, _ in case.pools]
+    case.positions[1] = POSITIONS
+    assert not decoder.run(case.embedded, case.positions, case.layout, 0.5, 0, LAYERS)
+    for (keys, _), before in zip(case.pools, kept, strict=True):
+        torch.testing.assert_close(keys, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_unit_that_the_pool_does_not_have(case: Case) -> None:
+    layout: StackedLayout = case.layout._replace(units=case.layout.units + 10**6)
+    with pytest.raises(ValueError, match="^unit 10000"):
+        case.compiled().run(case.embedded, case.positions, layout, 0.5, 0, LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"down": ProductWeights(torch.randn(HIDDEN + 1, INNER), None)}, "down: "),
+        ({"qkv": ProductWeights(torch.randn(7, HIDDEN), None)}, "qkv: "),
+        ({"out": ProductWeights(torch.randn(64, HIDDEN).T, None)}, "out: not contiguous"),
+        ({"gate_up": ProductWeights(torch.randn(2 * INNER, HIDDEN).bfloat16(), None)}, "gate and"),
+        ({"qkv": ProductWeights(torch.randn(128, HIDDEN), torch.randn(3))}, "bias of qkv: "),
+        ({"input_norm": NormWeights(torch.randn(HIDDEN).double(), 1e-6)}, "input norm: "),
+        ({"query_norm": NormWeights(torch.randn(16), 1e-6)}, "not of both"),
+        ({"cosines": torch.randn(POSITIONS, 18)}, "18 elements of heads of 16"),
+    ],
+)  # fmt: skip
+def test_what_the_kernels_do_not_take_is_named(
+    case: Case, changed: dict[str, object], message: str
+) -> None:
+    case.layers[1] = replace(case.layers[1], **changed)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        case.compiled()

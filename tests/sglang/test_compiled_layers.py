@@ -1,0 +1,72 @@
+"""Which layers are compiled, and what is said of others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ellm_sgl.sglang import compiled_layers
+from ellm_sgl.sglang.compiled_layers import NotCompiledError
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+
+declare()
+
+from sglang.srt.layers.quantization.unquant import (  # noqa: E402  after declare()
+    UnquantizedLinearMethod,
+)
+
+
+class Layer(nn.Module):
+    """A decoder layer with parts of these names."""
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__()
+        for name in parts:
+            self.add_module(name, nn.Identity())
+
+
+def test_parts_that_are_not_known_are_named() -> None:
+    compiled_layers._known(Layer("self_attn", "mlp", "input_layernorm"), "")
+    compiled_layers._known(Layer("qkv_proj", "o_proj", "attn", "rotary_emb", "k_norm"), "self_attn")
+    with pytest.raises(NotCompiledError, match=r"^Layer has block_sparse_moe, extra$"):
+        compiled_layers._known(Layer("self_attn", "extra", "block_sparse_moe"), "")
+
+
+def projection(**other: Any) -> SimpleNamespace:
+    plain = {"quant_method": UnquantizedLinearMethod(), "skip_bias_add": False, "bias": None,
+             "weight": torch.randn(8, 4)}  # fmt: skip
+    return SimpleNamespace(**(plain | other))
+
+
+def test_plain_projections_are_taken_as_they_are() -> None:
+    weight, bias = torch.randn(8, 4), torch.randn(8)
+    found = compiled_layers._product(projection(weight=weight, bias=bias))
+    assert found.weight.data_ptr() == weight.data_ptr()
+    assert found.bias is not None and found.bias.data_ptr() == bias.data_ptr()
+    assert compiled_layers._product(projection()).bias is None
+
+
+@pytest.mark.parametrize(
+    "other", [{"quant_method": object()}, {"set_lora": None}, {"skip_bias_add": True}]
+)
+def test_other_projections_are_left(other: dict[str, Any]) -> None:
+    with pytest.raises(NotCompiledError, match="quantised, or adapted"):
+        compiled_layers._product(projection(**other))
+
+
+def test_other_norms_and_rotations_are_left() -> None:
+    with pytest.raises(NotCompiledError, match=r"^norm LayerNorm$"):
+        compiled_layers._norm(nn.LayerNorm(4))
+
+    class Turning:
+        is_neox_style = True
+
+        def forward_native(self) -> None:
+            pass
+
+    with pytest.raises(NotCompiledError, match=r"^rotary embedding Turning$"):
+        compiled_layers._cosines(Turning())
