@@ -215,7 +215,7 @@ def test_a_position_without_cosines_leaves_the_step_undone(case: Case) -> None:
 
 def test_a_unit_that_the_pool_does_not_have(case: Case) -> None:
     layout: StackedLayout = case.layout._replace(units=case.layout.units + 10**6)
-    with pytest.raises(ValueError, match="^unit 10000"):
+    with pytest.raises(ValueError, match=r"^unit 10000"):
         case.compiled().run(case.embedded, case.positions, layout, 0.5, 0, LAYERS)
 
 
