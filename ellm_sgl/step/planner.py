@@ -42,21 +42,23 @@ class Planner:
     def decode(self, seq_ids: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan one more token for each of these requests. Blocks that the step restores anyway are
         given units for good where there is room."""
-        table = self._elastic.table
-        missing = None
-        if table.missing_units:
-            missing = Missing.of(table, seq_ids)
+        table, plan = self._elastic.table, None
+        if (missing := self._missing(seq_ids)) is not None:
             self._elastic.restore(seq_ids, missing.blocks)
-        plan = None
-        if missing is None:
+        else:
             plan = self._resident.plan(table, seq_ids, table.lengths_of(seq_ids).tolist())
         return self._plan(seq_ids, [1] * len(seq_ids), missing, split, plan)
 
     def extend(self, seq_ids: Sequence[int], counts: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan the last `counts` tokens of each request: a prompt, or a chunk of one."""
-        table = self._elastic.table
-        missing = Missing.of(table, seq_ids) if table.missing_units else None
-        return self._plan(seq_ids, counts, missing, split)
+        return self._plan(seq_ids, counts, self._missing(seq_ids), split)
+
+    def _missing(self, seq_ids: Sequence[int]) -> Missing | None:
+        """What these lack; None: nothing, whatever others lack (those that pause)."""
+        if not self._elastic.table.missing_units:
+            return None
+        missing = Missing.of(self._elastic.table, seq_ids)
+        return missing if len(missing.blocks) else None
 
     def _plan(
         self,
