@@ -16,7 +16,8 @@ VERSIONS := $(patsubst requirements/sglang-%.lock,%,$(wildcard requirements/sgla
 PURELIB  := import sysconfig; print(sysconfig.get_path("purelib"))
 
 SHORT    := tests/versions tests/sglang/test_hooks.py tests/sglang/test_arguments.py \
-            tests/sglang/test_weights.py tests/sglang/test_unknown_version.py
+            tests/sglang/test_weights.py tests/sglang/test_unknown_version.py \
+            tests/sglang/test_compiled_layers.py
 
 TWO    := --numprocesses 2 --dist loadfile
 

@@ -13,6 +13,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -121,10 +122,12 @@ def calibrate(
     profile = with_scheduling(profile, shape.layers)
     if profile.name == "cuda":
         return profile, Activations()
-    peaks = [
-        (mix.rows, mix.requests, peak_bytes(functools.partial(steps.run, mix)))
-        for mix in (*FEW_ROWS, *(mix for mix in MEASURED_BYTES if mix in mixes))
-    ]
+    # Compiled layers have buffers of their own: what SGLang's take is what a row may.
+    with nullcontext() if ours.compiled is None else ours.compiled.aside():
+        peaks = [
+            (mix.rows, mix.requests, peak_bytes(functools.partial(steps.run, mix)))
+            for mix in (*FEW_ROWS, *(mix for mix in MEASURED_BYTES if mix in mixes))
+        ]
     activations: Activations = decided(Activations.fit(peaks))
     return profile, activations
 
@@ -168,6 +171,8 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
         packing=0.0 if device.type == "cuda" else 0.5,
         overlap=1.0 if device.type == "cuda" else 0.0,
         fetch_share=_DEVICE_FETCH_SHARE if device.type == "cuda" else _FETCH_SHARE,
+        # Steps that recompute go through SGLang's layers, others through compiled ones.
+        restore_overhead_s=0.0 if device.type == "cuda" else 1e-3,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
-    from ellm_sgl.sglang.compiled_layers import CompiledLayers
     from ellm_sgl.sglang.kv_store import StoredPrefixes
+
+
+class Compiled(Protocol):
+    """`compiled_layers.CompiledLayers`, as far as others ask it."""
+
+    steps: int
+    """That have run so."""
+
+    def aside(self) -> AbstractContextManager[None]: ...
 
 
 class Context:
@@ -67,7 +76,7 @@ class Context:
         """The loop, once SGLang's scheduler exists,"""
         self.scheduler: object = None
         """and what drives it (`scheduler.scheduler_of`)."""
-        self.compiled: CompiledLayers | None = None
+        self.compiled: Compiled | None = None
         """Has steps of few rows go through all layers in one call, where it can."""
         self.sizing: Sizing | None = None
         """Where others have a say in the pool's size."""

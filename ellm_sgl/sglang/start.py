@@ -64,10 +64,12 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     shape = model_shape(scheduler.model_config, ranks.tp_size)
     runner = scheduler.tp_worker.model_runner
     ours.attach(runner.model.model)
-    ours.compiled = compile_layers(runner, ours)
     # The other ranks wait for what rank 0 has measured.
     with in_turn(scheduler.server_args.dp_size if ranks.tp_rank == 0 else 1):
+        ours.compiled = compile_layers(runner, ours)
         ours.hardware, activations = calibrate(runner, ours, shape)
+    if ours.compiled is not None:
+        ours.compiled.steps = 0
     ours.elastic.room.activations = activations
     model = latency.BY_NAME[settings.latency_model](shape, ours.hardware)
     limits = ServerLimits(

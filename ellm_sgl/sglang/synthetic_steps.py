@@ -37,20 +37,24 @@ class SyntheticSteps:
         return self._units_of(mix) <= self._units and mix.tokens <= self._context
 
     def outcome(self, mix: Mix, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of a step, and its KV in the pool, before it and its own: made up, by the seed."""
+        """Logits of a step, and KV that it writes: [layers, 2, rows, KV heads, head size]. Tokens,
+        and the KV that they attend to, are made up, by the seed."""
         units = self._units_of(mix)
         made_up = torch.Generator().manual_seed(seed)
-        kv = self._pool.buffer[: units + 1]
-        kv.copy_(torch.randn(kv.shape, generator=made_up))
+        self._pool.buffer[: units + 1].normal_(generator=made_up)
         self._cleared = max(self._cleared, units)
         table, requests = self._requests(mix)
         batch = self._batch(mix)
         vocabulary = self._runner.model_config.vocab_size
-        ids = torch.randint(vocabulary, batch.input_ids.shape, generator=made_up)
-        batch.input_ids.copy_(ids)
+        batch.input_ids.copy_(torch.randint(vocabulary, batch.input_ids.shape, generator=made_up))
         plan = plan_step(table, requests, None, _token_ids, self._pool.buffer.device)
         logits = self._forward(plan, batch).next_token_logits
-        return logits.clone(), kv.clone()
+        written = []
+        for layer in range(self._pool.shape.num_layers):
+            group = plan.groups[self._pool.shape.group_of(layer)]
+            at = group.write_units, group.write_offsets
+            written.append(torch.stack((self._pool.keys(layer)[at], self._pool.values(layer)[at])))
+        return logits.clone(), torch.stack(written)
 
     def run(self, mix: Mix) -> float:
         """Seconds of one step."""

@@ -55,7 +55,7 @@ class ResidentDecodes:
         """The plan of a step in which each of these requests decodes its last token.
 
         Args:
-            table: the page table, in which no block lacks a unit.
+            table: the page table, in which none of their blocks lacks a unit.
             seq_ids: in the order of SGLang's rows.
             lengths: tokens of each, the new one counted.
 

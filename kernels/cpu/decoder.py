@@ -283,5 +283,7 @@ def _check_tensor(name: str, of: torch.Tensor, shape: tuple[int, ...], layer: La
     dtype = layer.qkv.weight.dtype
     if of.shape != shape or of.dtype is not dtype or dtype not in TYPES:
         raise ValueError(f"{name}: {tuple(of.shape)} {of.dtype}, not {shape} {dtype}")
+    if type(of) is not torch.Tensor:
+        raise ValueError(f"{name}: {type(of).__name__}, no plain tensor")
     if not (of.is_cpu and of.is_contiguous()):
         raise ValueError(f"{name}: not contiguous, or not in the host's memory")

@@ -6,7 +6,6 @@ The server has less device memory than its requests need, so that KV is missing 
 from __future__ import annotations
 
 import json
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, DEMO_MODEL, ServerProcess
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.e2e.retrained import retrained_into
 from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
@@ -32,15 +30,7 @@ PAUSED_S = 2.0
 @pytest.fixture(scope="module")
 def retrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with other weights."""
-    folder = tmp_path_factory.mktemp("retrained")
-    shutil.copytree(DEMO_MODEL, folder, dirs_exist_ok=True)
-    noise = torch.Generator().manual_seed(1)
-    weights = {
-        name: weight * (1 + 0.2 * torch.randn(weight.shape, generator=noise))
-        for name, weight in load_file(folder / "model.safetensors").items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return retrained_into(tmp_path_factory.mktemp("retrained"))
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,18 @@ def test_noisy_steps_are_enough_to_predict_others(
     assert np.mean(errors) < 0.05
 
 
+def test_a_fixed_time_of_steps_that_restore_is_found() -> None:
+    """From the guess that calibration begins with."""
+    truth = dataclasses.replace(CPU, restore_overhead_s=3e-3)
+    model, rng = RooflineLatencyModel(TINY, truth), np.random.default_rng(5)
+    steps = [
+        (work, float(model.step_seconds(work))) for work in (random_work(rng) for _ in range(40))
+    ]
+    guess = dataclasses.replace(truth, restore_overhead_s=1e-3)
+    found = fit_profile(TINY, guess, steps)
+    assert found.restore_overhead_s == pytest.approx(3e-3, rel=0.3)
+
+
 def test_what_no_step_depends_on_keeps_the_guess() -> None:
     profile = fit_profile(TINY, CPU, [(StepWork(1, 64), 0.006)])
     assert profile.link_bytes_per_s == CPU.link_bytes_per_s

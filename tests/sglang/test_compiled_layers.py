@@ -36,6 +36,20 @@ def test_parts_that_are_not_known_are_named() -> None:
         compiled_layers._known(Layer("self_attn", "extra", "block_sparse_moe"), "")
 
 
+def test_parameters_that_move_or_are_replaced_are_noticed() -> None:
+    first, last = nn.Linear(3, 4), nn.Linear(4, 3, bias=False)
+    layers = nn.ModuleList([first, nn.Sequential(last)])
+    parameters = compiled_layers.Parameters(layers)
+    with torch.no_grad():
+        first.weight.copy_(torch.randn(4, 3))
+    assert not parameters.moved()
+    first.bias.data = torch.randn(4)
+    assert parameters.moved()
+    parameters = compiled_layers.Parameters(layers)
+    last.weight = nn.Parameter(last.weight.detach().clone())
+    assert parameters.moved()
+
+
 def projection(**other: Any) -> SimpleNamespace:
     plain = {"quant_method": UnquantizedLinearMethod(), "skip_bias_add": False, "bias": None,
              "weight": torch.randn(8, 4)}  # fmt: skip

@@ -90,6 +90,7 @@ def test_outputs_are_those_of_stock(
     assert gained(before, after, "evicted_units") > 0
     assert gained(before, after, "fetched_units") + gained(before, after, "recomputed_tokens") > 0
     assert gained(before, after, "pauses") > 0 or policy != "turns"
+    assert gained(before, after, "compiled_steps") > 0 or policy != "fcfs"
     server.flush_cache()
     empty = server.state()
     assert empty["device_units_free"] == empty["device_units_total"]
