@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
-from tests.servers import STRICT
+from tests.servers import ASKED_ABOUT_HEALTH, STRICT
 
 AMPLE_TOKENS = 32_000
 SERVER_ARGUMENTS = (
@@ -22,7 +22,7 @@ SERVER_ARGUMENTS = (
 
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[ServerProcess]:
-    with ServerProcess(SERVER_ARGUMENTS, STRICT) as server:
+    with ServerProcess(SERVER_ARGUMENTS, STRICT | ASKED_ABOUT_HEALTH) as server:
         yield server
 
 

@@ -13,7 +13,7 @@ import pytest
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from ellm_sgl.client.resident import Resident
 from tests.e2e.load import ask, greedy, prompts, token_ids
-from tests.servers import STRICT
+from tests.servers import ASKED_ABOUT_HEALTH, STRICT
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +46,7 @@ def last_seen_at_work(server: ServerProcess, answers: Future[Any]) -> float:
 def test_memory_goes_back_after_a_while_and_comes_again(keep: str) -> None:
     more = ["--ellm-policy", "fcfs", "--ellm-device-kv-tokens", str(TOKENS)]
     more += ["--ellm-idle-release-s", str(IDLE_S), "--ellm-idle-keep-prefixes", keep]
-    asked_for_its_health = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "1"}
-    with ServerProcess([*DEMO_ARGUMENTS, *more], STRICT | asked_for_its_health) as server:
+    with ServerProcess([*DEMO_ARGUMENTS, *more], STRICT | ASKED_ABOUT_HEALTH) as server:
         warm = resident_mib(server)
         with ThreadPoolExecutor(1) as background:
             answers = background.submit(ask, server.url, BODIES)

@@ -19,7 +19,7 @@ import pytest
 from ellm_sgl.client.process import SERVER_ENVIRONMENT, ServerProcess, hold_port, port_of
 from tests.e2e.conftest import SERVER_ARGUMENTS
 from tests.e2e.load import ask, greedy, prompts, token_ids
-from tests.servers import STRICT
+from tests.servers import ASKED_ABOUT_HEALTH, STRICT
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("sglang_router", exc_type=ImportError)
@@ -42,7 +42,7 @@ BLOCK = 16
 def behind(shared_server: ServerProcess) -> Iterator[tuple[ServerProcess, str]]:
     """A second server, and the URL of a router before it and the shared one."""
     with (
-        ServerProcess(SERVER_ARGUMENTS, STRICT) as other,
+        ServerProcess(SERVER_ARGUMENTS, STRICT | ASKED_ABOUT_HEALTH) as other,
         router(shared_server.url, other.url) as url,
     ):
         yield other, url
