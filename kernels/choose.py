@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ellm_sgl.kernels import torch_paged
 from ellm_sgl.kernels.cpu import attention as cpu
 from ellm_sgl.kernels.cpu.library import load
+from ellm_sgl.kernels.cpu.prefetch import Prefetch
 from ellm_sgl.kernels.cpu.tune import Shape, choose_prefetch, choose_weight_prefetch
 from ellm_sgl.kernels.layout import MixedAttention
 
@@ -27,14 +28,24 @@ def choose_copy() -> CopyUnits:
     return torch_paged.copy_units if load().problem else cpu.copy_units
 
 
+class Chosen(NamedTuple):
+    """What attends."""
+
+    kernel: MixedAttention
+    said: str
+    """For the user, about the choice."""
+    prefetch: Prefetch | None = None
+    """How the C++ kernels ask for KV, where that was measured."""
+
+
 def choose(
     device: torch.device,
     head_dim: int,
     row_type: torch.dtype,
     pool_type: torch.dtype,
     heads: tuple[int, int] | None = None,
-) -> tuple[MixedAttention, str]:
-    """The kernel, and what to tell the user about the choice.
+) -> Chosen:
+    """The kernel.
 
     Args:
         device: where rows and pool are.
@@ -48,19 +59,20 @@ def choose(
         return _choose_on_device(device, head_dim, row_type, pool_type)
     if (problem := load().problem) or not cpu.supports(head_dim, row_type, pool_type):
         problem = problem or f"none for heads of {head_dim} in {row_type} on {pool_type}"
-        return torch_paged.mixed_attention, f"PyTorch's kernels (C++ kernels: {problem})"
+        return Chosen(torch_paged.mixed_attention, f"PyTorch's kernels (C++ kernels: {problem})")
     name = cpu.instruction_set_for(head_dim)[1]
     if heads is None:
-        return cpu.mixed_attention, f"C++ kernels ({name})"
+        return Chosen(cpu.mixed_attention, f"C++ kernels ({name})")
     prefetch = choose_prefetch(Shape(*heads, head_dim, row_type, pool_type))
     kernel = functools.partial(cpu.mixed_attention, prefetch=prefetch)
     weights = choose_weight_prefetch(row_type)
-    return kernel, f"C++ kernels ({name}, prefetch {prefetch}, of weights {weights})"
+    said = f"C++ kernels ({name}, prefetch {prefetch}, of weights {weights})"
+    return Chosen(kernel, said, prefetch)
 
 
 def _choose_on_device(
     device: torch.device, head_dim: int, row_type: torch.dtype, pool_type: torch.dtype
-) -> tuple[MixedAttention, str]:
+) -> Chosen:
     # Not above: a CPU host may have neither library.
     from ellm_sgl.kernels.experimental.cuda import DividedAttention
     from ellm_sgl.kernels.experimental.flashinfer import attention as flashinfer
@@ -69,13 +81,14 @@ def _choose_on_device(
     shape = head_dim, row_type, pool_type
     what = f"heads of {head_dim} in {row_type} on {pool_type}"
     if device.type != "cuda" or not triton.supports(*shape):
-        return torch_paged.mixed_attention, f"PyTorch's kernels (no Triton kernel for {what})"
+        said = f"PyTorch's kernels (no Triton kernel for {what})"
+        return Chosen(torch_paged.mixed_attention, said)
     fused = triton.FusedAttention(device)
     name = f"fused Triton kernel ({fused.programs} programs)"
     if not flashinfer.supports(*shape):
-        return fused, f"{name}; FlashInfer has none for {what}"
+        return Chosen(fused, f"{name}; FlashInfer has none for {what}")
     divided = DividedAttention(flashinfer.FlashInferAttention(device), fused)
-    return divided, f"FlashInfer; where rows are recomputed, {name}"
+    return Chosen(divided, f"FlashInfer; where rows are recomputed, {name}")
 
 
 def choose_graph_steps(

@@ -92,9 +92,9 @@ def _kernels() -> Finding:
     from ellm_sgl.kernels.choose import choose
     from ellm_sgl.kernels.cpu.library import load
 
-    _, chosen = choose(torch.device("cpu"), 128, torch.float32, torch.float32)
+    chosen = choose(torch.device("cpu"), 128, torch.float32, torch.float32)
     hint = "; install g++ or clang, then: ellm-sgl kernels build" if load().problem else ""
-    return Finding("attention", True, chosen + hint)
+    return Finding("attention", True, chosen.said + hint)
 
 
 def _hooks() -> Finding:

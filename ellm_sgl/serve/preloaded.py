@@ -108,10 +108,10 @@ def main() -> None:
     if activate() is None:  # a device's driver does not survive a copy
         return
     getproctitle()  # finds the place of titles, by an environment that copies replace
-    from sglang.srt.plugins import load_plugins
-
     gc.disable()  # see `launch.main`, which enables it
     launch.load()
+    from sglang.srt.plugins import load_plugins
+
     load_plugins()
     gc.freeze()
     if len(os.listdir("/proc/self/task")) > 1:  # nor do threads

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from ellm_sgl.kernels.cpu.prefetch import Prefetch
     from ellm_sgl.kernels.experimental.graph import GraphSteps
     from ellm_sgl.step import StepPlan
 
@@ -65,13 +64,11 @@ class EllmAttention(AttentionBackend):
         self._model_config = runner.model_config
         heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         size = pool.shape[-1]
-        self._kernel, chosen = choose(
-            pool.device, size, runner.dtype, pool.dtype, (heads, pool.shape[-2])
-        )
-        self.prefetch: Prefetch | None = getattr(self._kernel, "keywords", {}).get("prefetch")
-        """How the compiled kernel asks for KV; None: another one runs."""
+        chosen = choose(pool.device, size, runner.dtype, pool.dtype, (heads, pool.shape[-2]))
+        self._kernel, self.prefetch = chosen.kernel, chosen.prefetch
+        """`prefetch`: see `Chosen`."""
         self._graphs: GraphSteps | None = None
-        logger.info("eLLM attention: %s", chosen)
+        logger.info("eLLM attention: %s", chosen.said)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare: the plan was made before the forward pass."""

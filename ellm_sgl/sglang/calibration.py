@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import Range, shown
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
 from ellm_sgl.latency.fit import fit_profile
 from ellm_sgl.memory.step_room import Activations
@@ -53,6 +55,7 @@ with 3 ms of copies beside them. The online fit corrects these, too."""
 VARIABLE = "ELLM_SGL_CALIBRATION_S"
 _SECONDS = 3.0
 """About how long to measure, where no variable says it."""
+_RANGE = Range(0, 600)
 _LARGEST_SHARE = 0.1
 """A mix that would take more than this share of the whole time is left out."""
 
@@ -109,7 +112,7 @@ def calibrate(
     steps = SyntheticSteps(runner, ours)
     mixes = _affordable(shape, guess, steps)
     steps.run(mixes[0])  # on a GPU the very first step compiles kernels, for seconds
-    deadline = time.perf_counter() + float(os.environ.get(VARIABLE, _SECONDS))
+    deadline = time.perf_counter() + _seconds()
     samples: dict[Mix, list[float]] = {mix: [] for mix in mixes}
     for mix in itertools.cycle(mixes):
         if not samples[mix]:
@@ -130,6 +133,23 @@ def calibrate(
         ]
     activations: Activations = decided(Activations.fit(peaks))
     return profile, activations
+
+
+def _seconds() -> float:
+    """About how long to measure.
+
+    Raises:
+        ConfigError: the variable is no number, or out of range.
+    """
+    text = os.environ.get(VARIABLE)
+    if text is None:
+        return _SECONDS
+    try:
+        seconds = float(text)
+        _RANGE.check(VARIABLE, seconds)
+    except ValueError:
+        raise ConfigError(f"{VARIABLE}={shown(text)}: give {_RANGE}, or leave it out") from None
+    return seconds
 
 
 def with_scheduling(profile: HardwareProfile, layers: int) -> HardwareProfile:

@@ -28,6 +28,7 @@ from ellm_sgl.kernels.cpu.decoder import (
 from ellm_sgl.memory import KVPool
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.mixes import Mix
+from ellm_sgl.sglang.platform.operators import is_plain
 from ellm_sgl.sglang.synthetic_steps import SyntheticSteps
 from ellm_sgl.step import Executor, StepPlan
 
@@ -288,14 +289,7 @@ def _weights(layer: Any) -> LayerWeights:
 def _norm(norm: Any) -> NormWeights:
     from sglang.srt.layers.layernorm import RMSNorm
 
-    plain = (
-        type(norm) is RMSNorm
-        and norm.override_orig_dtype is None
-        and norm.variance_size_override is None
-        and not norm.fp32_residual
-        and not norm.cast_x_before_out_mul
-    )
-    if not plain:
+    if type(norm) is not RMSNorm or not is_plain(norm):
         raise NotCompiledError(f"norm {type(norm).__name__}")
     return NormWeights(norm.weight.data, norm.variance_epsilon)
 

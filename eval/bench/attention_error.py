@@ -17,7 +17,7 @@ def attention_error(context: int, heads: int, kv_heads: int, head_dim: int) -> f
     device, dtype = torch.device("cpu"), torch.float32
     shape = StepShape(1, context, 0.0, heads, kv_heads, head_dim)
     step = Step(shape, 1, dtype, device, layers=1)
-    kernel, _ = choose(device, head_dim, dtype, dtype, (heads, kv_heads))
+    kernel = choose(device, head_dim, dtype, dtype, (heads, kv_heads)).kernel
     found = step.run(kernel, step.mixed, slice(0, 1))[0].double()
     right = in_float64(step)
     return float((found - right).abs().max() / right.abs().max())

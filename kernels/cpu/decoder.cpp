@@ -1,8 +1,6 @@
 // A stack of decoder layers in one call: what their operators do one by one, to the bit.
 #include "decoder.h"
 
-#include <algorithm>
-
 #include "convert.h"
 #include "layer.h"
 #include "product.h"
@@ -81,9 +79,10 @@ class Running {
 
 bool decode(const Layer* layers, int64_t first, int64_t last, const Step& step,
             const Kernels* const* kernels) {
-  const int64_t known_positions = layers[first].rotation.known_positions;
-  const auto known = [&](int64_t at) { return at >= 0 && at < known_positions; };
-  if (!std::all_of(step.positions, step.positions + step.rows, known)) return false;
+  Rotation rotation = layers[first].rotation;  // all have the same table
+  rotation.positions = step.positions;
+  rotation.rows = step.rows;
+  if (!knows_positions(rotation)) return false;
   const Running running(step, kernels);
   for (int64_t at = first; at < last; ++at) running.layer(layers[at], at == 0);
   return true;

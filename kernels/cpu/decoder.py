@@ -1,5 +1,6 @@
 """A stack of decoder layers in one call of the compiled kernels: a step's work without Python in
-between (the paper's precompiled execution, arXiv 003: permanent buffers that all layers share)."""
+between, on permanent buffers that all layers share (the precompiled execution of "eLLM: Achieving
+Lossless Million-Token LLM Inference on CPUs Faster Than GPUs")."""
 
 from __future__ import annotations
 
@@ -102,9 +103,9 @@ class CompiledDecoder:
         for layer in layers:
             _check(layer, heads)
         first = layers[0]
-        self.hidden, self.dtype = first.input_norm.weight.shape[0], first.input_norm.weight.dtype
+        self._dtype = first.qkv.weight.dtype
         products = [p for x in layers for p in (x.qkv, x.out, x.gate_up, x.down)]
-        self.most_rows = min(most_rows(p.weight.shape[1], self.dtype) for p in products)
+        self.most_rows = min(most_rows(p.weight.shape[1], self._dtype) for p in products)
         """Of a step."""
         self._library = loaded()
         self._kept = layers, keys, values
@@ -144,7 +145,7 @@ class CompiledDecoder:
             raise ValueError(f"unit {plan.largest_unit} of {self._units}")
         step = Step(
             plan.handle, positions.data_ptr(), embedded.data_ptr(), rows,
-            torch.get_num_threads(), *weight_prefetch(self.dtype, rows), delta,
+            torch.get_num_threads(), *weight_prefetch(self._dtype, rows), delta,
         )  # fmt: skip
         return bool(self._library.ellm_decode(self._layers, first, last, byref(step)))
 
@@ -225,6 +226,10 @@ def _layer(
         queries, keys, layer.cosines.data_ptr(), None, *strides, 0, known, heads.query, heads.kv,
         heads.size, turned, kind, 0, isa,
     )  # fmt: skip
+    gated = buffers.gated
+    gate = Gate(
+        buffers.gate_up.data_ptr(), gated.data_ptr(), 0, gated.shape[1], kind, 0, isa
+    )  # fmt: skip
     down, after = buffers.down.data_ptr(), buffers.after.data_ptr()
     normed, before, out = (of.data_ptr() for of in (buffers.normed, buffers.before, buffers.out))
     return Layer(
@@ -237,15 +242,7 @@ def _layer(
         out=product(layer.out, buffers.attended, buffers.out),
         output=norm(layer.output_norm, out, before, normed, after),
         gate_up=product(layer.gate_up, buffers.normed, buffers.gate_up),
-        gate=Gate(
-            buffers.gate_up.data_ptr(),
-            buffers.gated.data_ptr(),
-            0,
-            buffers.gated.shape[1],
-            kind,
-            0,
-            isa,
-        ),
+        gate=gate,
         down=product(layer.down, buffers.gated, buffers.down),
         group=group,
     )

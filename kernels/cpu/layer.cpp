@@ -26,10 +26,14 @@ void normalise(const Norm& norm, const Kernels& kernels) {
   });
 }
 
-bool rotate(const Rotation& rotation, const Kernels& kernels) {
+bool knows_positions(const Rotation& rotation) {
   const int64_t* const positions = rotation.positions;
   const auto known = [&](int64_t at) { return at >= 0 && at < rotation.known_positions; };
-  if (!std::all_of(positions, positions + rotation.rows, known)) return false;
+  return std::all_of(positions, positions + rotation.rows, known);
+}
+
+bool rotate(const Rotation& rotation, const Kernels& kernels) {
+  if (!knows_positions(rotation)) return false;
   const int64_t elements = (rotation.heads + rotation.kv_heads) * rotation.turned;
   split_rows(rotation.threads, rotation.rows, elements, [&](int64_t begin, int64_t end) {
     kernels.rotate(rotation, begin, end);

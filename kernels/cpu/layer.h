@@ -8,6 +8,9 @@ namespace ellm {
 // goes to out_residual.
 void normalise(const Norm& norm, const Kernels& kernels);
 
+// Whether there are cosines for all positions.
+bool knows_positions(const Rotation& rotation);
+
 // Turns q and k where they are. False, with nothing done: a position has no cosines.
 bool rotate(const Rotation& rotation, const Kernels& kernels);
 

@@ -155,14 +155,14 @@ def test_without_the_library_pytorch_attends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(library, "FOLDER", tmp_path)
-    kernel, chosen = choose(torch.device("cpu"), 64, F32, F32)
+    kernel, chosen, _ = choose(torch.device("cpu"), 64, F32, F32)
     assert kernel is torch_paged.mixed_attention
     assert "not built" in chosen
 
 
 @built
 def test_the_library_attends_where_it_can() -> None:
-    kernel, chosen = choose(torch.device("cpu"), 64, F32, F32)
+    kernel, chosen, _ = choose(torch.device("cpu"), 64, F32, F32)
     assert kernel is mixed_attention
     assert chosen.startswith("C++ kernels (")
     assert choose(torch.device("cpu"), 30, F32, F32)[0] is torch_paged.mixed_attention

@@ -73,7 +73,8 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "t2:3")
     assert tune.choose_prefetch(SHAPE) == Prefetch("t2", 3)
     if load().library is not None:
-        kernel, said = choose(torch.device("cpu"), 32, F32, F32, (2, 1))
+        kernel, said, prefetch = choose(torch.device("cpu"), 32, F32, F32, (2, 1))
+        assert prefetch == Prefetch("t2", 3)
         assert said.endswith(", prefetch t2:3, of weights t2:3)")
         inputs = make(Sizes(((90, 1),), 16, 1, 2, 32, F32, F32, 0.0))
         assert torch.equal(inputs.run(kernel)[0], inputs.run(mixed_attention)[0])

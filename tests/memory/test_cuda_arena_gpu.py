@@ -69,7 +69,7 @@ def test_attention_over_it_is_attention_over_plain_memory() -> None:
     arena.commit(middle, arena.nbytes)
     pool = arena.tensor()[: units * bytes_each].view(BF16).view(units, 2, block, heads, size)
     pool[:, 0], pool[:, 1] = there.keys, there.values
-    kernel, _ = choose(CUDA, size, BF16, BF16)
+    kernel = choose(CUDA, size, BF16, BF16).kernel
     plain, _, _ = there.run(kernel)
     over = kernel(there.q, there.k, there.v, pool[:, 0], pool[:, 1], there.layout, there.scale)
     assert torch.equal(plain, over)

@@ -8,8 +8,10 @@ import pytest
 from safetensors import safe_open
 
 from ellm_sgl.client.process import DEMO_MODEL
+from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.tiny_models import TINY_MODELS, write
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
+from ellm_sgl.sglang import calibration
 from ellm_sgl.sglang.calibration import shape_of, with_scheduling
 from ellm_sgl.sglang.mixes import FEW_ROWS, MIXES, Mix
 
@@ -99,3 +101,12 @@ def test_what_restoring_takes_on_a_device_is_learnt() -> None:
         errors.append(max(abs(found[0] / 11.4e-3 - 1), abs(found[1] / 28e-3 - 1)))
     unknown, known = errors
     assert known < 0.1 < unknown
+
+
+@pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "-1", "601"])
+def test_a_time_to_measure_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(calibration.VARIABLE, "1.5")
+    assert calibration._seconds() == 1.5
+    monkeypatch.setenv(calibration.VARIABLE, text)
+    with pytest.raises(ConfigError, match=r"ELLM_SGL_CALIBRATION_S=.*: give a number from 0 up to"):
+        calibration._seconds()

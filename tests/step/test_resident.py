@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ellm_sgl.memory import NONE, PageTable, PoolShape
-from ellm_sgl.step import NewTokens, StepPlan, plan_step
+from ellm_sgl.engine.decision import FETCH_ALL
+from ellm_sgl.memory import NONE, ElasticMemory, PageTable, PoolShape
+from ellm_sgl.step import NewTokens, Planner, StepPlan, plan_step
 from ellm_sgl.step.resident import ResidentDecodes
 
 BLOCKS = 120
@@ -161,3 +163,15 @@ def test_a_block_whose_units_another_took_is_looked_up_again() -> None:
     assert plan is not None
     units = plan.groups[0].units[plan.groups[0].requests[0].blocks].tolist()
     assert units == table.units[table.blocks_of(0), 0].tolist()
+
+
+def test_what_others_lack_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of requests that have all is planned here, also while one that sits out has not."""
+    table = PageTable(PoolShape(2, 1, 4), 8, 16)
+    for seq_id, length in enumerate((7, 9)):
+        enter(table, seq_id, length)
+    table.evict(int(table.blocks_of(1)[0]))
+    usual = plan_step(table, [NewTokens(0, 6, 7)], None, no_tokens)
+    planner = Planner(ElasticMemory(table, 1000, lambda _: 0), no_tokens, "cpu", captures=False)
+    monkeypatch.setattr("ellm_sgl.step.planner.plan_step", None)
+    assert seen(planner.decode([0], FETCH_ALL)) == seen(usual)

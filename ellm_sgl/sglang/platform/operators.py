@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
 
+def is_plain(layer: RMSNorm) -> bool:
+    """Whether a norm is no more than its definition, in the type of what it is given."""
+    return (
+        layer.override_orig_dtype is None
+        and layer.variance_size_override is None
+        and not layer.fp32_residual
+        and not layer.cast_x_before_out_mul
+    )
+
+
 def norm(
     original: Callable[..., Any],
     layer: RMSNorm,
@@ -31,10 +41,7 @@ def norm(
     norms quantise for."""
     if (
         post_residual_addition is None
-        and layer.override_orig_dtype is None
-        and layer.variance_size_override is None
-        and not layer.fp32_residual
-        and not layer.cast_x_before_out_mul
+        and is_plain(layer)
         and (weight := layer._parameters.get("weight")) is not None
         and (found := normalise(x, weight, layer.variance_epsilon, residual))
     ):
