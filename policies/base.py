@@ -231,8 +231,10 @@ class Policy(ABC):
 
     All calls come from one thread. A policy may remember things between them, but must not change
     the state it is given. It has `--ellm-policy-budget-ms` (5 by default) for all three answers.
-    An exception, an answer that fails its check, or a late one is replaced for that iteration by
-    "keep all cached, admit as SGLang does" and counted.
+    An exception or an answer that fails its check is replaced for that iteration by "keep all
+    cached, admit as SGLang does", and counted. So is a late answer, but that for up to a second
+    what the policy said last stands, nobody being admitted; of a policy that promises never to wait
+    (`never_waits`) a late answer is counted, and used.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -179,8 +179,11 @@ _current: Preloaded | None = None
 @contextlib.contextmanager
 def preloaded(environment: Mapping[str, str]) -> Iterator[None]:
     """Servers that start inside this context, from whichever thread, are copies of one process,
-    where their environment allows it."""
+    where their environment allows it: of the one there is, if that takes this environment."""
     global _current
+    if _current is not None and _current.takes(environment):
+        yield
+        return
     before, _current = _current, Preloaded(environment)
     try:
         yield

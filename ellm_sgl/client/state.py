@@ -18,6 +18,18 @@ def resize_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict((told or every)[0])
 
 
+def resized_to(state: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """`resize_of` a settled state, once so many tokens were asked for: `bounded` where the pool has
+    come to another size, since a shared budget, a release of its memory, or another order keeps it
+    from this one."""
+    replicas = state.get("replicas", (state,))
+    there = min(tokens_in(replica, replica["device_units_total"]) for replica in replicas)
+    found = resize_of(state)
+    if found["outcome"] == "applied" and there != tokens - tokens % replicas[0]["block_tokens"]:
+        found["outcome"] = "bounded"
+    return found
+
+
 def settled(look: Callable[[], Mapping[str, Any]], wait_s: float) -> Mapping[str, Any]:
     """The state in which the pool is under way no more, or the last one seen after `wait_s`.
 

@@ -63,7 +63,8 @@ FLAGS: tuple[Flag, ...] = (
          "Target share of each request's tokens left uncached, 0 <= R < 1; policy fixed-ratio "
          "only. Default 0: all cached until memory runs out."),
     Flag("policy_budget_ms", float, "a number", "MS",
-         "Time the policy has in each iteration; later answers are replaced. Default 5."),
+         "Time the policy has in each iteration; later answers are replaced, or, of policies that "
+         "never wait, counted. Default 5."),
     Flag("tpot_slo_ms", float, "a number", "MS",
          "Service level objective on the time per output token, for requests that bring none "
          "of their own. Default: none."),

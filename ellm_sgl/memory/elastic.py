@@ -299,7 +299,7 @@ class ElasticMemory:
             if count > 0:
                 own = table.blocks_of(seq_id)
                 lacking = own[table.misses_units(own)]
-                placed = lacking[table.depth(lacking) == 0][:count]
+                placed = lacking[~table.lost(lacking)][:count]
                 rows, groups_lacked = np.nonzero(table.units[placed] == NONE)
                 table.place(placed)
                 blocks.append(placed[rows])
@@ -340,23 +340,23 @@ class ElasticMemory:
         """Evict `count` units, one block at a time from the request that misses least beyond its
         target, so that what memory demands falls on all alike, and on those first whose target
         is not reached; of the last block only the lowest groups needed."""
-        every = {s: self._evictable(s, shared).tolist() for s in self.table.sequence_ids}
-        queues = {s: blocks for s, blocks in every.items() if blocks}
-        uncached = self.table.uncached_tokens(list(queues)).tolist()
+        seq_ids = self.table.sequence_ids
+        targets = [self._targets.get(s, 0) for s in seq_ids]
+        excess_of = self.table.uncached_tokens(seq_ids) - np.array(targets, np.int64)
         # Of equal ones the first that came, whatever its number.
-        heap = [
-            (tokens - self._targets.get(s, 0), place, s, 0)
-            for place, (s, tokens) in enumerate(zip(queues, uncached, strict=True))
-        ]
+        heap = [(excess, place, 0) for place, excess in enumerate(excess_of.tolist())]
         heapq.heapify(heap)
+        queues: dict[int, list[int]] = {}
         while heap and count > 0:
-            excess, place, seq_id, position = heapq.heappop(heap)
-            freed = self._evict_lowest(queues[seq_id][position], count)
-            count -= freed
-            self.totals.evicted_units += freed
-            if position + 1 < len(queues[seq_id]):
+            excess, place, position = heapq.heappop(heap)
+            if place not in queues:  # memory demands little most often, of few of them
+                queues[place] = self._evictable(seq_ids[place], shared).tolist()
+            if position < len(queues[place]):
+                freed = self._evict_lowest(queues[place][position], count)
+                count -= freed
+                self.totals.evicted_units += freed
                 excess += self.table.shape.block_tokens
-                heapq.heappush(heap, (excess, place, seq_id, position + 1))
+                heapq.heappush(heap, (excess, place, position + 1))
 
     def _evict_lowest(self, block: int, count: int) -> int:
         """Up to `count` units of a block: the layers recomputed must be a prefix of the stack."""
@@ -384,7 +384,7 @@ class ElasticMemory:
         """How many of these missing blocks a step can fetch from the host."""
         if self._save is None or len(missing) == 0:
             return 0
-        return int(np.count_nonzero(self.table.depth(missing) == 0))
+        return len(missing) - int(np.count_nonzero(self.table.lost(missing)))
 
     def _evictable(self, seq_id: int, shared: bool) -> IntArray:
         """Blocks of a request that hold units and may lose them, oldest first.

@@ -360,6 +360,16 @@ class PageTable:
         holds: npt.NDArray[np.bool_] = lacking < self.shape.num_groups
         return holds
 
+    def lost(self, blocks: IntArray) -> npt.NDArray[np.bool_]:
+        """Of each block, whether some group is neither on the device nor on the host,
+        and can only be recomputed: in half the time that `depth` takes, numpy being slow along an
+        axis this short."""
+        units = self.units.take(blocks, axis=0), self.host.units.take(blocks, axis=0)
+        nowhere = np.flatnonzero((units[0] == NONE) & (units[1] == NONE))
+        lost = np.zeros(len(blocks), np.bool_)
+        lost[nowhere // self.shape.num_groups] = True
+        return lost
+
     def depth(self, blocks: Blocks) -> IntArray:
         """Groups, from the lowest, that a step must recompute to restore each block.
 
@@ -412,18 +422,17 @@ class PageTable:
             ValueError: the blocks do not fit the length.
         """
         sequence = self._sequences[seq_id]
-        ids = np.asarray(blocks, np.int32)
-        if sequence.count + len(ids) != self.shape.blocks_for(length):
+        count = sequence.count + len(blocks)
+        if count != self.shape.blocks_for(length):
             raise ValueError(
-                f"{length} tokens need {self.shape.blocks_for(length)} blocks, "
-                f"got {sequence.count + len(ids)}"
+                f"{length} tokens need {self.shape.blocks_for(length)} blocks, got {count}"
             )
-        if len(ids):
+        if len(blocks):
+            ids = np.asarray(blocks, np.int32)
             self._refuse_unmappable(ids)
             _refuse_mapped(ids, sequence.blocks)
             self._refs[ids] += 1
-            places = np.arange(sequence.count, sequence.count + len(ids))
-            self._starts[ids] = places * self.shape.block_tokens
+            self._starts[ids] = np.arange(sequence.count, count) * self.shape.block_tokens
             sequence.append(ids)
         sequence.length = length
 
@@ -532,7 +541,7 @@ class PageTable:
         blocks = [self._sequences[s].blocks for s in seq_ids]
         every = np.concatenate(blocks)
         lacking = np.flatnonzero(self.misses_units(every))
-        kept = lacking[~self._lost(every[lacking])]  # full blocks: no others are copied
+        kept = lacking[~self.lost(every[lacking])]  # full blocks: no others are copied
         ends = np.cumsum([len(b) for b in blocks])
         counts = np.diff(np.searchsorted(kept, ends), prepend=0)
         return np.asarray(counts * self.shape.block_tokens, np.int64)
@@ -619,15 +628,6 @@ class PageTable:
             raise IntegrityError("blocks: some reference is neither a sequence's nor the owner's")
 
     # -- internals --------------------------------------------------------------------------
-
-    def _lost(self, blocks: IntArray) -> npt.NDArray[np.bool_]:
-        """Of each block, whether some group is neither on the device nor on the host: in half
-        the time that `depth` takes, numpy being slow along an axis this short."""
-        units = self.units.take(blocks, axis=0), self.host.units.take(blocks, axis=0)
-        nowhere = np.flatnonzero((units[0] == NONE) & (units[1] == NONE))
-        lost = np.zeros(len(blocks), np.bool_)
-        lost[nowhere // self.shape.num_groups] = True
-        return lost
 
     def _give_back_units(self, blocks: IntArray) -> None:
         units = self.units[blocks]

@@ -32,13 +32,7 @@ from ellm_sgl.serve.cli_top import top
 from ellm_sgl.serve.cli_verify import verify
 
 
-@click.group(
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "show_default": True,
-        "auto_envvar_prefix": "ELLM_SGL",
-    }
-)
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="ellm-sgl")
 @click.option(
     "--config",
@@ -188,6 +182,7 @@ for command in (
     top,
 ):
     main.add_command(command)
+config_file.take_from_environment(main, "ELLM_SGL")
 
 if __name__ == "__main__":
     main()

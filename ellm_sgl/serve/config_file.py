@@ -1,7 +1,7 @@
 """`ellm-sgl --config FILE`: a TOML file with what would be said on the command line.
 
-A table for each command, with its options by their names, and `[sglang]` with SGLang's arguments
-for `serve`. Click takes what the command line and the environment do not say.
+A table for each command, with its options by the names of their flags, and `[sglang]` with SGLang's
+arguments for `serve`. Click takes what the command line and the environment do not say.
 """
 
 from __future__ import annotations
@@ -19,6 +19,23 @@ from ellm_sgl.config.ranges import shown
 
 SGLANG = "sglang"
 """The table with SGLang's arguments."""
+
+
+def name_of(option: click.Option) -> str:
+    """What files and the environment call an option: its flag, whatever the code does."""
+    return max(option.opts, key=len).lstrip("-").replace("-", "_")
+
+
+def take_from_environment(command: click.Command, prefix: str) -> None:
+    """Let each option below `command` be given as `prefix`, command and option in one name."""
+    if isinstance(command, click.Group):
+        for name, each in command.commands.items():
+            take_from_environment(each, f"{prefix}_{name.upper()}".replace("-", "_"))
+        return
+    for option in command.params:
+        if isinstance(option, click.Option):
+            known = [option.envvar] if isinstance(option.envvar, str) else option.envvar or ()
+            option.envvar = [*known, f"{prefix}_{name_of(option).upper()}"]
 
 
 def read(path: Path, commands: click.Group) -> tuple[dict[str, Any], list[str]]:
@@ -54,12 +71,13 @@ def _defaults(
                 raise ConfigError(f"{where}: {name} is a command; write a table, [{name}]")
             tables[name] = _defaults(f"{where}: [{name}]", value, command.commands[name])
         return tables
-    options = {str(p.name): p for p in command.params if isinstance(p, click.Option)}
+    options = {name_of(p): p for p in command.params if isinstance(p, click.Option)}
     values = {}
     for written, value in table.items():
         name = written.replace("-", "_")
         _check_known(where, name, tuple(options))
-        values[name] = _value(f"{where} {written}", value, options[name])
+        option = options[name]
+        values[str(option.name)] = _value(f"{where} {written}", value, option)
     return values
 
 

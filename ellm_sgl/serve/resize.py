@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from ellm_sgl.client.state import accepted, resize_of, settled, tokens_in
+from ellm_sgl.client.state import accepted, resize_of, resized_to, settled, tokens_in
 from ellm_sgl.serve.asking import AskError, ask, of_this_version
 
 WAIT_S = 60.0
@@ -65,9 +65,7 @@ def resize(client: httpx.Client, tokens: int, admin_key: str | None = None) -> R
 def _outcome(tokens: int, state: Mapping[str, Any]) -> Resized:
     replicas = state.get("replicas", [state])
     there = min(tokens_in(replica, replica["device_units_total"]) for replica in replicas)
-    outcome = resize_of(state)["outcome"]
-    if outcome == "applied" and there != tokens - tokens % replicas[0]["block_tokens"]:
-        outcome = "bounded"
+    outcome = resized_to(state, tokens)["outcome"]
     committed = sum(replica["device_bytes_committed"] for replica in replicas)
     return Resized(tokens, there, committed, outcome)
 

@@ -56,8 +56,8 @@ VARIABLE = "ELLM_SGL_CALIBRATION_S"
 _SECONDS = 3.0
 """About how long to measure, where no variable says it."""
 _RANGE = Range(0, 600)
-_LARGEST_SHARE = 0.1
-"""A mix that would take more than this share of the whole time is left out."""
+_LARGEST_S = 0.3
+"""A mix whose step would take longer is left out."""
 
 
 def model_shape(model_config: ModelConfig, tp_size: int) -> ModelShape:
@@ -129,7 +129,7 @@ def calibrate(
     with nullcontext() if ours.compiled is None else ours.compiled.aside():
         peaks = [
             (mix.rows, mix.requests, peak_bytes(functools.partial(steps.run, mix)))
-            for mix in (*FEW_ROWS, *(mix for mix in MEASURED_BYTES if mix in mixes))
+            for mix in (*steps.that_fit(FEW_ROWS), *(m for m in MEASURED_BYTES if m in mixes))
         ]
     activations: Activations = decided(Activations.fit(peaks))
     return profile, activations
@@ -197,11 +197,12 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
 
 
 def _affordable(shape: ModelShape, guess: HardwareProfile, steps: SyntheticSteps) -> Sequence[Mix]:
-    """The mixes that fit and would not take too much of the time; at least the first."""
+    """The mixes that fit and would not take too much of the time, at least one; the shortest
+    first, so that where time is short each kind has its part."""
     model = RooflineLatencyModel(shape, guess)
-    fitting = [m for m in MIXES if steps.fits(m)]
-    cheap = [m for m in fitting if model.step_seconds(m.work) <= _LARGEST_SHARE * _SECONDS]
-    return cheap or fitting[:1]
+    seconds = {mix: float(model.step_seconds(mix.work)) for mix in steps.that_fit(MIXES)}
+    shortest_first = sorted(seconds, key=seconds.__getitem__)
+    return [m for m in shortest_first if seconds[m] <= _LARGEST_S] or shortest_first[:1]
 
 
 def _best(action: Callable[[], Any], device: torch.device) -> float:

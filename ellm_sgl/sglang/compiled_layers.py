@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import shown
 from ellm_sgl.kernels.cpu.decoder import (
     CompiledDecoder,
     Heads,
@@ -195,7 +197,7 @@ class CompiledLayers:
         embedded = self._decoder.embed_tokens(input_ids).contiguous()
         compiled, streamer = self._compiled, self._executor.streamer
         step = embedded, positions, plan.groups[0].stacked, plan.delta
-        if streamer is None:
+        if streamer is None or not plan.transfers:
             if not compiled.run(*step, 0, self._pool.shape.num_layers):
                 return None
         else:
@@ -215,7 +217,7 @@ def compile_layers(runner: ModelRunner, ours: Context) -> CompiledLayers | None:
     from sglang.srt.runtime_context import get_parallel
 
     try:
-        if os.environ.get(VARIABLE) == "off":
+        if not _wanted():
             raise NotCompiledError(f"{VARIABLE}=off")
         backend: EllmAttention = runner.attn_backend
         if (prefetch := getattr(backend, "prefetch", None)) is None:
@@ -231,13 +233,21 @@ def compile_layers(runner: ModelRunner, ours: Context) -> CompiledLayers | None:
     return found
 
 
+def _wanted() -> bool:
+    """ConfigError where the variable says neither."""
+    text = os.environ.get(VARIABLE, "on")
+    if text not in ("on", "off"):
+        raise ConfigError(f"{VARIABLE}={shown(text)}: give on or off, or leave it out")
+    return text == "on"
+
+
 def _check(found: CompiledLayers, steps: SyntheticSteps) -> None:
     """Attaches it, if steps have the same logits and write the same KV in every layer, to the bit,
     as SGLang's layers: what a layer writes depends on all that those below it computed."""
     # Few blocks: of a large model each is megabytes of KV.
     most = found.most_rows
     mixes = (Mix(1, 17), Mix(5, 20), Mix(1, 40, new=7), Mix(1, 20 + most, new=most))
-    for seed, mix in enumerate(mix for mix in mixes if steps.fits(mix)):
+    for seed, mix in enumerate(steps.that_fit(mixes)):
         expected = steps.outcome(mix, seed)
         ran = found.steps
         found.attach()

@@ -51,7 +51,7 @@ MIXES = (
     Mix(1, 1024, new=1024),
     Mix(1, 1024, new=128),
 )
-"""Steps that tell the profile's fields apart. Smallest first, those that are affordable run."""
+"""Steps that tell the profile's fields apart; those that are affordable run."""
 
 
 FEW_ROWS = (Mix(1, 64), Mix(1, 16, new=16))

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
 
-from ellm_sgl.client.state import resize_of, settled
+from ellm_sgl.client.state import resized_to, settled
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.config.flags import SETTINGS, instead_of
 from ellm_sgl.config.ranges import check_finite
@@ -85,13 +85,13 @@ class Engine(SglangEngine):
 
         Returns:
             `resize` of the state: its `outcome` is `applied`, `floor` or `ceiling`, or still `under
-            way` after a minute (docs/guide.md).
+            way` after a minute (docs/guide.md); or `bounded`, where something else decides.
 
         Raises:
             ConfigError: no size that the pool may have.
         """
         self._ask("resize", {"tokens": device_kv_tokens})
-        return resize_of(settled(self.ellm_state, RESIZE_S))
+        return resized_to(settled(self.ellm_state, RESIZE_S), device_kv_tokens)
 
     def _ask(self, method: str, body: dict[str, Any]) -> list[Answer]:
         if self.ellm_settings is None:

@@ -32,8 +32,9 @@ LONGEST_S = 60
 class QueueFull:
     """ASGI middleware: 429 in place of SGLang's answers to requests for which the queue is full.
 
-    `Retry-After` is how long the request that began its answer last had waited for that: a place
-    becomes free sooner, and those who were refused come back over such a time.
+    `Retry-After` is how long the request that began its answer last had waited for that (an answer
+    in one piece begins when it is complete): a place becomes free sooner, and those who were
+    refused come back over such a time.
 
     A native request of several prompts keeps SGLang's answer where it is a stream: its events tell
     which of the prompts were refused, and the others go on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,13 @@ class SyntheticSteps:
     def fits(self, mix: Mix) -> bool:
         """Whether pool and context are large enough for `mix`."""
         return self._units_of(mix) <= self._units and mix.tokens <= self._context
+
+    def that_fit(self, mixes: Sequence[Mix]) -> list[Mix]:
+        """These in their order; if none fits, a step of one request with all that there is room
+        for."""
+        shape = self._pool.shape
+        room = self._units // shape.num_groups * shape.block_tokens
+        return [m for m in mixes if self.fits(m)] or [Mix(1, min(room, self._context))]
 
     def outcome(self, mix: Mix, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of a step, and KV that it writes: [layers, 2, rows, KV heads, head size]. Tokens,

@@ -15,6 +15,7 @@ import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, DEMO_MODEL, ServerProcess
 from tests.e2e.load import ask, greedy, prompts
+from tests.servers import refused, still_there
 
 pytestmark = pytest.mark.slow
 
@@ -221,11 +222,10 @@ def test_model_that_is_not_supported_is_refused(
     config: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "ellm_sgl.serve.cli", "serve", "--model-path", str(tmp_path)]
-    command += ["--skip-tokenizer-init"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 2
-    assert named in done.stderr.strip().splitlines()[-1]
+    status, said = refused(
+        ["--model-path", str(tmp_path), "--skip-tokenizer-init", "--ellm-policy", "fcfs"]
+    )
+    assert status == 2 and named in said[-1]
 
 
 def test_ctrl_c_leaves_no_process_behind() -> None:
@@ -235,5 +235,4 @@ def test_ctrl_c_leaves_no_process_behind() -> None:
         family = [main, *main.children(recursive=True)]
         assert len(family) > 2
         main.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs(family, timeout=60)
-        assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+        assert not still_there(family)

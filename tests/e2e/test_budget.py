@@ -18,9 +18,9 @@ import pytest
 
 from ellm_sgl.budget import Member, list_budgets, path_of
 from ellm_sgl.budget.file import LedgerFile
-from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, hold_port, port_of
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.e2e.load import ask, greedy, prompts, token_ids
-from tests.servers import STRICT
+from tests.servers import STRICT, refused
 
 pytestmark = pytest.mark.slow
 
@@ -155,18 +155,9 @@ def test_a_server_that_is_killed_leaves_its_memory_to_the_other(budget: str) -> 
 
 def start(*more: str) -> str:
     """What a server says that does not start."""
-    with hold_port() as held:
-        port = ("--port", str(port_of(held)))
-        done = subprocess.run(
-            [sys.executable, "-m", "ellm_sgl.serve.launch", *DEMO_ARGUMENTS, *port, *more],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("ellm-sgl: error: ")]
-    assert len(said) == 1, done.stderr[-3000:]
+    status, lines = refused([*DEMO_ARGUMENTS, *more])
+    said = [line for line in lines if line.startswith("ellm-sgl: error: ")]
+    assert status != 0 and len(said) == 1, lines[-30:]
     return said[0]
 
 

@@ -51,10 +51,14 @@ def test_outputs_are_the_same_to_the_bit(more: list[str], tmp_path: Path) -> Non
         server.flush_cache()
         update(server, other_weights)
         expected_of_others = outcomes(server)
-        assert server.state()["compiled_steps_total"] == 0
+        without = server.state()
+        assert without["compiled_steps_total"] == 0
     assert tokens(expected) != tokens(expected_of_others)
     with ServerProcess(arguments, STRICT) as server:
-        assert server.state()["compiled_steps_total"] == 0
+        begun = server.state()
+        assert begun["compiled_steps_total"] == 0
+        # What SGLang's layers take is what any step may come to take.
+        assert begun["activations"] == without["activations"]
         assert outcomes(server) == expected
         state = server.state()
         assert state["compiled_steps_total"] >= 60 and state["integrity"] == "ok"
@@ -85,3 +89,15 @@ def test_experts_are_left_to_sglang(tmp_path: Path) -> None:
         assert reason in server.log.read_text()
         ask(server.url, [greedy([5] * 20, 5)])
         assert server.state()["compiled_steps_total"] == 0
+
+
+def test_a_pool_of_one_block_and_a_context_to_match() -> None:
+    """Smaller than any step that calibration and the check would take by themselves."""
+    small = ["--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "16", "--context-length", "32",
+             "--skip-server-warmup"]  # fmt: skip
+    with ServerProcess([*DEMO_ARGUMENTS, *small], STRICT) as server:
+        assert "eLLM layers: compiled" in server.log.read_text()
+        [answer] = ask(server.url, [greedy([65, 66, 67], 8)])
+        state = server.state()
+        assert len(answer["output_ids"]) == 8 and state["integrity"] == "ok"
+        assert state["device_units_total"] == state["layer_groups"]

@@ -16,7 +16,7 @@ from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.e2e import browser
 from tests.e2e.conftest import AMPLE_TOKENS
 from tests.e2e.load import ask, greedy, prompts, token_ids
-from tests.servers import STRICT
+from tests.servers import STRICT, still_there
 
 pytestmark = pytest.mark.slow
 
@@ -112,8 +112,7 @@ def test_the_end_of_a_replica_is_the_servers(replicas: ServerProcess) -> None:
         schedulers[1].kill()
         for each in lost:
             assert isinstance(each.result(timeout=60), httpx.TransportError)
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    assert not still_there(processes)
     told = f"eLLM: process {schedulers[1].pid}, a replica's scheduler, has ended"
     assert replicas.log.read_text().count(told) == 1
 

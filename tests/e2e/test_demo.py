@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.servers import still_there
+
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
@@ -76,8 +78,7 @@ def test_a_stopped_demo_leaves_nothing_behind(sent: signal.Signals, tmp_path: Pa
         _, said = demo.communicate(timeout=120)
     assert demo.returncode == 1
     assert b"Aborted!" in said and b"Traceback" not in said
-    _, alive = psutil.wait_procs(servers, timeout=60)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not still_there(servers)
     assert not list(tmp_path.glob("ellm-sgl-*"))
 
 

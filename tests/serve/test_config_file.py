@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
+from ellm_sgl.serve import config_file
 from ellm_sgl.serve.cli import main
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 ADVISE = ("advise", "--device", "l4", "--json")
 
 
@@ -53,7 +58,7 @@ def test_the_command_line_counts_before_the_environment_and_that_before_the_file
         ("[sglang]\nmodel_pth = 'a'\n", "'model_pth' is no argument of SGLang's; did you mean mod"),
         ("[advise]\nkv_tokens = true\n", "'on' is not a valid integer"),
         ("[advise]\nkv_tokens = 0\n", "0 is not in the range"),
-        ("[advise]\nas_json = 1\n", "as_json 1: give true or false"),
+        ("[advise]\njson = 1\n", "json 1: give true or false"),
         ("[advise]\nkv_tokens = [1]\n", "kv_tokens [1]: give a text"),
         ("advise = 1\n", "advise is a command; write a table, [advise]"),
         ("[bench.overheads]\n", "'overheads' is not known here; did you mean overhead?"),
@@ -66,6 +71,55 @@ def test_what_makes_no_sense_is_named(tmp_path: Path, text: str, named: str) -> 
     done = run("--config", str(path), *ADVISE)
     assert done.exit_code in (1, 2)
     assert named in done.stderr and "Traceback" not in done.stderr
+
+
+def options(command: click.Command, *path: str) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Each option below a command: the command's path, the flag, and the code's name for it."""
+    if isinstance(command, click.Group):
+        for name, each in command.commands.items():
+            yield from options(each, *path, name)
+        return
+    for option in command.params:
+        if isinstance(option, click.Option):
+            yield path, max(option.opts, key=len), str(option.name)
+
+
+EVERY = list(options(main))
+
+
+@pytest.mark.parametrize(
+    ("path", "flag", "name"), EVERY, ids=[" ".join((*p, f)) for p, f, _ in EVERY]
+)
+def test_every_option_goes_by_its_flag(
+    tmp_path: Path, path: tuple[str, ...], flag: str, name: str
+) -> None:
+    written = flag.removeprefix("--").replace("-", "_")
+    command: click.Command = main
+    for part in path:
+        assert isinstance(command, click.Group)
+        command = command.commands[part]
+    [option] = [p for p in command.params if p.name == name]
+    assert isinstance(option, click.Option) and isinstance(option.envvar, list)
+    assert "_".join(["ELLM_SGL", *path, written]).upper().replace("-", "_") in option.envvar
+    file = tmp_path / "ellm.toml"
+    file.write_text(f"[{'.'.join(path)}]\n{written} = {'true' if option.is_flag else '1'}\n")
+    found, _ = config_file.read(file, main)
+    for part in path:
+        found = found[part]
+    assert list(found) == [name]
+
+
+def test_the_environment_is_read_by_flags() -> None:
+    done = run("simulate", ELLM_SGL_SIMULATE_PRESET="nosuch")
+    assert done.exit_code == 1 and "no preset 'nosuch'" in done.stderr
+
+
+def test_the_guides_file_is_read(tmp_path: Path) -> None:
+    [text] = re.findall(r"```toml\n(\[serve\].*?)```", GUIDE.read_text(), re.DOTALL)
+    file = tmp_path / "ellm.toml"
+    file.write_text(text)
+    found, sglang = config_file.read(file, main)
+    assert found["simulate"] == {"preset_name": "llama3-8b"} and "--model-path" in sglang
 
 
 def test_a_file_that_is_not_there() -> None:

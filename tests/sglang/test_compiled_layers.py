@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ellm_sgl.config import ConfigError
 from ellm_sgl.sglang import compiled_layers
 from ellm_sgl.sglang.compiled_layers import NotCompiledError
 from ellm_sgl.sglang.platform.torchvision_ops import declare
@@ -34,6 +35,18 @@ def test_parts_that_are_not_known_are_named() -> None:
     compiled_layers._known(Layer("qkv_proj", "o_proj", "attn", "rotary_emb", "k_norm"), "self_attn")
     with pytest.raises(NotCompiledError, match=r"^Layer has block_sparse_moe, extra$"):
         compiled_layers._known(Layer("self_attn", "extra", "block_sparse_moe"), "")
+
+
+def test_the_variable_says_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(compiled_layers.VARIABLE, raising=False)
+    assert compiled_layers._wanted()
+    for text, wanted in (("on", True), ("off", False)):
+        monkeypatch.setenv(compiled_layers.VARIABLE, text)
+        assert compiled_layers._wanted() == wanted
+    for text in ("", "OFF", "0"):
+        monkeypatch.setenv(compiled_layers.VARIABLE, text)
+        with pytest.raises(ConfigError, match=r"^ELLM_SGL_COMPILED_LAYERS=.*: give on or off"):
+            compiled_layers._wanted()
 
 
 def test_parameters_that_move_or_are_replaced_are_noticed() -> None:

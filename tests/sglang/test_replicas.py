@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from ellm_sgl.client.state import resize_of
+from ellm_sgl.client.state import resize_of, resized_to
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.sglang.replicas import Answer, all_of, ask_replicas, error_of, in_turn, one_of
 
@@ -61,6 +61,19 @@ def test_a_resize_is_as_far_as_the_last_replica() -> None:
     assert resize_of(state("applied", "applied"))["of"] == 0
     assert resize_of(state("applied", "under way", "ceiling"))["of"] == 1
     assert resize_of(state("applied", "floor", "ceiling"))["of"] == 2
+
+
+def test_a_pool_that_came_to_another_size_is_bounded() -> None:
+    def state(units: int, outcome: str = "applied") -> dict[str, Any]:
+        return {"resize": {"outcome": outcome}, "device_units_total": units, "block_tokens": 16,
+                "layer_groups": 2}  # fmt: skip
+
+    assert resized_to(state(20), 160)["outcome"] == "applied"
+    assert resized_to(state(20), 175)["outcome"] == "applied", "whole blocks"
+    assert resized_to(state(20), 320)["outcome"] == "bounded"
+    assert resized_to(state(20, "ceiling"), 320)["outcome"] == "ceiling"
+    both = {**state(40), "replicas": [state(40), state(20)]}
+    assert resized_to(both, 320)["outcome"] == "bounded"
 
 
 WAITS = """

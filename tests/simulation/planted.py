@@ -24,6 +24,8 @@ class Fault:
     """Part of its source,"""
     new: str
     """and what stands there instead."""
+    first: int = 0
+    """The life to begin with; those before it, which do not find it, come last."""
 
 
 _ELASTIC = "ellm_sgl.memory.elastic:ElasticMemory"
@@ -77,6 +79,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_ITERATION}.plan_decode",
         "self.in_force.fetch_ahead_s",
         "self.controller.steps.last.seconds / 2",
+        first=300,
     ),
     Fault(
         "evicted units are copied to each other's places on the host",
@@ -101,6 +104,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_TABLE}.adopt",
         "gaps = (self.units[destination] == NONE) & (self.units[source] != NONE)",
         "gaps = self.units[source] != NONE",
+        first=300,
     ),
     Fault(
         "a request's blocks gain no reference when it is mapped",
@@ -273,6 +277,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_HIDDEN}:plan_capture",
         "host.begin_hidden(np.unique(blocks[offsets == 0]))",
         "host.begin_hidden(np.unique(blocks))",
+        first=300,
     ),
     Fault(
         "hidden states are projected as if their block began the request",

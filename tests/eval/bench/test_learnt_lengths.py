@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ellm_sgl.client.traces import AZURE_COLUMNS
 from ellm_sgl.client.workloads import LENGTHS, drawn
 from ellm_sgl.eval.bench.result import Result
 from ellm_sgl.eval.bench.runner import run
+from ellm_sgl.eval.bench.scenario import Setting
 from ellm_sgl.eval.bench.scenarios.learnt_lengths import (
     NOTHING,
     ON_LINE,
@@ -79,6 +81,9 @@ def test_too_short_a_trace_is_told(tmp_path: Path) -> None:
 class Part(LearntLengths):
     def cells(self) -> tuple[Cell, ...]:
         return Cell("first", "tight"), Cell("second", "tight")
+
+    def settings(self) -> Sequence[Setting]:
+        return [Setting(name, "simulator") for name in (SAME, OTHER, ON_LINE)]
 
 
 @pytest.mark.slow
