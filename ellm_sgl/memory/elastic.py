@@ -89,11 +89,14 @@ class ElasticMemory:
             return True
         several = len(seq_ids) > 1
         most = self.restorable_tokens(len(seq_ids)) if several else self.max_restored_tokens
-        blocks, rows = self.table.missing_of_each(seq_ids)
-        lost = self.table.depth(blocks) > 0  # recomputed for each request, but fetched once
+        missing, each = self.table.missing_of_each(seq_ids), self.table.shape.block_tokens
+        if each * len(missing) <= most:  # wherever they are
+            return True
+        blocks, rows = np.unique(missing, return_counts=True)
+        lost = self.table.lost(blocks)  # recomputed for each request, but fetched once
         fetched = max(self.table.free_units, 0) // self.slots
         recomputed = int(rows[lost].sum()) + int(np.sort(rows[~lost])[::-1][fetched:].sum())
-        return self.table.shape.block_tokens * recomputed <= most
+        return each * recomputed <= most
 
     def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Tokens of each request in blocks that others use too; these stay cached."""
@@ -342,14 +345,13 @@ class ElasticMemory:
         is not reached; of the last block only the lowest groups needed."""
         seq_ids = self.table.sequence_ids
         targets = [self._targets.get(s, 0) for s in seq_ids]
-        excess_of = self.table.uncached_tokens(seq_ids) - np.array(targets, np.int64)
+        beyond = (self.table.uncached_tokens(seq_ids) - np.array(targets, np.int64)).tolist()
         # Of equal ones the first that came, whatever its number.
-        heap = [(excess, place, 0) for place, excess in enumerate(excess_of.tolist())]
-        heapq.heapify(heap)
-        queues: dict[int, list[int]] = {}
+        heap = sorted((excess, place, 0) for place, excess in enumerate(beyond))
+        queues: dict[int, list[int]] = {}  # of those only from whom memory demands something
         while heap and count > 0:
             excess, place, position = heapq.heappop(heap)
-            if place not in queues:  # memory demands little most often, of few of them
+            if place not in queues:
                 queues[place] = self._evictable(seq_ids[place], shared).tolist()
             if position < len(queues[place]):
                 freed = self._evict_lowest(queues[place][position], count)
@@ -382,9 +384,7 @@ class ElasticMemory:
 
     def _fetched_blocks(self, missing: IntArray) -> int:
         """How many of these missing blocks a step can fetch from the host."""
-        if self._save is None or len(missing) == 0:
-            return 0
-        return len(missing) - int(np.count_nonzero(self.table.lost(missing)))
+        return 0 if self._save is None else int(np.count_nonzero(~self.table.lost(missing)))
 
     def _evictable(self, seq_id: int, shared: bool) -> IntArray:
         """Blocks of a request that hold units and may lose them, oldest first.
