@@ -21,8 +21,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # measures it is tested in tests/kernels.
 os.environ.setdefault("ELLM_SGL_CPU_PREFETCH", "t0:1")
 
-# And for three, how long steps take, which no output depends on.
-os.environ.setdefault("ELLM_SGL_CALIBRATION_S", "1")
+# And for three seconds how long steps take, which no output depends on.
+os.environ.setdefault("ELLM_SGL_CALIBRATION_S", "0.3")
 
 # Helper modules beside the tests explain their failed assertions too.
 pytest.register_assert_rewrite("tests.memory.page_table_model", "tests.step.tiny")
