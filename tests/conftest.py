@@ -21,7 +21,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # measures it is tested in tests/kernels.
 os.environ.setdefault("ELLM_SGL_CPU_PREFETCH", "t0:1")
 
-# And for three seconds how long steps take, which no output depends on.
+# And for three seconds how long steps take, which no answer depends on (tests/e2e/test_calibrate.py
+# leaves a server its three).
 os.environ.setdefault("ELLM_SGL_CALIBRATION_S", "0.3")
 
 # Helper modules beside the tests explain their failed assertions too.

@@ -66,7 +66,7 @@ def as_toml(value: object) -> str:
     return json.dumps(value) if value is not None else "1979-05-27T07:32:00Z"
 
 
-NAMES = st.sampled_from(["kv_tokens", "kv-tokens", "device", "as_json", "prompt_tokens", "help"])
+NAMES = st.sampled_from(["kv_tokens", "kv-tokens", "device", "json", "prompt_tokens", "help"])
 OPTIONS = st.dictionaries(NAMES | st.text(max_size=4), VALUES, max_size=3)
 TABLES = st.dictionaries(
     st.sampled_from(["advise", "serve", "sglang", "bench", "policies", "nothing"]),

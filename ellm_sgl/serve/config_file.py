@@ -27,11 +27,10 @@ def name_of(option: click.Option) -> str:
 
 
 def take_from_environment(command: click.Command, prefix: str) -> None:
-    """Let each option below `command` be given as `prefix`, command and option in one name."""
+    """Let each option of `command`, and of those below it, be given as `prefix` and its names."""
     if isinstance(command, click.Group):
         for name, each in command.commands.items():
             take_from_environment(each, f"{prefix}_{name.upper()}".replace("-", "_"))
-        return
     for option in command.params:
         if isinstance(option, click.Option):
             known = [option.envvar] if isinstance(option.envvar, str) else option.envvar or ()

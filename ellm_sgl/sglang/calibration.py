@@ -110,8 +110,10 @@ def calibrate(
     decided = get_tp_group().broadcast_object
     guess: HardwareProfile = decided(measure_device(runner.device))
     steps = SyntheticSteps(runner, ours)
-    mixes = _affordable(shape, guess, steps)
-    steps.run(mixes[0])  # on a GPU the very first step compiles kernels, for seconds
+    mixes: Sequence[Mix] = decided(_affordable(shape, guess, steps))
+    kinds = {(mix.new > 1, mix.uncached > 0): mix for mix in reversed(mixes)}
+    for mix in kinds.values():
+        steps.run(mix)  # on a GPU the first step of a kind compiles kernels, for seconds
     deadline = time.perf_counter() + _seconds()
     samples: dict[Mix, list[float]] = {mix: [] for mix in mixes}
     for mix in itertools.cycle(mixes):
@@ -125,14 +127,24 @@ def calibrate(
     profile = with_scheduling(profile, shape.layers)
     if profile.name == "cuda":
         return profile, Activations()
-    # Compiled layers have buffers of their own: what SGLang's take is what a row may.
+    activations: Activations = decided(Activations.fit(measured_bytes(ours, steps, mixes)))
+    return profile, activations
+
+
+def measured_bytes(
+    ours: Context, steps: SyntheticSteps, mixes: Sequence[Mix]
+) -> list[tuple[int, int, int]]:
+    """(rows, logit rows, bytes at the peak) of steps through SGLang's layers: compiled ones have
+    buffers of their own, and any step may come to go through the others.
+
+    Args:
+        mixes: those that are affordable.
+    """
     with nullcontext() if ours.compiled is None else ours.compiled.aside():
-        peaks = [
+        return [
             (mix.rows, mix.requests, peak_bytes(functools.partial(steps.run, mix)))
             for mix in (*steps.that_fit(FEW_ROWS), *(m for m in MEASURED_BYTES if m in mixes))
         ]
-    activations: Activations = decided(Activations.fit(peaks))
-    return profile, activations
 
 
 def _seconds() -> float:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -153,16 +153,16 @@ def test_a_server_that_is_killed_leaves_its_memory_to_the_other(budget: str) -> 
         assert one.state()["integrity"] == "ok"
 
 
-def start(*more: str) -> str:
+def start(*more: str, environment: Mapping[str, str] = STRICT) -> str:
     """What a server says that does not start."""
-    status, lines = refused([*DEMO_ARGUMENTS, *more])
+    status, lines = refused([*DEMO_ARGUMENTS, *more], environment)
     said = [line for line in lines if line.startswith("ellm-sgl: error: ")]
     assert status != 0 and len(said) == 1, lines[-30:]
     return said[0]
 
 
-def refusal(budget: str, *more: str) -> str:
-    return start(*arguments(budget, *more)[len(DEMO_ARGUMENTS) :])
+def refusal(budget: str, *more: str, environment: Mapping[str, str] = STRICT) -> str:
+    return start(*arguments(budget, *more)[len(DEMO_ARGUMENTS) :], environment=environment)
 
 
 def test_a_size_that_makes_no_sense() -> None:
@@ -197,7 +197,9 @@ def test_ledgers_that_are_none(budget: str) -> None:
 def test_a_budget_that_has_no_place_for_a_server(budget: str) -> None:
     """Which is known only once the model is."""
     other = Member(budget, BUDGET, "other", BUDGET - 4 * MIB)
-    said = refusal(budget, "--ellm-min-device-kv-tokens", "4000")
+    # With a variable of its own it is a process of its own, no copy.
+    own = STRICT | {"OMP_DISPLAY_ENV": "false"}
+    said = refusal(budget, "--ellm-min-device-kv-tokens", "4000", environment=own)
     assert f"are promised to others (other (pid {os.getpid()}): 0 bytes); give a smaller" in said
     assert "give all the same size, or end them first" in refusal(
         budget, "--ellm-memory-budget", f"{budget}:64MiB"

@@ -46,7 +46,8 @@ def run(
 
 def verify(*arguments: str) -> dict[str, Any]:
     """The report, of the command in this process: its servers are copies of what all tests' are."""
-    done = CliRunner(env={"OMP_NUM_THREADS": "1"}).invoke(main, ["verify", "--json", *arguments])
+    runner = CliRunner(env={"OMP_NUM_THREADS": "1"})
+    done = runner.invoke(main, ["verify", "--json", *arguments], catch_exceptions=False)
     assert done.stdout, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert done.exit_code == 0, (report["failures"], done.stderr)

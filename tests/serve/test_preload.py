@@ -64,6 +64,7 @@ def test_copies_end_with_the_process_that_asked_for_them(
 def test_what_may_not_be_a_copy_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     log = tmp_path / "log"
     monkeypatch.setattr(preload, "MODULE", "tests.serve.preloaded_stand_in")
+    monkeypatch.setattr(preload, "_current", None)  # that of all tests is not to be hit
     with preloaded(ENVIRONMENT):
         assert copy(["0", "0"], ENVIRONMENT | {"OMP_NUM_THREADS": "7"}, log) is None
         late = ENVIRONMENT | {"ELLM_SGL_SETTINGS": "{}"}
@@ -77,6 +78,31 @@ def test_what_may_not_be_a_copy_is_none(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(preload, "MODULE", "tests.serve.no_such_module")
     with preloaded(ENVIRONMENT):
         assert copy(["0", "0"], ENVIRONMENT, log) is None
+
+
+def test_an_inner_context_has_the_same_process_where_its_environment_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(preload, "MODULE", "tests.serve.preloaded_stand_in")
+    monkeypatch.setattr(preload, "_current", None)
+
+    def parent_of(environment: dict[str, str]) -> int:
+        found = copy(["60", "0"], environment, tmp_path / "log")
+        assert found is not None
+        parent = psutil.Process(found.pid).ppid()
+        found.send_signal(signal.SIGTERM)
+        assert found.wait(timeout=10) == -signal.SIGTERM
+        return parent
+
+    other = ENVIRONMENT | {"OMP_NUM_THREADS": "7"}
+    with preloaded(ENVIRONMENT):
+        outer = parent_of(ENVIRONMENT)
+        with preloaded(ENVIRONMENT | {"ELLM_SGL_X": "x"}):
+            assert parent_of(ENVIRONMENT) == outer
+        assert parent_of(ENVIRONMENT) == outer, "it is still there"
+        with preloaded(other):
+            assert parent_of(other) != outer
+        assert parent_of(ENVIRONMENT) == outer
 
 
 def test_a_copy_that_cannot_begin_has_ended(parent: Preloaded, tmp_path: Path) -> None:

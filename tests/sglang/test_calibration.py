@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -13,7 +17,7 @@ from ellm_sgl.eval.tiny_models import TINY_MODELS, write
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
 from ellm_sgl.sglang import calibration
 from ellm_sgl.sglang.calibration import shape_of, with_scheduling
-from ellm_sgl.sglang.mixes import FEW_ROWS, MIXES, Mix
+from ellm_sgl.sglang.mixes import FEW_ROWS, MEASURED_BYTES, MIXES, Mix
 
 
 def matrix_weights(folder: Path) -> int:
@@ -110,3 +114,27 @@ def test_a_time_to_measure_that_is_none(text: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(calibration.VARIABLE, text)
     with pytest.raises(ConfigError, match=r"ELLM_SGL_CALIBRATION_S=.*: give a number from 0 up to"):
         calibration._seconds()
+
+
+def test_memory_of_steps_is_measured_with_sglangs_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    aside: list[bool] = [False]
+
+    class Compiled:
+        @contextmanager
+        def aside(self) -> Iterator[None]:
+            aside[0] = True
+            yield
+            aside[0] = False
+
+    def peak(step: Callable[[], float]) -> int:
+        assert aside[0]
+        return int(step())
+
+    monkeypatch.setattr(calibration, "peak_bytes", peak)
+    steps: Any = SimpleNamespace(that_fit=list, run=lambda mix: 100 * mix.rows)
+    few = [(m.rows, m.requests, 100 * m.rows) for m in FEW_ROWS]
+    ours: Any = SimpleNamespace(compiled=Compiled())
+    assert calibration.measured_bytes(ours, steps, ()) == few
+    more = calibration.measured_bytes(ours, steps, MEASURED_BYTES)
+    assert len(more) == len(few) + len(MEASURED_BYTES) and more[: len(few)] == few
+    assert aside == [False]

@@ -78,6 +78,15 @@ def test_too_short_a_trace_is_told(tmp_path: Path) -> None:
         assert done.exit_code != 0 and problem in done.stderr
 
 
+def test_a_run_has_every_setting(tmp_path: Path) -> None:
+    trace = write(tmp_path / "trace.csv", [10] * 30 + [90] * 30)
+    made = LearntLengths(rounds=1, trace=trace, requests=20)
+    result = run(made, lambda _: None, lambda: None)
+    for cell in made.cells():
+        for setting in made.settings():
+            assert result.median(cell, setting.name, "tokens_per_s") > 0
+
+
 class Part(LearntLengths):
     def cells(self) -> tuple[Cell, ...]:
         return Cell("first", "tight"), Cell("second", "tight")
