@@ -22,12 +22,16 @@ def resized_to(state: Mapping[str, Any], tokens: int) -> dict[str, Any]:
     """`resize_of` a settled state, once so many tokens were asked for: `bounded` where the pool has
     come to another size, since a shared budget, a release of its memory, or another order keeps it
     from this one."""
-    replicas = state.get("replicas", (state,))
-    there = min(tokens_in(replica, replica["device_units_total"]) for replica in replicas)
-    found = resize_of(state)
-    if found["outcome"] == "applied" and there != tokens - tokens % replicas[0]["block_tokens"]:
+    found, whole = resize_of(state), tokens - tokens % state["block_tokens"]
+    if found["outcome"] == "applied" and tokens_there(state) != whole:
         found["outcome"] = "bounded"
     return found
+
+
+def tokens_there(state: Mapping[str, Any]) -> int:
+    """Of KV that the pool may hold; of several replicas, the smallest."""
+    replicas = state.get("replicas", (state,))
+    return min(tokens_in(replica, replica["device_units_total"]) for replica in replicas)
 
 
 def settled(look: Callable[[], Mapping[str, Any]], wait_s: float) -> Mapping[str, Any]:

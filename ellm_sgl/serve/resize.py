@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from ellm_sgl.client.state import accepted, resize_of, resized_to, settled, tokens_in
+from ellm_sgl.client.state import accepted, resize_of, resized_to, settled, tokens_there
 from ellm_sgl.serve.asking import AskError, ask, of_this_version
 
 WAIT_S = 60.0
@@ -64,10 +64,9 @@ def resize(client: httpx.Client, tokens: int, admin_key: str | None = None) -> R
 
 def _outcome(tokens: int, state: Mapping[str, Any]) -> Resized:
     replicas = state.get("replicas", [state])
-    there = min(tokens_in(replica, replica["device_units_total"]) for replica in replicas)
-    outcome = resized_to(state, tokens)["outcome"]
     committed = sum(replica["device_bytes_committed"] for replica in replicas)
-    return Resized(tokens, there, committed, outcome)
+    outcome = resized_to(state, tokens)["outcome"]
+    return Resized(tokens, tokens_there(state), committed, outcome)
 
 
 def _state(client: httpx.Client) -> dict[str, Any]:

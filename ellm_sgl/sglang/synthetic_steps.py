@@ -33,16 +33,12 @@ class SyntheticSteps:
         self._context: int = runner.model_config.context_len
         self._cleared = 0
 
-    def fits(self, mix: Mix) -> bool:
-        """Whether pool and context are large enough for `mix`."""
-        return self._units_of(mix) <= self._units and mix.tokens <= self._context
-
     def that_fit(self, mixes: Sequence[Mix]) -> list[Mix]:
-        """These in their order; if none fits, a step of one request with all that there is room
-        for."""
-        shape = self._pool.shape
-        room = self._units // shape.num_groups * shape.block_tokens
-        return [m for m in mixes if self.fits(m)] or [Mix(1, min(room, self._context))]
+        """Those that pool and context are large enough for, in their order; if there are none, a
+        step of one request with all that there is room for."""
+        shape, units, context = self._pool.shape, self._units, self._context
+        fitting = [m for m in mixes if self._units_of(m) <= units and m.tokens <= context]
+        return fitting or [Mix(1, min(shape.tokens_in(units), context))]
 
     def outcome(self, mix: Mix, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of a step, and KV that it writes: [layers, 2, rows, KV heads, head size]. Tokens,

@@ -6,7 +6,6 @@ One server at a time, for all of it: those that end a server come last, in the o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import resource
 import signal
@@ -23,7 +22,7 @@ import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.e2e.load import ask, greedy, prompts, token_ids
-from tests.servers import STRICT
+from tests.servers import STRICT, still_there
 
 pytestmark = pytest.mark.slow
 
@@ -279,7 +278,7 @@ def test_sigterm_lets_requests_finish(
     wait_until(lambda: running(server) > 0, "they do not begin")
     processes[0].terminate()
     assert token_ids(answers.result()) == expected
-    wait_until(lambda: _all_gone(processes), "processes that stay")
+    assert not still_there(processes, PATIENCE_S)
     assert list(family.folder.iterdir()) == []
 
 
@@ -302,7 +301,7 @@ def test_a_process_that_is_killed(
     victim.send_signal(signal.SIGKILL)
     assert not wait(lost, timeout=AT_ONCE_S).not_done, "clients that hear nothing"
     assert all(isinstance(each.result(), httpx.TransportError) for each in lost)
-    wait_until(lambda: _all_gone(processes), "processes that stay")
+    assert not still_there(processes, PATIENCE_S)
     assert list(family.folder.iterdir()) == []
     assert token_ids(ask(family.server.url, bodies)) == expected
     assert family.server.pid not in {process.pid for process in processes}
@@ -316,12 +315,3 @@ def _error_of(url: str, body: dict[str, Any]) -> Exception | None:
     except httpx.HTTPError as error:
         return error
     return None
-
-
-def _all_gone(processes: list[psutil.Process]) -> bool:
-    alive = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
-    return not alive

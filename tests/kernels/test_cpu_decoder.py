@@ -235,6 +235,6 @@ def test_a_unit_that_the_pool_does_not_have(case: Case) -> None:
 def test_what_the_kernels_do_not_take_is_named(
     case: Case, changed: dict[str, object], message: str
 ) -> None:
-    case.layers[1] = replace(case.layers[1], **changed)  # type: ignore[arg-type]  # of any
+    case.layers[1] = replace(case.layers[1], **changed)  # type: ignore[arg-type]  # its fields are of several types
     with pytest.raises(ValueError, match=message):
         case.compiled()
