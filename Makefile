@@ -112,7 +112,8 @@ test-versions: setup-versions
 	status=0; for one in $$running; do \
 	    wait $${one#*:} || status=1; \
 	    echo "== sglang $${one%:*}"; cat .venv-$${one%:*}/tests.log; \
-	done; exit $$status
+	done; \
+	grep -E '^(FAILED|ERROR|E  )' $(VERSIONS:%=.venv-%/tests.log) || true; exit $$status
 
 test-fast: setup
 	@$(BIN)/pytest -m 'not slow and not gpu' $(TWO)

@@ -28,6 +28,12 @@ def arguments(port: int) -> dict[str, Any]:
     return {"model_path": str(DEMO_MODEL), "dtype": "float32", "port": port}
 
 
+def engine_arguments(port: int) -> dict[str, Any]:
+    """An engine listens on no port but that of torch.distributed, which SGLang would take from the
+    ephemeral range seconds before it listens."""
+    return arguments(port) | {"nccl_port": port}
+
+
 SETTINGS: dict[str, Any] = {"policy": "fixed-ratio", "device_kv_tokens": 4096}
 FULL, HALF = 32_000, 1_000
 """Tokens of KV: more than the prompts below need, and less than half of it."""
@@ -82,7 +88,7 @@ def engine(port: int) -> None:
     said: dict[str, Any] = {}
     for way in (_stock_and_elastic, _enabled_engine):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            said |= process.submit(way, arguments(port)).result()
+            said |= process.submit(way, engine_arguments(port)).result()
     print(json.dumps(said), flush=True)
 
 
@@ -120,7 +126,7 @@ def _stock_and_elastic(values: dict[str, Any]) -> dict[str, Any]:
 def restoring(port: int) -> None:
     """An engine of which half of what is cached is restored in every step; prints its answer."""
     settings = {f"ellm_{name}": value for name, value in SETTINGS.items()}
-    with ellm_sgl.Engine(**arguments(port), **settings, ellm_ratio=0.5) as ours:
+    with ellm_sgl.Engine(**engine_arguments(port), **settings, ellm_ratio=0.5) as ours:
         said = {"output_ids": generate(ours, PROMPT), "state": ours.ellm_state(integrity=True)}
     print(json.dumps(said), flush=True)
 

@@ -7,8 +7,6 @@ version all other tests run.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +18,7 @@ from ellm_sgl.sglang.versions import VERSIONS, installed
 from tests.e2e.load import ask, greedy, prompts, token_ids
 from tests.e2e.scripted_policies import install
 from tests.e2e.started_from_python import PROMPT
-from tests.e2e.test_from_python import ENVIRONMENT, SCRIPT
+from tests.e2e.test_from_python import run
 from tests.e2e.test_memory_pressure import wait_for
 from tests.e2e.test_paused_requests import Stream
 from tests.e2e.test_watching import figures, settled
@@ -139,9 +137,7 @@ def test_it_is_watched(server: ServerProcess) -> None:
 def test_an_engine_answers_as_the_server(server: ServerProcess) -> None:
     server.switch_policy("fixed-ratio", ratio=0.0)
     [expected] = ask(server.url, [greedy(PROMPT, 24)])
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "restoring"], env=ENVIRONMENT, capture_output=True, text=True
-    )
+    done = run("restoring")
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["output_ids"] == expected["output_ids"]
