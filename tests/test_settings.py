@@ -7,25 +7,11 @@ from typing import Any
 
 import pytest
 
-from ellm_sgl.config import ConfigError
 from ellm_sgl.config.resolve import resolve
 
 
 def given(path: Path, **more: Any) -> dict[str, Any]:
     return {"host_path": str(path), "host_kv_tokens": 64, **more}
-
-
-def test_the_host_tiers_file_must_be_ours_to_make(tmp_path: Path) -> None:
-    notes, link = tmp_path / "notes.txt", tmp_path / "link"
-    notes.write_text("precious")
-    link.symlink_to(notes)
-    for path in (notes, link, tmp_path, tmp_path / "no" / "file", notes / "file"):
-        with pytest.raises(ConfigError, match=f"^--ellm-host-path {path}: .*give a") as refusal:
-            resolve(given(path))
-        assert "\n" not in str(refusal.value)
-    assert notes.read_text() == "precious"
-    assert resolve(given(tmp_path / "tier")).host_path == str(tmp_path / "tier")
-    assert sorted(tmp_path.iterdir()) == [link, notes]
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ FLAGS: tuple[Flag, ...] = (
          "Time the policy has in each iteration; later answers are replaced, or, of policies that "
          "never wait, counted. Default 5."),
     Flag("tpot_slo_ms", float, "a number", "MS",
-         "Service level objective on the time per output token, for requests that bring none "
-         "of their own. Default: none."),
+         "Service level objective on the time per output token, of all requests; where one brings "
+         "its own, the smaller counts. Default: none."),
     Flag("latency_model", str, "a name", "NAME",
          f"What predicts the time of a step: {' or '.join(LATENCY_MODELS)}. Default roofline."),
     Flag("layer_group", int, "a whole number", "F", "Layers per layer group. Default 4."),

@@ -4,17 +4,14 @@ that they name."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from ellm_sgl import host_file
 from ellm_sgl.budget import check_budget
 from ellm_sgl.config import ELLM, HCACHE, RECOMPUTE, EllmConfig
 from ellm_sgl.config.flags import POLICY, read_settings
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.registry import create
-from ellm_sgl.store import check_folder
 
 DEFAULT_POLICY = "fcfs"
 OFF = "off"
@@ -43,17 +40,13 @@ def resolve(values: Mapping[str, Any]) -> EllmConfig:
         values: fields of `EllmConfig` that were given.
 
     Raises:
-        ConfigError: a value out of range, a policy or an option that does not exist, a file for
-            the host tier that is another's, or cannot be made, a memory budget likewise.
+        ConfigError: a value out of range, a policy or an option that does not exist, a memory
+            budget that is another's, or cannot be made.
     """
     if values.get("mode") == HCACHE:
         values = {"host_keeps": "mixed", **values}
     config = EllmConfig(**values)
     policy_of(config)
-    if config.host_path is not None:
-        host_file.check(host_file.file_of(config.host_path))
-    if config.kv_store is not None:
-        check_folder(Path(config.kv_store))
     if config.budget is not None:
         check_budget(config.budget)
     return config

@@ -11,7 +11,7 @@ from ellm_sgl.engine.host_buffer import HostBuffer
 from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.engine.step_log import KEPT_STEPS, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape
-from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState
+from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState, WorkSplit
 from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
 from ellm_sgl.policies.planned import latency_seen
@@ -119,14 +119,15 @@ class Controller:
         seconds = time.perf_counter() - began
         self.decision_s.append(seconds)
         self.decisions += 1
-        batch, ratios = answer.batch, answer.ratios
+        batch, ratios, split = answer.batch, answer.ratios, answer.split
         keeps_all = not batch.pause and not ratios.running.any()
         decision = Decision(
             admit=batch.admit,
             pause=frozenset(batch.pause),
             ratios=tuple(ratios.running.tolist()),
             admitted_ratios=tuple(ratios.admitted.tolist()),
-            split=answer.split,
+            # A policy may have answered with NumPy's integers, which JSON does not know.
+            split=WorkSplit(int(split.swap_layers), int(split.recompute_layers), int(split.delta)),
             fetch_ahead_s=0.0 if last is None else LINK_SHARE * last.seconds,
             stands=self.guard.idle_without_pressure and keeps_all,
         )

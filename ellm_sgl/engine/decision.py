@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ellm_sgl.policies import WorkSplit
 from ellm_sgl.policies.base import ALL_THREADS
@@ -34,6 +34,11 @@ class Decision:
     """Whether it keeps everything and stands while all fits (`Policy.idle_without_pressure`)."""
     step_bytes: float = math.inf
     """That the machine leaves a step's activations: as of one rank, since ranks must agree."""
+
+    def without_pauses(self) -> Decision:
+        """Nobody pauses, and who would have keeps what is cached."""
+        kept = tuple(0.0 if i in self.pause else r for i, r in enumerate(self.ratios))
+        return replace(self, pause=frozenset(), ratios=kept)
 
 
 @dataclass(frozen=True)

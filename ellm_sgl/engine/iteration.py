@@ -184,7 +184,7 @@ class Iteration:
         with elastic.totals.bookkeeping():
             units = blocks * elastic.table.shape.num_groups
             room = elastic.make_room_for_step(units, seq_ids)
-            return room and elastic.fits_one_step([*seq_ids, *beside])
+            return room and elastic.fits_one_step([*seq_ids, *beside], units)
 
     def bring_to_ratios(self, seq_ids: Sequence[int], paused: bool = False) -> None:
         """Evict from these requests what the decision asks for. The `paused` take no part in the

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ellm_sgl.engine.decision import FETCH_ALL
 from ellm_sgl.policies import Batch, Ratios, SystemState, WorkSplit
 
 STANDS_S = 1.0
 """Seconds for which the last answer of a policy that is late stands: longer than a busy machine
 keeps a thread waiting. After that it is done without."""
-SAFE_SPLIT = WorkSplit(swap_layers=0, recompute_layers=1, delta=512)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +24,12 @@ class Answer:
 
 
 def safe_answer(state: SystemState) -> Answer:
-    """Keeps all cached, and admits as SGLang does."""
+    """Keeps all cached, fetches what the host has, and admits as SGLang does."""
     waiting = len(state.waiting)
     return Answer(
         Batch(admit=tuple(range(waiting))),
         Ratios(running=np.zeros(len(state.running)), admitted=np.zeros(waiting)),
-        SAFE_SPLIT,
+        FETCH_ALL,
     )
 
 

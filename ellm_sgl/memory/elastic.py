@@ -82,8 +82,8 @@ class ElasticMemory:
         """Most tokens that the coming step can recompute beside so many requests that decode."""
         return int(min(self.max_restored_tokens, self.room.restorable(decoding)))
 
-    def fits_one_step(self, seq_ids: Sequence[int]) -> bool:
-        """Whether one step can recompute what these requests miss that the host lacks, or there is
+    def fits_one_step(self, seq_ids: Sequence[int], units: int = 0) -> bool:
+        """Whether one step that places so many units can recompute what the host lacks, or there is
         no room to fetch. One alone, whom False would end, needs room in the buffers only."""
         if self.table.missing_units == 0:
             return True
@@ -94,8 +94,8 @@ class ElasticMemory:
             return True
         blocks, rows = np.unique(missing, return_counts=True)
         lost = self.table.lost(blocks)  # recomputed for each request, but fetched once
-        fetched = max(self.table.free_units, 0) // self.slots
-        recomputed = int(rows[lost].sum()) + int(np.sort(rows[~lost])[::-1][fetched:].sum())
+        fetched = max(self.table.free_units - units, 0) // self.slots  # first, as they are planned
+        recomputed = int(rows[lost].sum()) + int(rows[~lost][fetched:].sum())
         return each * recomputed <= most
 
     def shared_tokens(self, seq_ids: Sequence[int]) -> TokenCounts:
@@ -260,20 +260,20 @@ class ElasticMemory:
         # Besides growth, room for what this step fetches; less by what is placed for good.
         growth = (-(-len(seq_ids) // GROWING) + self.under_way.coming) * groups
         growth += self.slots * self._fetched_blocks(missing)
-        cost = groups - self.slots if self._save is not None and groups > self.slots else groups
+        less = self.slots if self._save is not None and groups > self.slots else 0
         self.reclaim_prefixes(growth + wanted)
         restored: list[int] = []
         before = self.table.used_units
         for seq_id in np.array(seq_ids)[excess > 0].tolist():
-            spare = (self.table.free_units - growth) // cost
-            if spare <= 0:
+            if (spare := self.table.free_units - growth) < groups - less:
                 break
             # Anew: blocks may have returned for another request that shares them.
-            count = min(spare, int(self._excess_blocks([seq_id])[0]))
-            if count > 0:
-                blocks = self.table.blocks_of(seq_id)
-                own = blocks[self.table.misses_units(blocks)]
-                restored += self.table.place(own[::-1][:count]).tolist()
+            blocks, count = self.table.blocks_of(seq_id), int(self._excess_blocks([seq_id])[0])
+            own = blocks[self.table.misses_units(blocks)][::-1][:count]
+            fetched = ~self.table.lost(own)
+            fits = (groups - less * fetched).cumsum().searchsorted(spare, side="right")
+            growth -= less * int(fetched[:fits].sum())
+            restored += self.table.place(own[:fits]).tolist()
         self.totals.restored_units += self.table.used_units - before
         return restored
 

@@ -105,6 +105,8 @@ class Resizer:
         self._steps_at_ceiling = 0
         self._told = False
         """That the machine gave no more for what was last asked for."""
+        self._logged: tuple[Outcome, int, int] | None = None
+        """What it came to, of how much, as last told in the log."""
         self.commit_s_per_unit = 0.0
         """What committing took when the pool last grew, in seconds; 0 before."""
 
@@ -270,6 +272,10 @@ class Resizer:
         if outcome is Outcome.UNDER_WAY:
             return
         table, shape = self._elastic.table, self._elastic.table.shape
+        came = outcome, self.wanted_units, table.unit_limit
+        if came == self._logged:  # a shared budget asks again and again for what it is not given
+            return
+        self._logged = came
         logger.info(
             "eLLM pool: %d tokens asked for, room for %d now (%s); %.1f MB committed",
             shape.tokens_in(self.wanted_units), shape.tokens_in(table.unit_limit), outcome,

@@ -54,7 +54,7 @@ def check_decode_memory(
     if ours.prefilling:  # a mixed step, of which 0.5.23 asks: `prepare_decode` makes it fit
         return True
     if selected_indices is None:
-        ours.evict_paused(batch.reqs)
+        ours.evict_paused(batch)
         selected_indices = range(len(batch.reqs))
     return _fits(batch, ours.stepping(batch, selected_indices))
 
@@ -95,7 +95,7 @@ def prepare_decode(batch: ScheduleBatch) -> None:
     """
     ours = scheduler_of(batch)
     context_of(batch).may_evict = True
-    ours.evict_paused(batch.reqs)
+    ours.evict_paused(batch)
     stay = ours.stepping(batch, range(len(batch.reqs)))
     if ours.prefilling:
         stay = _beside_prompts(batch, stay, ours.prefilling)

@@ -39,7 +39,8 @@ def tokens_within(settings: EllmConfig, chosen: int, token_bytes: int, configura
     found = container(ROOT)
     if found is None or settings.device_kv_tokens is not None:
         return chosen
-    host = settings.host_kv_tokens * all_bytes
+    # The kernel takes a file's pages back where memory is short: they are no part of what is used.
+    host = settings.host_kv_tokens * all_bytes if settings.host_path is None else 0
     room = max(int(found.free * arguments.mem_fraction_static) - host, 0)
     tokens = min(chosen, room // all_bytes)
     if ranks > 1:  # what is in use changes while they look

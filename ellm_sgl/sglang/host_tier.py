@@ -14,6 +14,7 @@ from ellm_sgl.latency import hidden_layers
 from ellm_sgl.memory import HiddenPool, KVPool, PoolShape
 from ellm_sgl.sglang.calibration import measure_device, model_shape
 from ellm_sgl.step import AnyStreamer, DeviceStreamer, HiddenStates, NativeStreamer, Streamer
+from ellm_sgl.store import check_folder
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +153,8 @@ def check_room(settings: EllmConfig, model: Any, tp_size: int) -> None:
 
 
 def check_files(settings: EllmConfig, args: Any, model: Any) -> None:
-    """Before any process starts: raise ConfigError for names that are taken, and for more bytes
-    than there is room for.
+    """Before any process starts: raise ConfigError for names that are taken or cannot be made, and
+    for more bytes than there is room for.
 
     Args:
         args: SGLang's `ServerArgs`, its defaults filled in.
@@ -161,10 +162,13 @@ def check_files(settings: EllmConfig, args: Any, model: Any) -> None:
     """
     if settings.host_path is not None:
         check_space(settings.host_path, files(settings, args, model))
+    if settings.kv_store is not None:
+        for rank in range(args.tp_size):
+            check_folder(file_of(settings.kv_store, rank, args.tp_size))
 
 
 def files(settings: EllmConfig, args: Any, model: Any) -> dict[Path, int]:
-    """The files of the processes on this machine, and the bytes of each; 0 where only the server
+    """The files of the server's processes, and the bytes of each; 0 where only the server
     itself will know: it measures how many layers to keep hidden states of, and SGLang chooses the
     KV's dtype."""
     assert settings.host_path is not None
@@ -176,8 +180,7 @@ def files(settings: EllmConfig, args: Any, model: Any) -> dict[Path, int]:
         kv = (blocks * (shape.num_groups - groups) + 1) * unit_bytes  # one of scratch
         hidden_unit = shape.layer_group * shape.block_tokens * hidden_bytes
         hidden = HiddenPool.units_of(groups, blocks) * hidden_unit
-    on_this = args.tp_size // args.nnodes
-    ranks = range(args.node_rank * on_this, (args.node_rank + 1) * on_this)
+    ranks = range(args.tp_size)
     found = {file_of(path, rank, args.tp_size): kv for rank in ranks}
     if settings.hidden_in_file:
         found |= {file_of(path, rank, args.tp_size, hidden=True): hidden for rank in ranks}

@@ -43,9 +43,9 @@ said how many requests may run: with a context of a million tokens it would be 8
 def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -> Any:
     """Hook after `_resolve_memory_pool_config`: SGLang gets logical capacity, we the physical.
 
-    There are addresses for whatever else lets requests run: all that the device ever holds, all
-    that a step may recompute, and a block being filled for every request; and always for four times
-    the device and two requests of the model's full context.
+    There are addresses for whatever else lets requests run: all that the device ever holds and all
+    that the host does, all that a step may recompute, and a block being filled for every request;
+    and always for four times the device and two requests of the model's full context.
 
     In mode recompute there are as many as the device holds: SGLang then admits, retracts and
     refuses by what is there, and no block is ever without memory.
@@ -63,7 +63,10 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
         config.max_total_num_tokens = device
         return config
     logical = max(
-        most + _max_restored_tokens(configurator) + config.max_running_requests * block,
+        most
+        + settings.host_kv_tokens
+        + _max_restored_tokens(configurator)
+        + config.max_running_requests * block,
         4 * most + 2 * configurator.model_config.context_len,
     )
     config.max_total_num_tokens = -(-logical // block) * block

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,9 @@ class EllmScheduler:
         self.released: Released | None = None
         self.prompt_ratio = 0.0
         """Uncached ratio that the prompt which SGLang computes in chunks was admitted at."""
+        self._gone: deque[int] = deque()
+        """Entries of requests that SGLang knows no longer. Whichever thread collects garbage finds
+        them; the scheduler's takes note."""
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -92,6 +96,7 @@ class EllmScheduler:
             return entries_array([r._ellm_entry for r in reqs])
 
     def _enter(self, req: Req) -> None:
+        self.note_gone()
         now, requests = self.iteration.clock(), self.iteration.requests
         tpot, ttft = slo_seconds(req.sampling_params.custom_params)
         entry = requests.add(
@@ -107,7 +112,12 @@ class EllmScheduler:
             now,
         )
         setattr(req, _ENTRY, entry)
-        weakref.finalize(req, self.iteration.left, entry).atexit = False
+        weakref.finalize(req, self._gone.append, entry).atexit = False
+
+    def note_gone(self) -> None:
+        """Take note of requests that SGLang knows no longer."""
+        while self._gone:
+            self.iteration.left(self._gone.popleft())
 
     def _urgency(self, req: Req) -> int:
         """SGLang's priority, turned so that larger is more urgent."""
@@ -155,15 +165,12 @@ class EllmScheduler:
         if not self.iteration.in_force.pause:
             return list(indices)
         stay = [i for i in indices if not self.is_paused(batch.reqs[i])]
-        if not stay or batch.sampling_info.penalizer_orchestrator.is_required:
-            return list(indices)
-        return stay
+        return list(indices) if not stay or _counts_tokens(batch) else stay
 
-    def evict_paused(self, reqs: Sequence[Req]) -> None:
-        """Those of these requests that are paused lose what the decision asks for."""
-        if not self.iteration.in_force.pause:
-            return
-        if paused := [r for r in reqs if self.is_paused(r)]:
+    def evict_paused(self, batch: ScheduleBatch) -> None:
+        """Those who sit its next step out lose what the decision asks for."""
+        stay = set(self.stepping(batch, range(len(batch.reqs))))
+        if paused := [r for i, r in enumerate(batch.reqs) if i not in stay]:
             self.iteration.bring_to_ratios(rows_of(paused), paused=True)
 
     # -- one iteration ----------------------------------------------------------------------
@@ -172,6 +179,7 @@ class EllmScheduler:
         """Report the step before, observe, decide, and put the decision in force."""
         self.prefilling, self.iteration.elastic.room.prompt_rows = (), 0
         self.iteration.report()
+        self.note_gone()
         self._tell(batch)
         self.paused.end_aborted(batch)
         context_of(self.scheduler).may_evict = not batch.reqs
@@ -201,6 +209,8 @@ class EllmScheduler:
         # An aborted request ends with the token it decodes next.
         pause = frozenset(p for p in decision.pause if not running[p].to_finish)
         decision = dataclasses.replace(decision, pause=pause)
+        if pause and _counts_tokens(batch):
+            decision = decision.without_pauses()
         self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
         if stored is not None and decision.admit:
             self.fetching = stored.fetch(self._admitted(), len(running))
@@ -270,11 +280,17 @@ class EllmScheduler:
 
     def resize(self, units: int | None = None) -> None:
         """Go on shrinking or growing the pool, or begin to: to so many units."""
-        idle = not (self.scheduler.running_batch.reqs or self.scheduler.waiting_queue)
         if units is None:
-            self.resizer.step(idle)
+            self.resizer.step(self.idle())
         else:
-            self.resizer.ask(units, idle)
+            self.resizer.ask(units, self.idle())
+
+    def idle(self) -> bool:
+        """Whether no request is in SGLang's hands: those whose prompt the last step has computed,
+        or one of its chunks, are not among the running ones yet."""
+        scheduler, last = self.scheduler, self.scheduler.last_batch
+        running = scheduler.running_batch.reqs or (last is not None and last.reqs)
+        return not (running or scheduler.waiting_queue or scheduler.chunked_req is not None)
 
     def least_of_ranks(self, numbers: list[int]) -> list[int]:
         """The least of each of these numbers over all ranks, which all must ask in the same turn of
@@ -290,6 +306,11 @@ class EllmScheduler:
     def reclaimable(self) -> int:
         """Tokens of cached prefixes that nobody uses."""
         return int(self.scheduler.tree_cache.evictable_size())
+
+
+def _counts_tokens(batch: ScheduleBatch) -> bool:
+    """Whether SGLang counts tokens for penalties of requests of this batch."""
+    return bool(batch.sampling_info.penalizer_orchestrator.is_required)
 
 
 def scheduler_of(owner: Any) -> EllmScheduler:

@@ -185,7 +185,7 @@ class Sizing:
         if units >= 0 and ours.released is None:
             less = units < resizer.limit_units
             ours.resize(min(units, self.most_units))
-            if less and not (ours.scheduler.running_batch.reqs or ours.scheduler.waiting_queue):
+            if less and ours.idle():
                 trim_heap()
         (least,) = ours.least_of_ranks([-resizer.backed_units])
         self._report = Report(

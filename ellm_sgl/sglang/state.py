@@ -142,17 +142,19 @@ def integrity(scheduler: Scheduler) -> str:
     Takes time in proportion to the pool, 80 ms with a million tokens; and all ranks must call it.
     """
     table = context_of(scheduler).table
-    mine = (_contradiction(table), dataclasses.asdict(table.statistics()))
+    mine = (_contradiction(table), dataclasses.asdict(table.statistics()), table.digest())
     count = adapter().ranks(scheduler).tp_size
     if count == 1:
         return mine[0]
     ranks: list[Any] = [None] * count
     torch.distributed.all_gather_object(ranks, mine, group=scheduler.tp_group.cpu_group)
-    for rank, (found, statistics) in enumerate(ranks):
+    for rank, (found, statistics, digest) in enumerate(ranks):
         if found != "ok":
             return f"rank {rank}: {found}"
         if statistics != ranks[0][1]:
             return f"rank {rank} has {statistics}, rank 0 has {ranks[0][1]}"
+        if digest != ranks[0][2]:
+            return f"rank {rank} has KV in other units than rank 0"
     return "ok"
 
 

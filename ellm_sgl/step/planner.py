@@ -43,15 +43,17 @@ class Planner:
         """Plan one more token for each of these requests. Blocks that the step restores anyway are
         given units for good where there is room."""
         table, plan = self._elastic.table, None
+        share = self._recompute_share(seq_ids, split)  # before any block is placed
         if (missing := self._missing(seq_ids)) is not None:
             self._elastic.restore(seq_ids, missing.blocks)
         else:
             plan = self._resident.plan(table, seq_ids, table.lengths_of(seq_ids).tolist())
-        return self._plan(seq_ids, [1] * len(seq_ids), missing, split, plan)
+        return self._plan(seq_ids, [1] * len(seq_ids), missing, split, share, plan)
 
     def extend(self, seq_ids: Sequence[int], counts: Sequence[int], split: WorkSplit) -> StepPlan:
         """Plan the last `counts` tokens of each request: a prompt, or a chunk of one."""
-        return self._plan(seq_ids, counts, self._missing(seq_ids), split)
+        share = self._recompute_share(seq_ids, split)
+        return self._plan(seq_ids, counts, self._missing(seq_ids), split, share)
 
     def _missing(self, seq_ids: Sequence[int]) -> Missing | None:
         """What these lack; None: nothing, whatever others lack (those that pause)."""
@@ -60,12 +62,22 @@ class Planner:
         missing = Missing.of(self._elastic.table, seq_ids)
         return missing if len(missing.blocks) else None
 
+    def _recompute_share(self, seq_ids: Sequence[int], split: WorkSplit) -> float:
+        """φ; none where the rows of all that these lack are more than the step has room for: what
+        the host has is fetched then, whatever the policy had planned."""
+        elastic, share = self._elastic, split.recompute_share
+        if not share or not elastic.table.missing_units or not elastic.table.host.num_units:
+            return share
+        rows = len(elastic.table.missing_of_each(seq_ids)) * elastic.table.shape.block_tokens
+        return share if rows <= elastic.restorable_tokens(len(seq_ids)) else 0.0
+
     def _plan(
         self,
         seq_ids: Sequence[int],
         counts: Sequence[int],
         missing: Missing | None,
         split: WorkSplit,
+        recompute_share: float,
         plan: StepPlan | None = None,
     ) -> StepPlan:
         """`missing`: as before any block was placed for good in this step; None: nothing. `plan`:
@@ -73,7 +85,7 @@ class Planner:
         table, totals, restoration = self._elastic.table, self._elastic.totals, None
         if missing is not None:
             slots = self._elastic.slots
-            restoration = plan_restoration(table, missing, split.recompute_share, slots)
+            restoration = plan_restoration(table, missing, recompute_share, slots)
             fetched = restoration.fetched_units
             totals.fetched_units += fetched
             totals.recomputed_units += int(missing.groups.sum()) - fetched

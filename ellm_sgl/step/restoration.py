@@ -127,8 +127,11 @@ def plan_restoration(
 
     unplaced = fetch & np.asarray(table.units[missing.blocks] == NONE)
     per_slot = max(table.free_units, 0) // slots
-    too_many = np.asarray((np.cumsum(unplaced, axis=0) > per_slot).any(axis=1))
-    recompute |= missing.groups & too_many[:, None]  # no room to fetch them to
+    # Room goes first to those of which all is fetched: without it they were rows of the step.
+    order = np.argsort(recompute.any(axis=1), kind="stable")
+    no_room = np.zeros(len(order), np.bool_)
+    no_room[order] = (np.cumsum(unplaced[order], axis=0) > per_slot).any(axis=1)
+    recompute |= missing.groups & no_room[:, None]
     depths = _depth(recompute)
     fetch = missing.groups & (groups >= depths[:, None])
     unplaced &= fetch

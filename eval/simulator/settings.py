@@ -201,7 +201,10 @@ def build_mode(
     blocks, host_blocks = device_blocks, 0
     if elastic:
         logical = max(
-            machine.kv_tokens + max_restored + settings.max_running * block,
+            machine.kv_tokens
+            + (machine.host_tokens or 0)
+            + max_restored
+            + settings.max_running * block,
             4 * machine.kv_tokens + 2 * longest,
         )
         blocks = -(-logical // block)

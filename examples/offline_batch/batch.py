@@ -56,6 +56,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     requests = [json.loads(line) for line in args.input.read_text().splitlines()]
+    if len({"input_ids" in request for request in requests}) > 1:
+        raise SystemExit(f"{args.input}: give every request a prompt, or every one input_ids")
     parts = [requests[i : i + args.at_once] for i in range(0, len(requests), args.at_once)]
     settings = {
         "model_path": args.model_path,

@@ -54,6 +54,8 @@ def main() -> None:
         "ellm_device_kv_tokens": args.device_kv_tokens,
     }
     lines = args.input.read_text().splitlines()
+    if len({"input_ids" in json.loads(line) for line in lines}) > 1:
+        raise SystemExit(f"{args.input}: give every request a prompt, or every one input_ids")
     numbered = [{"id": i, "request": line} for i, line in enumerate(lines)]
     # As many blocks as batches: a block goes to one actor as a whole.
     blocks = max(-(-len(numbered) // args.at_once), 1)

@@ -123,6 +123,8 @@ def excess_share(state: SystemState) -> float:
     so that most tokens per second are decoded: Eq. (1) for so many requests of mean length."""
     candidates = Candidates.of(state)
     charged, room = candidates.charged.astype(np.float64), float(state.memory.device_tokens)
+    if room == 0.0:  # all of it is with others
+        return 0.0
     most = MAX_EVICTED * candidates.evictable.sum() / charged.sum()
     excess = room * BEYOND
     rows = (room + excess) / charged.mean()

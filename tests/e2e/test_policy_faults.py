@@ -196,12 +196,17 @@ def test_requests_that_sit_out_steps_are_not_changed(
 
 def test_penalties_are_counted_right_though_others_would_sit_out(scripted: ServerProcess) -> None:
     penalised = [
-        greedy(p, 20, repetition_penalty=1.3, min_new_tokens=4) for p in prompts(4, 40, 90, seed=8)
+        greedy(p, 20 + (i == 0), repetition_penalty=1.3, min_new_tokens=4)
+        for i, p in enumerate(prompts(4, 40, 90, seed=8))
     ]
     switch(scripted, "stock").raise_for_status()
     alone = token_ids(ask_as_one(scripted.url, penalised))
-    switch(scripted, "turns").raise_for_status()
+    switch(scripted, "holds", tokens=20, ratio=0.6).raise_for_status()
+    before = scripted.state()
     assert token_ids(ask_as_one(scripted.url, penalised)) == alone
+    after = scripted.state()
+    assert after["pauses_total"] == before["pauses_total"]
+    assert after["evicted_units_total"] == before["evicted_units_total"]
 
 
 def test_requests_can_be_aborted_while_they_sit_out(scripted: ServerProcess) -> None:

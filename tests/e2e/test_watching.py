@@ -4,6 +4,7 @@ opens its page in a browser."""
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import subprocess
 import threading
@@ -15,9 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, hold_port, port_of
+from ellm_sgl.serve.cli import main
 from tests.e2e import browser
 from tests.e2e.browser import Browser
 from tests.e2e.load import ask, greedy, prompts
@@ -73,6 +76,17 @@ def test_metrics_are_what_the_state_says(watched: ServerProcess) -> None:
     assert told["ellm_evicted_units_total"] > 0 and told["ellm_fetched_bytes_total"] > 0
     ended = told["ellm_slo_requests_total"] - before["ellm_slo_requests_total"]
     assert ended == 16 + 8, "a TPOT SLO for all, a TTFT SLO for half"
+
+
+def test_top_shows_a_server_at_work(watched: ServerProcess) -> None:
+    """What it draws is there under the names it looks for: requests, memory, decisions."""
+    put_under_load(watched)
+    told = CliRunner().invoke(main, ["top", "--url", watched.url, "--json"])
+    assert told.exit_code == 0, told.output
+    document = json.loads(told.stdout)
+    assert document["state"]["policy"]["name"] and document["decisions"]
+    drawn = CliRunner().invoke(main, ["top", "--url", watched.url, "--once"])
+    assert drawn.exit_code == 0 and document["state"]["policy"]["name"] in drawn.stdout
 
 
 def test_promtool_reads_all_and_has_nothing_to_say_of_ours(watched: ServerProcess) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from ellm_sgl.engine import Controller, ServerLimits, StepLog
-from ellm_sgl.latency import RooflineLatencyModel
-from ellm_sgl.policies import Batch, Fcfs, FixedRatio, Policy, Stock, SystemState
+from ellm_sgl.engine.decision import FETCH_ALL, Decision
+from ellm_sgl.latency import RooflineLatencyModel, StepWork
+from ellm_sgl.policies import Batch, Fcfs, FixedRatio, Policy, Stock, SystemState, WorkSplit
 from ellm_sgl.policies.testing.generate import make_state, requests
 from tests.latency.machines import GPU, TINY
 
@@ -21,6 +25,12 @@ class Pauses(Stock):
 
     def batch(self, state: SystemState) -> Batch:
         return Batch(admit=(), pause=(0,))
+
+
+class Numpy(Stock):
+    def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
+        one, half = np.int64(1), np.int64(512)
+        return WorkSplit(one, one, half)  # type: ignore[arg-type]
 
 
 class Raises(Stock):
@@ -42,7 +52,26 @@ class Raises(Stock):
 def test_a_decision_settles_where_all_is_kept_and_the_policy_promises_to_leave_it_so(
     make: Callable[[], Policy], stands: bool
 ) -> None:
+    assert decided(make()).stands == stands
+
+
+def test_a_split_of_numpys_integers_can_be_told_in_json() -> None:
+    split = decided(Numpy()).split
+    assert json.loads(json.dumps(dataclasses.asdict(split))) == {
+        "swap_layers": 1, "recompute_layers": 1, "delta": 512,
+    }  # fmt: skip
+
+
+def test_without_pauses_who_would_have_paused_keeps_what_is_cached() -> None:
+    decision = Decision((), frozenset({1}), (0.2, 0.9, 0.3), (), FETCH_ALL, 0.0, stands=False)
+    kept = decision.without_pauses()
+    assert (kept.pause, kept.ratios) == (frozenset(), (0.2, 0.0, 0.3))
+
+
+def decided(policy: Policy) -> Decision:
     limits = ServerLimits(TINY, GPU, 8, math.inf, 4096)
-    loop = Controller(make(), 30.0, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
-    assert loop.decide(STATE).stands == stands
-    loop.guard.close()
+    loop = Controller(policy, 30.0, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+    try:
+        return loop.decide(STATE)
+    finally:
+        loop.guard.close()

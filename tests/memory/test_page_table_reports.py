@@ -86,3 +86,16 @@ def test_missing_blocks_of_several_requests_are_named_once(table: PageTable) -> 
     assert table.missing_blocks([8, 7]).tolist() == [2, 3]
     assert table.missing_blocks([8]).tolist() == [2]
     assert table.missing_blocks([]).tolist() == []
+
+
+def test_tables_are_alike_where_the_same_blocks_are_in_the_same_units() -> None:
+    def table(order: tuple[int, ...]) -> PageTable:
+        made = PageTable(SHAPE, 8, 8 * SHAPE.num_groups, 8 * SHAPE.num_groups)
+        blocks = made.allocate(2)
+        made.place(blocks[list(order)])
+        made.map(0, blocks, 2 * SHAPE.block_tokens)
+        return made
+
+    same, other = table((0, 1)), table((1, 0))
+    assert same.digest() == table((0, 1)).digest() != other.digest()
+    assert same.statistics() == other.statistics(), "which do not tell"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -246,6 +247,7 @@ def test_where_the_machine_gives_no_more_growth_ends_and_the_server_goes_on() ->
 def test_a_pool_at_its_ceiling_grows_once_others_have_given_memory_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     server = Server(start=2, tries_again=True)
     server.arena.room = server.arena.committed
     server.ask(6)
@@ -254,6 +256,7 @@ def test_a_pool_at_its_ceiling_grows_once_others_have_given_memory_back(
         server.resizer.step()
     assert server.resizer.outcome is Outcome.CEILING
     assert caplog.text.count("no memory to grow further") == 1
+    assert caplog.text.count("tokens asked for, room for") == 1
     server.arena.room = server.arena.nbytes
     for _ in range(RETRY_STEPS):
         server.resizer.step()

@@ -150,3 +150,17 @@ def test_every_flag_is_one_of_a_program() -> None:
     assert flags_in(rest) - routers - {"--worker-urls"} - OTHERS <= served
     assert flags_in(CONTAINERFILE) - OTHERS <= flags_of(server_parser())
     assert routers <= router_flags()
+
+
+def test_flags_that_ellm_refuses_are_named_as_refused() -> None:
+    declare()
+    from ellm_sgl.sglang.arguments import Kind, table
+
+    refused = {
+        argument.flag
+        for argument in table().values()
+        if argument.kind is Kind.REFUSED and not argument.allowed and argument.when is None
+    }
+    named = {flag: p for p in PAGE.split("\n\n") for flag in flags_in(p) & refused}
+    assert "--nnodes" in named
+    assert [flag for flag, paragraph in named.items() if "refused" not in paragraph] == []

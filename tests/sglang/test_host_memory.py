@@ -55,6 +55,8 @@ def test_sglangs_choice_is_bounded_by_the_container(
         assert tokens_within(EllmConfig(), 6000, TOKEN, SGLANG) == 1536
     assert "1536 tokens, not 6000: the container (" in caplog.text
     assert tokens_within(EllmConfig(host_kv_tokens=536), 6000, TOKEN, SGLANG) == 1000
+    in_file = EllmConfig(host_kv_tokens=20_000, host_path="/data/tier")
+    assert tokens_within(in_file, 6000, TOKEN, SGLANG) == 1536, "a file's pages are not in the way"
     assert tokens_within(EllmConfig(), 100, TOKEN, SGLANG) == 100
 
 

@@ -40,8 +40,6 @@ class Arguments:
     """As much of SGLang's `ServerArgs`, and of its `KVCacheConfigurator`."""
 
     tp_size: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
     kv_cache_dtype: str = "auto"
     device: str = "cpu"
     model_config: Model = field(default_factory=Model)
@@ -116,18 +114,25 @@ def test_the_sizes_are_known_before(tmp_path: Path, keeps: str, where: str, rank
     assert expected == made
 
 
-def test_only_the_files_of_this_machine_count(tmp_path: Path) -> None:
-    arguments = Arguments(tp_size=4, nnodes=2, node_rank=1)
-    found = files(settings(tmp_path / "tier"), arguments, Model())
-    assert set(found) == {tmp_path / "tier.rank2", tmp_path / "tier.rank3"}
-
-
 def test_sizes_that_only_the_server_will_know_are_not_guessed(tmp_path: Path) -> None:
     mixed = files(settings(tmp_path / "tier", "mixed"), Arguments(), Model())
     assert mixed == {tmp_path / "tier": 0, tmp_path / "tier.hidden": 0}
     assert files(settings(tmp_path / "tier"), Arguments(kv_cache_dtype="bf16"), Model()) == {
         tmp_path / "tier": 0
     }
+
+
+def test_the_host_tiers_file_must_be_ours_to_make(tmp_path: Path) -> None:
+    notes, link = tmp_path / "notes.txt", tmp_path / "link"
+    notes.write_text("precious")
+    link.symlink_to(notes)
+    for path in (notes, link, tmp_path, tmp_path / "no" / "file", notes / "file"):
+        with pytest.raises(ConfigError, match=f"^--ellm-host-path {path}: .*give a") as refusal:
+            check_files(settings(path), Arguments(), Model())
+        assert "\n" not in str(refusal.value)
+    assert notes.read_text() == "precious"
+    check_files(settings(tmp_path / "tier"), Arguments(), Model())
+    assert sorted(tmp_path.iterdir()) == [link, notes]
 
 
 def test_a_name_that_is_taken_is_refused_before_a_process_starts(tmp_path: Path) -> None:
@@ -143,6 +148,18 @@ def test_a_name_that_is_taken_is_refused_before_a_process_starts(tmp_path: Path)
         taken.unlink()
     assert os.listdir(tmp_path) == []
     check_files(EllmConfig(), Arguments(), Model())
+
+
+def test_a_stores_folders_are_checked_by_the_names_that_ranks_give_them(tmp_path: Path) -> None:
+    config = EllmConfig(kv_store=str(tmp_path / "kv"))
+    for name, ranks in {"kv": 1, "kv.rank1": 2}.items():
+        check_files(config, Arguments(tp_size=ranks), Model())
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").touch()
+        check_files(config, Arguments(tp_size=3 - ranks), Model())
+        with pytest.raises(ConfigError, match=f"{tmp_path / name}.* holds other files"):
+            check_files(config, Arguments(tp_size=ranks), Model())
+        (tmp_path / name / "precious").unlink()
 
 
 def test_more_than_the_disk_holds_is_refused_before_a_process_starts(tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ class SharingServer(Server):
         CONTEXTS.append(zmq.Context())
         self.socket = CONTEXTS[-1].socket(zmq.PULL)
         self.scheduler.ipc_channels.recv_from_tokenizer = self.socket
-        self.scheduler.chunked_req = None
         self.scheduler.tree_cache = SimpleNamespace(evictable_size=lambda: 0)
         self.scheduler.new_token_ratio_tracker = SimpleNamespace(current=0.5)
         self.sizing.start(self.scheduler, scheduler_of(self.scheduler).resizer)
@@ -92,6 +91,23 @@ def waiting(prompt: int, most_new: int, generated: int = 0) -> Any:
         output_ids=[1] * generated,
         sampling_params=SimpleNamespace(max_new_tokens=most_new),
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("running_batch", SimpleNamespace(reqs=["decodes"])),
+        ("last_batch", SimpleNamespace(reqs=["has just been computed"])),
+        ("chunked_req", "is computed in chunks"),
+        ("waiting_queue", ["waits"]),
+    ],
+)
+def test_a_server_is_idle_when_sglang_has_no_request_anywhere(name: str, holds: Any) -> None:
+    server = Server()
+    ours = scheduler_of(server.scheduler)
+    assert ours.idle()
+    setattr(server.scheduler, name, holds)
+    assert not ours.idle()
 
 
 def test_another_server_gets_what_this_one_does_not_need(

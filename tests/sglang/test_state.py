@@ -44,6 +44,8 @@ class Server:
             token_to_kv_pool_allocator=SimpleNamespace(ellm=ours),
             ps=SimpleNamespace(tp_size=1, tp_rank=rank, dp_rank=None),
             running_batch=SimpleNamespace(reqs=[]),
+            last_batch=None,
+            chunked_req=None,
             waiting_queue=[],
             ipc_channels=SimpleNamespace(send_to_tokenizer=channel),
         )

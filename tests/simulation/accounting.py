@@ -113,8 +113,7 @@ def prepare_prompts(plane: Plane, decoding: list[int], prepare: Callable[[], Non
 def check_rows(plane: Plane, plan: StepPlan, batch: Any) -> None:
     """A step has no more rows than there is memory for: of prompts a block at least, and a block
     beside those that decode; of a request that decodes alone, whom SGLang would end, as many as the
-    buffers hold. What the host has is checked less closely: how much of it a step can fetch shows
-    only when it is planned.
+    buffers hold.
 
     Raises:
         Unaccounted: it has.
@@ -127,12 +126,11 @@ def check_rows(plane: Plane, plan: StepPlan, batch: Any) -> None:
         allowed = max(most, len(batch.reqs) + block)
         if len(batch.reqs) == 1:
             allowed = max(allowed, 1 + plane.elastic.max_restored_tokens)
-        checked = plane.configuration.host_blocks == 0
+    elif plane.configuration.chunk is not None and not mode.is_mixed():
+        allowed, rows = max(most // block * block, block), plan.new_rows
     else:
-        allowed = max(most // block * block, block)
-        checked = plane.configuration.chunk is not None and not mode.is_mixed()
-        rows = plan.new_rows
-    if checked and rows > allowed:
+        return
+    if rows > allowed:
         raise Unaccounted(f"{rows} rows in a step that has memory for {allowed}")
 
 

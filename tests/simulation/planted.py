@@ -273,6 +273,27 @@ FAULTS: tuple[Fault, ...] = (
 """,
     ),
     Fault(
+        "a policy has more recomputed than a step has room for",
+        "ellm_sgl.step.planner:Planner._recompute_share",
+        "return share if rows <= elastic.restorable_tokens(len(seq_ids)) else 0.0",
+        "return share",
+        first=105,
+    ),
+    Fault(
+        "room to fetch to is counted that the step's own tokens take",
+        f"{_ELASTIC}.fits_one_step",
+        "self.table.free_units - units",
+        "self.table.free_units",
+        first=66,
+    ),
+    Fault(
+        "room to fetch to is given to what is computed again",
+        f"{_ELASTIC}.restore",
+        "(groups - less * fetched)",
+        "(groups - less * np.ones_like(fetched))",
+        first=87,
+    ),
+    Fault(
         "hidden states are kept of blocks whose first tokens were not captured",
         f"{_HIDDEN}:plan_capture",
         "host.begin_hidden(np.unique(blocks[offsets == 0]))",

@@ -56,6 +56,7 @@ def test_a_policy_hears_of_each_requests_end_once(
     heard = dict(policy.heard)
     life.scheduler.reqs.clear()
     gc.collect()
+    life._ours.note_gone()
     waiting = list(controller.guard._ended)
     heard |= {request.request_id: request for request in waiting}
     assert heard == {
