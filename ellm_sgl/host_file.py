@@ -7,8 +7,7 @@
 ```
 
 With its name gone, the file lasts as long as the mapping: no other server can map it, and whatever
-ends the process leaves none of the users' KV behind. Standard library only: settings are checked
-before torch is imported.
+ends the process leaves none of the users' KV behind.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ import stat
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import psutil
 
 from ellm_sgl.config import ConfigError
 
@@ -43,6 +44,20 @@ def file_of(given: str, rank: int = 0, ranks: int = 1, hidden: bool = False) -> 
         hidden: the one for hidden states, beside the one for KV.
     """
     return Path(given + (f".rank{rank}" if ranks > 1 else "") + (".hidden" if hidden else ""))
+
+
+def in_memory(given: str) -> bool:
+    """Whether files of this name would lie in memory after all: on a tmpfs.
+
+    Args:
+        given: value of the flag.
+    """
+    folder, kind, longest = Path(given).absolute().parent.resolve(), "", -1
+    for mount in psutil.disk_partitions(all=True):  # later ones lie over earlier ones
+        place = Path(mount.mountpoint)
+        if folder.is_relative_to(place) and len(place.parts) >= longest:
+            kind, longest = mount.fstype, len(place.parts)
+    return kind in ("tmpfs", "ramfs")
 
 
 def map_file(path: Path, nbytes: int) -> mmap.mmap:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ellm_sgl.budget.machine import ROOT, container, largest
 from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.host_file import in_memory
 from ellm_sgl.sglang.versions import adapter
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ def tokens_within(settings: EllmConfig, chosen: int, token_bytes: int, configura
     if found is None or settings.device_kv_tokens is not None:
         return chosen
     # The kernel takes a file's pages back where memory is short: they are no part of what is used.
-    host = settings.host_kv_tokens * all_bytes if settings.host_path is None else 0
+    on_disk = settings.host_path is not None and not in_memory(settings.host_path)
+    host = 0 if on_disk else settings.host_kv_tokens * all_bytes
     room = max(int(found.free * arguments.mem_fraction_static) - host, 0)
     tokens = min(chosen, room // all_bytes)
     if ranks > 1:  # what is in use changes while they look

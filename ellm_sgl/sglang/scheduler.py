@@ -169,6 +169,8 @@ class EllmScheduler:
 
     def evict_paused(self, batch: ScheduleBatch) -> None:
         """Those who sit its next step out lose what the decision asks for."""
+        if not self.iteration.in_force.pause:
+            return
         stay = set(self.stepping(batch, range(len(batch.reqs))))
         if paused := [r for i, r in enumerate(batch.reqs) if i not in stay]:
             self.iteration.bring_to_ratios(rows_of(paused), paused=True)

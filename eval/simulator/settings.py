@@ -200,22 +200,20 @@ def build_mode(
     max_restored = max(longest, LEAST_RESTORED)
     blocks, host_blocks = device_blocks, 0
     if elastic:
+        host = None if settings.restore == "recompute" else machine.host_tokens
         logical = max(
-            machine.kv_tokens
-            + (machine.host_tokens or 0)
-            + max_restored
-            + settings.max_running * block,
+            machine.kv_tokens + (host or 0) + max_restored + settings.max_running * block,
             4 * machine.kv_tokens + 2 * longest,
         )
         blocks = -(-logical // block)
         if settings.restore != "recompute":
-            host = machine.host_tokens
             host_blocks = blocks if host is None else host // block
     units = blocks * pool.num_groups
     if units > MOST_UNITS:
         raise ConfigError(
-            f"{machine.name}: {machine.kv_tokens:,} KV tokens lead to a page table of {units:,} "
-            f"units, more than {MOST_UNITS:,}; give fewer --kv-tokens"
+            f"{machine.name}: {machine.kv_tokens:,} KV tokens, and those of host memory, lead to a "
+            f"page table of {units:,} units, more than {MOST_UNITS:,}; give fewer --kv-tokens or "
+            "--host-tokens"
         )
     host_units = host_blocks * pool.num_groups
     table = PageTable(pool, blocks, device_blocks * pool.num_groups, host_units)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from ellm_sgl.config import ConfigError, EllmConfig
@@ -55,9 +56,18 @@ def test_sglangs_choice_is_bounded_by_the_container(
         assert tokens_within(EllmConfig(), 6000, TOKEN, SGLANG) == 1536
     assert "1536 tokens, not 6000: the container (" in caplog.text
     assert tokens_within(EllmConfig(host_kv_tokens=536), 6000, TOKEN, SGLANG) == 1000
-    in_file = EllmConfig(host_kv_tokens=20_000, host_path="/data/tier")
-    assert tokens_within(in_file, 6000, TOKEN, SGLANG) == 1536, "a file's pages are not in the way"
     assert tokens_within(EllmConfig(), 100, TOKEN, SGLANG) == 100
+
+
+def test_a_host_tier_on_disk_is_not_in_the_way(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes its pages back; those of a tmpfs it cannot."""
+    mounts = {"/": "overlay", "/dev": "tmpfs", "/dev/disk": "ext4"}
+    found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
+    version_2(root, "pod", 4 * GIB, GIB)
+    for path, left in {"/data/tier": 1536, "/dev/tier": 1000, "/dev/disk/tier": 1536}.items():
+        config = EllmConfig(host_kv_tokens=536, host_path=path)
+        assert tokens_within(config, 6000, TOKEN, SGLANG) == left
 
 
 def test_what_was_given_is_refused_where_it_can_never_be(root: Path) -> None:
