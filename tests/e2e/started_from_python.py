@@ -131,6 +131,14 @@ def restoring(port: int) -> None:
     print(json.dumps(said), flush=True)
 
 
+def killed(port: int) -> None:
+    """An engine at work, until somebody kills this process."""
+    settings = {f"ellm_{name}": value for name, value in SETTINGS.items()}
+    with ellm_sgl.Engine(**engine_arguments(port), **settings) as ours:
+        print("works", flush=True)
+        ours.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 8000})
+
+
 def batch(started: Any) -> list[list[int]]:
     """Sixteen requests at once: 3,000 tokens."""
     inputs = [PROMPT[i:] + PROMPT * 2 for i in range(16)]
@@ -203,6 +211,7 @@ WAYS = {
     "trusting": trusting,
     "engine": engine,
     "restoring": restoring,
+    "killed": killed,
 }
 
 if __name__ == "__main__":

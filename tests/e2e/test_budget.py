@@ -149,8 +149,13 @@ def test_a_server_that_is_killed_leaves_its_memory_to_the_other(budget: str) -> 
             more = (committed(budget)[one.port] - before[one.port]) / MIB
             print(f"\n{more:.0f} MiB of a killed server in use after {took:.3f} s")
             assert other.exception() is not None
-        assert all(len(tokens) == 400 for tokens in token_ids(mine.result()))
-        assert one.state()["integrity"] == "ok"
+        answered = token_ids(mine.result())
+        assert all(len(tokens) == 400 for tokens in answered)
+        assert token_ids(ask(one.url, bodies[:3])) == answered[:3], "those of a quiet server"
+        one.flush_cache()
+        state = one.state()
+        assert state["integrity"] == "ok"
+        assert state["device_units_free"] == state["device_units_total"]
 
 
 def start(*more: str, environment: Mapping[str, str] = STRICT) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from ellm_sgl.client.process import SERVER_ENVIRONMENT, START_TIMEOUT_S, hold_port, port_of
@@ -136,6 +137,18 @@ def test_an_engine_of_sglangs_checks_requests_and_forgets_old_weights(
     assert said["new"] == said["flushed"] != said["old"]
 
 
+def test_an_engine_does_not_outlive_the_program_that_made_it() -> None:
+    with script("killed") as process:
+        assert process.stdout is not None
+        while (line := process.stdout.readline()).strip() != "works":
+            assert line, "it ended before it worked"
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) >= 2, "a scheduler and a detokenizer"
+        process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+    assert alive == [], "nobody has told them"
+
+
 def test_arguments_that_eLLM_has_not_seen_are_refused() -> None:  # noqa: N802 (its name)
     done = run("unprepared")
     [told] = [line for line in done.stderr.splitlines() if line.startswith("ellm-sgl: error")]
@@ -143,13 +156,20 @@ def test_arguments_that_eLLM_has_not_seen_are_refused() -> None:  # noqa: N802 (
 
 
 def run(way: str) -> subprocess.CompletedProcess[str]:
-    """The script to its end; whatever happens none of its processes stays."""
+    """The script to its end."""
+    with script(way) as process:
+        out, error = process.communicate(timeout=2 * START_TIMEOUT_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+@contextmanager
+def script(way: str) -> Iterator[subprocess.Popen[str]]:
+    """The script, started; whatever happens none of its processes stays."""
     held = hold_port()
-    command = [sys.executable, str(SCRIPT), way, str(port_of(held))]
     with (
         held,
         subprocess.Popen(
-            command,
+            [sys.executable, str(SCRIPT), way, str(port_of(held))],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -158,8 +178,7 @@ def run(way: str) -> subprocess.CompletedProcess[str]:
         ) as process,
     ):
         try:
-            out, error = process.communicate(timeout=2 * START_TIMEOUT_S)
+            yield process
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(command, process.returncode, out, error)

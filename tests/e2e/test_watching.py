@@ -78,6 +78,16 @@ def test_metrics_are_what_the_state_says(watched: ServerProcess) -> None:
     assert ended == 16 + 8, "a TPOT SLO for all, a TTFT SLO for half"
 
 
+def test_a_server_that_stands_says_what_it_is(watched: ServerProcess) -> None:
+    told = watched.log.read_text(errors="replace").partition("eLLM is on\n")[2]
+    screen = dict(line.split(maxsplit=1) for line in told.splitlines()[:7])
+    assert list(screen) == ["model", "memory", "KV", "policy", "SLO", "machine", "look"]
+    assert "8 layers" in screen["model"] and "weights" in screen["memory"]
+    assert "2,400 tokens on the device, 6,000 on the host" in screen["KV"]
+    assert (screen["policy"], screen["SLO"]) == ("fcfs", "200 ms per token")
+    assert "GFLOP/s" in screen["machine"] and f"{watched.url}/ellm/" in screen["look"]
+
+
 def test_top_shows_a_server_at_work(watched: ServerProcess) -> None:
     """What it draws is there under the names it looks for: requests, memory, decisions."""
     put_under_load(watched)

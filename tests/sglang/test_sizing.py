@@ -53,6 +53,10 @@ class SharingServer(Server):
         self.scheduler.new_token_ratio_tracker = SimpleNamespace(current=0.5)
         self.sizing.start(self.scheduler, scheduler_of(self.scheduler).resizer)
         self.observe()
+        deadline = time.monotonic() + 20
+        while (told := self.sizing.describe()) is None or told["needed_bytes"] != LEAST * UNIT:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def observe(self) -> None:
         self.sizing.observe(self.scheduler, scheduler_of(self.scheduler).resizer)
