@@ -7,6 +7,7 @@ where they are built, else `torch_native`.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 CPU_BACKEND = "ellm_cpu"
 """`attention.CpuAttention`, for stock SGLang."""
+_DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 
 class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -51,6 +53,10 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
             )
         # An idle scheduler polls; on a GPU host that costs a spare core, here it costs the model.
         server_args.sleep_on_idle = True
+        # Before it ends a server whose scheduler has gone, SGLang sleeps for five seconds, for a
+        # GPU to settle, and looks for one to dump; all clients wait meanwhile.
+        for name in _DUMPS:
+            os.environ.setdefault(name, "false")
 
     def get_default_attention_backend(self) -> str:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
