@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ellm_sgl.sglang.context import context_of, rows_of
-from ellm_sgl.sglang.scheduler import scheduler_of
+from ellm_sgl.sglang.scheduler import counts_tokens, scheduler_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -107,7 +107,7 @@ def _beside_prompts(batch: ScheduleBatch, indices: list[int], prompts: Sequence[
     """Those of these requests that one step can decode beside these prompts."""
     if _fits(batch, indices, prompts):
         return indices
-    if batch.sampling_info.penalizer_orchestrator.is_required:  # see `EllmScheduler.stepping`
+    if counts_tokens(batch):  # see `EllmScheduler.stepping`
         return indices
     seq_ids = rows_of([batch.reqs[i] for i in indices])
     missing = context_of(batch).table.uncached_tokens(seq_ids)

@@ -165,7 +165,7 @@ class EllmScheduler:
         if not self.iteration.in_force.pause:
             return list(indices)
         stay = [i for i in indices if not self.is_paused(batch.reqs[i])]
-        return list(indices) if not stay or _counts_tokens(batch) else stay
+        return list(indices) if not stay or counts_tokens(batch) else stay
 
     def evict_paused(self, batch: ScheduleBatch) -> None:
         """Those who sit its next step out lose what the decision asks for."""
@@ -211,7 +211,7 @@ class EllmScheduler:
         # An aborted request ends with the token it decodes next.
         pause = frozenset(p for p in decision.pause if not running[p].to_finish)
         decision = dataclasses.replace(decision, pause=pause)
-        if pause and _counts_tokens(batch):
+        if pause and counts_tokens(batch):
             decision = decision.without_pauses()
         self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
         if stored is not None and decision.admit:
@@ -310,7 +310,7 @@ class EllmScheduler:
         return int(self.scheduler.tree_cache.evictable_size())
 
 
-def _counts_tokens(batch: ScheduleBatch) -> bool:
+def counts_tokens(batch: ScheduleBatch) -> bool:
     """Whether SGLang counts tokens for penalties of requests of this batch."""
     return bool(batch.sampling_info.penalizer_orchestrator.is_required)
 

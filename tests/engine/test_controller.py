@@ -30,6 +30,7 @@ class Pauses(Stock):
 class Numpy(Stock):
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         one, half = np.int64(1), np.int64(512)
+        # Not what is annotated, but what policies that reckon with arrays have, and may answer.
         return WorkSplit(one, one, half)  # type: ignore[arg-type]
 
 
