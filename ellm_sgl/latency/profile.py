@@ -84,6 +84,9 @@ class HardwareProfile:
     restore_overhead_s: float = 0.0
     """Further time of a step that restores anything, however little: it is planned anew, and its
     layers wait for what arrives."""
+    recompute_overhead_s: float = 0.0
+    """The same, of a step that recomputes anything: on a CUDA device it runs layer by layer, where
+    others are captured graphs."""
     phase_change_s: float = 0.0
     """Further time of a step that prefills after one that decoded, or the other way round."""
     reduce_row_s: float = 0.0

@@ -101,8 +101,8 @@ class RooflineLatencyModel(LatencyModel):
         `fetch` what a transfer takes from the step that it runs beside; `restore` is restoring
         anything at all.
         """
-        profile, share = self._profile, work.recompute_share
-        rows = work.decode_rows + work.prefill_rows + share * work.restored_tokens
+        profile, share, restored = self._profile, work.recompute_share, work.restored_tokens
+        rows = work.decode_rows + work.prefill_rows + share * restored
         # Logits: one row per request that decodes, and one for a prompt.
         head_rows = work.decode_rows + _smaller(work.prefill_rows, 1)
         read = self._weights_read_s(rows)
@@ -119,7 +119,8 @@ class RooflineLatencyModel(LatencyModel):
             self._token_s * work.decode_tokens,
             self._pair_s * (share * work.restored_pairs + work.prefill_pairs),
             self._fetch_token_s * work.swap_tokens * (1.0 - share),
-            profile.restore_overhead_s * _smaller(work.restored_tokens, 1),
+            profile.restore_overhead_s * _smaller(restored, 1)
+            + profile.recompute_overhead_s * _smaller(share * restored, 1),
             profile.phase_change_s * work.phase_changes,
         )
 

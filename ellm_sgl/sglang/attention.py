@@ -15,6 +15,7 @@ from ellm_sgl.kernels.choose import choose, choose_graph_steps
 from ellm_sgl.sglang import cuda
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND
+from ellm_sgl.step import DeviceStreamer
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from ellm_sgl.kernels.experimental.graph import GraphSteps
     from ellm_sgl.step import StepPlan
+    from ellm_sgl.step.transfer import GraphFetch
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +70,13 @@ class EllmAttention(AttentionBackend):
         self._kernel, self.prefetch = chosen.kernel, chosen.prefetch
         """`prefetch`: see `Chosen`."""
         self._graphs: GraphSteps | None = None
+        self._fetch: GraphFetch | None = None
         logger.info("eLLM attention: %s", chosen.said)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare: the plan was made before the forward pass."""
 
-    # -- CUDA graphs, of decode steps with nothing missing ------------------------------------
+    # -- CUDA graphs, of decode steps that recompute nothing ----------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         pool, heads = self._pool, self._model_config.num_attention_heads
@@ -84,14 +87,17 @@ class EllmAttention(AttentionBackend):
         self._graphs = choose_graph_steps(
             self._kernel, groups, max_bs, most_blocks, pool.keys(0), heads
         )
+        if isinstance(self.executor.streamer, DeviceStreamer):
+            self._fetch = self.executor.streamer.in_graphs(groups, most_blocks)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def may_replay(self, plan: StepPlan) -> bool:
         """Whether a captured graph does what `plan` says."""
-        nothing_missing = not plan.recomputed_rows and not plan.transfers
-        return self._graphs is not None and nothing_missing and self._graphs.fits(plan.groups)
+        if self._graphs is None or plan.recomputed_rows or not self._graphs.fits(plan.groups):
+            return False
+        return not plan.transfers or (self._fetch is not None and self._fetch.fits(plan.transfers))
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
@@ -102,6 +108,8 @@ class EllmAttention(AttentionBackend):
         else:
             assert self.executor.plan is not None
             self._graphs.load(self.executor.plan.groups, forward_batch.batch_size)
+            if self._fetch is not None:
+                self._fetch.load(self.executor.plan.transfers)
 
     def forward_decode(
         self,
@@ -119,7 +127,11 @@ class EllmAttention(AttentionBackend):
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         if plan is None:
             assert self._graphs is not None, "attention outside of a planned step"
+            if self._fetch is not None and begins_group:
+                self._fetch.wait(group)
             out = self._graphs.run(q, k, v, keys, values, group, begins_group, layer.scaling)
+            if self._fetch is not None and ends_group:
+                self._fetch.done(group)
             return out.view(len(out), -1)
         streamer = self.executor.streamer
         if streamer is not None and begins_group:

@@ -48,10 +48,10 @@ their first 500 tokens; the online fit came to 0.8 to 2 ms of these, and gave th
 _FETCH_SHARE = 3.0
 """Where the processor copies: 0.55 µs per token of the demo model, whose KV is 4 KB, beside 0.2 µs
 for the copying itself. Calibration fetches nothing; the online fit corrects this."""
-_DEVICE_LAYER_S, _DEVICE_FETCH_SHARE = 1.5e-4, 2.0
-"""On a CUDA device a step that restores runs layer by layer, in place of a captured graph, and each
-unit's copy is a call: 40 layers of a 13B model on an H100 took 17.5 ms in place of 11.4, and 28
-with 3 ms of copies beside them. The online fit corrects these, too."""
+_DEVICE_LAYER_S, _DEVICE_FETCH_SHARE = 1.5e-4, 0.5
+"""On a CUDA device a step that recomputes runs layer by layer, in place of a captured graph: 40
+layers of a 13B model on an H100 took 17.5 ms in place of 11.4. What is fetched beside a step takes
+memory and a quarter of the processors from it. The online fit corrects these, too."""
 VARIABLE = "ELLM_SGL_CALIBRATION_S"
 _SECONDS = 3.0
 """About how long to measure, where no variable says it."""
@@ -169,8 +169,11 @@ def with_scheduling(profile: HardwareProfile, layers: int) -> HardwareProfile:
     steps that do not, one after the other. It is the online fit's to correct: a time that is 0 has
     no factor that could."""
     if profile.name == "cuda":
-        restore_s = profile.restore_overhead_s + _RESTORE_S + _DEVICE_LAYER_S * layers
-        return dataclasses.replace(profile, restore_overhead_s=restore_s)
+        return dataclasses.replace(
+            profile,
+            restore_overhead_s=profile.restore_overhead_s + _RESTORE_S,
+            recompute_overhead_s=_DEVICE_LAYER_S * layers,
+        )
     return dataclasses.replace(
         profile,
         step_overhead_s=profile.step_overhead_s + _SCHEDULER_STEP_S,
@@ -210,10 +213,14 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
 
 def _affordable(shape: ModelShape, guess: HardwareProfile, steps: SyntheticSteps) -> Sequence[Mix]:
     """The mixes that fit and would not take too much of the time, at least one; the shortest
-    first, so that where time is short each kind has its part."""
+    first, so that where time is short each kind has its part. On a CUDA device all that fit: the
+    longest takes a tenth of a second, whatever a guess says that was made beside the start of
+    another server, and the first step of each kind compiles what serving should not wait for."""
     model = RooflineLatencyModel(shape, guess)
     seconds = {mix: float(model.step_seconds(mix.work)) for mix in steps.that_fit(MIXES)}
     shortest_first = sorted(seconds, key=seconds.__getitem__)
+    if guess.name == "cuda":
+        return shortest_first
     return [m for m in shortest_first if seconds[m] <= _LARGEST_S] or shortest_first[:1]
 
 

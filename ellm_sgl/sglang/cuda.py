@@ -49,7 +49,7 @@ def adapt(args: ServerArgs) -> None:
     fused all-reduce.
 
     A captured prompt could not recompute what is missing, and has as many shapes as there are
-    chunks; a decode step with nothing missing has one. The fused all-reduce leaves out the calls of
+    chunks; a decode step that recomputes nothing has one. The fused all-reduce leaves out the calls of
     the norms at which rows join and leave; SGLang switches it on for Qwen3-MoE on several GPUs.
     """
     if args.attention_backend is None:
@@ -64,7 +64,7 @@ def keep_writes(original: Callable[..., bool], *_: Any, **__: Any) -> bool:
 
 
 def may_replay(original: Callable[..., bool], graph_runner: Any, forward_batch: Any) -> bool:
-    """Around `can_run_graph`: a step that restores something runs layer by layer."""
+    """Around `can_run_graph`: a step that recomputes something runs layer by layer."""
     backend = graph_runner.attn_backend
     plan = backend.executor.plan
     if plan is not None and not backend.may_replay(plan):

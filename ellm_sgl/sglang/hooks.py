@@ -196,7 +196,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_FORWARD}.init_new", "AFTER", "model:note_requests",
          _ENABLED, "whose rows a step has, from the host's copy of the indices"),
     Hook(f"{_GRAPHS}.can_run_graph", "AROUND", "cuda:may_replay",
-         _ENABLED, "CUDA graphs only for decode steps with nothing missing"),
+         _ENABLED, "CUDA graphs only for decode steps that recompute nothing"),
     Hook(f"{_SRT}.models.utils.enable_fused_set_kv_buffer", "AROUND", "cuda:keep_writes",
          _ENABLED, "on CUDA some models would write KV by slot, past the attention backend"),
     Hook(f"{_SRT}.layers.radix_attention.padded_extend_real_tokens", "AROUND",

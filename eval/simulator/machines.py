@@ -42,7 +42,9 @@ class Device:
     """Time of a step that neither memory nor arithmetic explain: scheduling, launches."""
     row_overhead_s: float = 5e-6
     restore_overhead_s: float = 0.0
-    """What a step takes longer that restores anything, besides the bytes and the arithmetic."""
+    """What a step takes longer that restores anything, besides the bytes and the arithmetic,"""
+    recompute_overhead_s: float = 0.0
+    """and one that recomputes anything."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which names the field, where a number is out of range or the name is
@@ -53,6 +55,7 @@ class Device:
             _SIZES.check(name, getattr(self, name))
         for name in (
             "link_latency_s", "step_overhead_s", "row_overhead_s", "restore_overhead_s",
+            "recompute_overhead_s",
         ):  # fmt: skip
             _TIMES.check(name, getattr(self, name))
 
@@ -75,6 +78,7 @@ class Device:
             step_overhead_s=self.step_overhead_s + reduces * ALL_REDUCE_S,
             row_overhead_s=self.row_overhead_s,
             restore_overhead_s=self.restore_overhead_s,
+            recompute_overhead_s=self.recompute_overhead_s,
             attention_flops=ATTENTION_SHARE * self.flops,
             reduce_row_s=reduces * sent / link,
         )

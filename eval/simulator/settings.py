@@ -304,5 +304,6 @@ def slower(profile: HardwareProfile, factor: float) -> HardwareProfile:
         step_overhead_s=profile.step_overhead_s * factor,
         row_overhead_s=profile.row_overhead_s * factor,
         restore_overhead_s=profile.restore_overhead_s * factor,
+        recompute_overhead_s=profile.recompute_overhead_s * factor,
         phase_change_s=profile.phase_change_s * factor,
     )

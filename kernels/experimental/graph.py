@@ -11,7 +11,7 @@ from ellm_sgl.kernels.layout import GroupLayout
 
 
 class GraphSteps(ABC):
-    """Runs what `load` was last given: one new token per request, with nothing missing.
+    """Runs what `load` was last given: one new token per request; what is missing is fetched.
 
     A graph captured with `run` reads its work from here whenever it is replayed. Rows beyond those
     loaded write to scratch unit 0; what comes out for them means nothing.

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ellm_sgl.kernels.experimental.triton.attention import STAGES, WARPS, constants
-from ellm_sgl.kernels.experimental.triton.kernel import fused_attention
+from ellm_sgl.kernels.experimental.triton.kernel import LISTS, NUMBERS, fused_attention
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -27,8 +27,8 @@ _NUMBERS = {
     "scale": "fp32",
     **dict.fromkeys(("q_stride", "k_stride", "v_stride", "unit_stride", "token_stride"), "i32"),
 }
-_UNALIGNED = ("writes", "out_rows", "k1_programs", "scale")
-"""Numbers that change from step to step: nothing is assumed of them."""
+_UNALIGNED = (*NUMBERS, *LISTS, "scale")
+"""What changes from step to step: nothing is assumed of it."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from ellm_sgl.kernels import reference
+from ellm_sgl.kernels.experimental.flashinfer.attention import write
+from ellm_sgl.kernels.experimental.triton.append import append
 from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
+from ellm_sgl.kernels.experimental.triton.copy import BLOCK, copy_listed
 from ellm_sgl.kernels.experimental.triton.graph import FusedGraphSteps
 from ellm_sgl.kernels.layout import GroupLayout
 from tests.kernels.cpu_steps import F16, F32, Inputs, Sizes, make
@@ -126,3 +129,29 @@ def test_agrees_with_the_reference_on_random_steps(seed: int) -> None:
     out, *pool = inputs.run(kernel, delta=0.3)
     torch.testing.assert_close(out, expected, rtol=0, atol=inputs.tolerance(longest(inputs)))
     torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("elements", [6, BLOCK, 2 * BLOCK + 2])
+def test_copies_the_units_listed_and_no_others(elements: int) -> None:
+    """Units of less than a part, of one, and of two and a bit; of 16 bits, as pools are."""
+    source = torch.randint(0, 99, (9, 2, 2 * elements), dtype=torch.int16)
+    target = torch.full_like(source, -1)
+    lists = torch.tensor([[3, 7, 1, 5, 6], [8, 0, 8, 2, 4]])
+    for count in (0, 1, 3, 4):
+        expected = target.clone()
+        expected[lists[0, :count]] = source[lists[1, :count]]
+        copy_listed(target, source, lists[0], lists[1], torch.tensor([count]))
+        assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("name", ["chunks of prompts", "heads of 80", "blocks of one token"])
+def test_writes_kv_as_pytorch_does(name: str) -> None:
+    inputs = make(STEPS[name])
+    layout, pools = inputs.layout, []
+    places = layout.write_units, layout.write_offsets
+    for writing in (append, write):
+        keys, values = inputs.keys.clone(), inputs.values.clone()
+        writing(inputs.k[layout.write_rows], inputs.v[layout.write_rows], keys, values, *places)
+        pools.append((keys, values))
+    torch.testing.assert_close(pools[0], pools[1], rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(pools[0][0].nan_to_num(), inputs.keys.nan_to_num())

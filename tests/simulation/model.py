@@ -9,7 +9,7 @@ next layer's stamps are right if these were.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -123,9 +123,12 @@ class ForwardPass:
         self._plane = plane
         self._plan = plan
         self._transcripts = transcripts
+        self._streamer: Any = None
+        """As of when the step begins."""
 
     def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The hash of each row's tokens, after a check that it is the right token in its place."""
+        self._streamer = self._plane.streamer_of(self._plan)
         rows = self._plan.groups[0].rows
         owner, place = np.full(rows, -1), np.full(rows, -1)
         for i, request in enumerate(self._plan.groups[0].requests):
@@ -151,7 +154,7 @@ class ForwardPass:
         self, layer: int, k: torch.Tensor, v: torch.Tensor, context: torch.Tensor
     ) -> torch.Tensor:
         """As `EllmAttention.forward_decode`; what a row has attended to is its context."""
-        shape, streamer = self._plane.pool.shape, self._plane.streamer
+        shape, streamer = self._plane.pool.shape, self._streamer
         group, ends = shape.group_of(layer), shape.ends_group(layer)
         if streamer is not None and layer % shape.layer_group == 0:
             streamer.wait(group)

@@ -20,7 +20,8 @@ from ellm_sgl.memory import KVPool
 from ellm_sgl.memory.shape import NONE, IntArray
 from ellm_sgl.sglang import host_tier, memory, prefix_cache
 from ellm_sgl.sglang.context import Context
-from ellm_sgl.step import DeviceStreamer, HiddenStates, Streamer
+from ellm_sgl.step import DeviceStreamer, HiddenStates, StepPlan, Streamer
+from ellm_sgl.step.transfer import GraphFetch
 from ellm_sgl.step.transfer import cuda as cuda_streamer
 from tests.memory.fake_arena import FakeArena
 from tests.simulation.configuration import Configuration
@@ -45,6 +46,8 @@ class Plane:
         self.device = Device() if configuration.streams else None
         """Where it works behind the host's back; else the host computes."""
         self.streamer: Any = None
+        self.fetch: GraphFetch | None = None
+        """Of steps that a device would replay."""
         self.host_pool: KVPool | None = None
         settings = _settings(configuration, host_path)
         config, configurator = _configurator(configuration)
@@ -116,6 +119,15 @@ class Plane:
             for layer in range(hidden.num_layers):
                 hidden._states.slots(layer)[torch.from_numpy(free)] = POISON
 
+    def streamer_of(self, plan: StepPlan) -> Any:
+        """What brings this step's units: where a device would replay it, the graph."""
+        new = plan.groups[0].requests
+        if self.fetch is None or plan.recomputed_rows or any(r.new.size > 1 for r in new):
+            return self.streamer
+        assert self.fetch.fits(plan.transfers)
+        self.fetch.load(plan.transfers)
+        return self.fetch
+
     def _arena(self, _: Any) -> Any:
         """On a host: a unit's memory comes and goes alone. CUDA devices have no arena so far."""
         return None if self.configuration.streams else lambda nbytes: FakeArena(nbytes, granule=8)
@@ -146,6 +158,8 @@ class Plane:
                 self.streamer = DeviceStreamer(
                     made._host, pool.buffer, host_tier.SLOTS, settings.overlap
                 )
+                if settings.overlap:
+                    self.fetch = _LateFetch(device, made._host, pool)
             return self.streamer
         self.streamer = Streamer(
             made._host,
@@ -156,6 +170,32 @@ class Plane:
             submit=self.worker.submit,
         )
         return self.streamer
+
+
+class _LateFetch(GraphFetch):
+    """What a graph copies, and what it is told, are behind what its stream has to do before."""
+
+    def __init__(self, device: Device, host: torch.Tensor, pool: KVPool) -> None:
+        self._late = device
+        super().__init__(
+            host, pool.buffer, host_tier.SLOTS, pool.shape.num_groups, pool.num_units, self._copy
+        )
+
+    def _tell(self, lists: Any, counts: Any) -> None:
+        self._late.current_stream().put(partial(super()._tell, lists, counts))
+
+    def _copy(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        targets: torch.Tensor,
+        sources: torch.Tensor,
+        count: torch.Tensor,
+    ) -> None:
+        def copy() -> None:
+            target[targets[: int(count)]] = source[sources[: int(count)]]
+
+        self._late.current_stream().put(copy)
 
 
 def _spoil(pool: KVPool, free: IntArray) -> None:

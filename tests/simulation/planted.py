@@ -34,6 +34,7 @@ _HOST = "ellm_sgl.memory.host_tier:HostTier"
 _RESTORATION = "ellm_sgl.step.restoration"
 _STREAMER = "ellm_sgl.step.transfer.python:Streamer"
 _DEVICE = "ellm_sgl.step.transfer.cuda:DeviceStreamer"
+_GRAPH = "ellm_sgl.step.transfer.graph:GraphFetch"
 _HIDDEN = "ellm_sgl.step.hidden"
 _ITERATION = "ellm_sgl.engine.iteration:Iteration"
 _TREE = "ellm_sgl.sglang.prefix_cache"
@@ -250,6 +251,30 @@ FAULTS: tuple[Fault, ...] = (
         f"{_DEVICE}.wait",
         "self._api.current_stream().wait_event(arrived)",
         "pass",
+    ),
+    Fault(
+        "in a graph, units are copied before the step that the list is of",
+        f"{_GRAPH}.wait",
+        "self._stream.wait_stream(computing)",
+        "pass",
+    ),
+    Fault(
+        "in a graph, layers do not wait for their units",
+        f"{_GRAPH}.wait",
+        "computing.wait_event(self._arrived[group])",
+        "pass",
+    ),
+    Fault(
+        "in a graph, a slot is written to while its group still computes",
+        f"{_GRAPH}.done",
+        "self._stream.wait_event(self._left[group])",
+        "pass",
+    ),
+    Fault(
+        "a graph fetches once more what the step before did",
+        f"{_GRAPH}.load",
+        "if not transfers and self._empty:",
+        "if not transfers:",
     ),
     Fault(
         "fetched units are read from nowhere",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from ellm_sgl.step import DeviceStreamer
 from ellm_sgl.step.restoration import GroupTransfer
+from ellm_sgl.step.transfer import GraphFetch
 
 UNIT = (2, 2, 16, 4, 128)
 DEVICES = [
@@ -91,3 +94,69 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
     with streamer.running([transfer([9], [3])]):
         streamer.wait(0)
     assert float(pool[3].min()) == 9
+
+
+def copy_listed(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    targets: torch.Tensor,
+    sources: torch.Tensor,
+    count: torch.Tensor,
+) -> None:
+    """What the kernel does."""
+    n = int(count)
+    target[targets[:n]] = source[sources[:n]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_a_graph_fetches_what_it_was_last_told(device: str, slots: int) -> None:
+    """Captured once, replayed with other units, and with none; behind and beside long work."""
+    host, pool = pools(device, 60)
+    groups = 6
+    fetch = GraphFetch(
+        host, pool, slots, groups, most_units=4, copy=None if device == "cuda" else copy_listed
+    )
+    rings = [list(range(1 + 4 * s, 5 + 4 * s)) for s in range(slots)]
+    held = torch.tensor(rings, device=device)
+    seen = torch.zeros(groups, 4, device=device)
+    nothing = [-1] * 4
+    busy = torch.randn(1024, 1024, device=device)
+
+    def step() -> None:
+        work = busy
+        for g in range(groups):
+            fetch.wait(g)
+            for _ in range(20 if device == "cuda" else 0):
+                work = torch.tanh(work @ work)
+            of = pool.index_select(0, held[g % slots]).flatten(1)
+            seen[g].copy_((of.amin(1) + of.amax(1)) / 2)
+            fetch.done(g)
+
+    replay = captured(step) if device == "cuda" else step
+    streamer = DeviceStreamer(host, pool, slots)
+    for shift in (0, 3, None, 5):
+        pool.fill_(-1.0)
+        sources: list[list[int]] = []
+        if shift is not None:
+            sources = [[40 + g, 20 + g, 50 - g, 10 + shift] for g in range(groups)]
+        transfers = [transfer(of, rings[g % slots]) for g, of in enumerate(sources)]
+        if transfers:  # one group fetches nothing, and finds what its slot had before
+            transfers[3] = transfer([], [])
+            sources[3] = sources[3 - slots] if slots < 3 else nothing
+        assert fetch.fits(transfers)
+        with streamer.running(transfers):
+            fetch.load(transfers)
+            replay()
+        assert seen.tolist() == (sources or [nothing] * groups)
+    assert not fetch.fits([transfer([1] * 5, [2] * 5)])
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A CUDA graph's replay of `step`."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

@@ -22,6 +22,7 @@ import torch
 
 from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.step.restoration import GroupTransfer
+from ellm_sgl.step.transfer.graph import GraphFetch
 
 
 class DeviceStreamer:
@@ -38,9 +39,18 @@ class DeviceStreamer:
         self._api: Any = torch.get_device_module(device.device)
         self._stream = self._api.Stream()
         self._groups: Sequence[GroupTransfer] = ()
+        self._sends = False
+        """The step's first groups have been sent."""
         self._arrived: dict[int, Any] = {}
         self._stepped: Any = None
         """Recorded behind the last step: everything in the pool is there once it has passed."""
+
+    def in_graphs(self, groups: int, most_units: int) -> GraphFetch | None:
+        """Fetches what steps need that are replayed; None without overlap, which graphs are not
+        measured without. Arguments: see `GraphFetch`."""
+        if not self._overlap:
+            return None
+        return GraphFetch(self._host, self._device, self._slots, groups, most_units)
 
     def save(self, device_units: IntArray, host_units: IntArray) -> None:
         """Copy device units to host units, behind the steps issued so far and before later ones.
@@ -63,10 +73,7 @@ class DeviceStreamer:
         # have been read by the one before.
         computing.wait_stream(self._stream)
         self._stream.wait_stream(computing)
-        self._groups = groups
-        if self._overlap:
-            for group in range(self._slots):
-                self._send(group)
+        self._groups, self._sends = groups, False
         try:
             yield
             if ahead is not None:
@@ -81,6 +88,10 @@ class DeviceStreamer:
         """What the current stream is given from now on finds the units of `group`."""
         if not self._overlap:
             self._send(group)
+        elif not self._sends:  # not where a graph is replayed, which fetches for itself
+            self._sends = True
+            for first in range(self._slots):
+                self._send(first)
         if (arrived := self._arrived.pop(group, None)) is not None:
             self._api.current_stream().wait_event(arrived)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,27 @@ def supports(head_dim: int, row_type: torch.dtype, pool_type: torch.dtype) -> bo
     return row_type == pool_type and row_type in _TYPES and head_dim in (64, 128, 256)
 
 
+def choose_write(device: torch.device) -> Callable[..., None]:
+    """On a device one launch; by PyTorch it takes two, and more of the host's time."""
+    if device.type != "cuda":
+        return write
+    from ellm_sgl.kernels.experimental.triton.append import append
+
+    return append
+
+
+def write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    units: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    """What `triton.append` does."""
+    keys[units, offsets], values[units, offsets] = k, v
+
+
 class FlashInferAttention:
     """`MixedAttention` of layouts without recomputed rows. Planned once for all layer groups with
     the same requests; from group to group only the pages' numbers change, in place.
@@ -74,6 +95,8 @@ class FlashInferAttention:
         )
         # FlashInfer picks the backend: its kernels for Hopper are the fastest for prompts.
         self._ragged = self.library.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD")
+        self.write = choose_write(device)
+        """Brings K and V to the pool: see `triton.append`."""
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._planned: _Planned | None = None
         self._shown: GroupLayout | None = None
@@ -95,9 +118,8 @@ class FlashInferAttention:
         Raises:
             ValueError: a row is recomputed.
         """
-        write = layout.write_units, layout.write_offsets
-        keys[write] = k[layout.write_rows]
-        values[write] = v[layout.write_rows]
+        rows = layout.write_rows
+        self.write(k[rows], v[rows], keys, values, layout.write_units, layout.write_offsets)
         planned = self._plan(layout, q, keys, scale)
         if self._shown is not layout:
             planned.pages.copy_(layout.units[planned.places])

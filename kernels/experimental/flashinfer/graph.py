@@ -108,8 +108,8 @@ class FlashInferGraphSteps(GraphSteps):
         scale: float,
     ) -> torch.Tensor:
         rows = len(q)
-        write = self._units[layer_group, :rows], self._offsets[:rows]
-        keys[write], values[write] = k, v
+        places = self._units[layer_group, :rows], self._offsets[:rows]
+        self._kernel.write(k, v, keys, values, *places)
         if first_layer:
             self._pages.copy_(self._blocks[layer_group])
         # Not `run`: the scale is a layer's, and not known when a graph's wrapper is planned.

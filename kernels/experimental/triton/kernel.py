@@ -166,10 +166,13 @@ def attend(
                 tl.store(out_at, result.to(out.dtype.element_ty), mask=elements_inside)
 
 
-@triton.jit(
-    do_not_specialize=["writes", "out_rows", "k1_programs"],
-    do_not_specialize_on_alignment=["writes", "out_rows", "k1_programs"],
-)
+NUMBERS = ["writes", "out_rows", "k1_programs"]
+LISTS = ["write_rows", "write_units", "write_offsets", "blocks", "tiles"]
+"""Those of a layer group begin where the last one's end. Compiling for an alignment that no step
+had before would stop a server for seconds."""
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=NUMBERS + LISTS)
 def fused_attention(
     q, k, v, keys, values, out, write_rows, write_units,
     write_offsets, blocks, tiles, queues, arrived,
