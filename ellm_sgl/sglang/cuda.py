@@ -49,8 +49,8 @@ def adapt(args: ServerArgs) -> None:
     fused all-reduce.
 
     A captured prompt could not recompute what is missing, and has as many shapes as there are
-    chunks; a decode step that recomputes nothing has one. The fused all-reduce leaves out the calls of
-    the norms at which rows join and leave; SGLang switches it on for Qwen3-MoE on several GPUs.
+    chunks; a decode step that recomputes nothing has one. The fused all-reduce leaves out the calls
+    of the norms at which rows join and leave; SGLang switches it on for Qwen3-MoE on several GPUs.
     """
     if args.attention_backend is None:
         args.attention_backend = ATTENTION_BACKEND
