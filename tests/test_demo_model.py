@@ -14,6 +14,8 @@ import torch
 from ellm_sgl.eval import demo_corpus, train_demo_model
 from ellm_sgl.eval.demo_corpus import Document, encode
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "ellm_sgl" / "demo_model"
 TINY = {"hidden_size": 96, "num_hidden_layers": 2, "intermediate_size": 64}
 QUESTIONS = ("What does str.join do?", "Explain exceptions in Python.", "What is the json module?")

@@ -28,6 +28,8 @@ from ellm_sgl.serve import config_file
 from ellm_sgl.serve.cli import main
 from tests.any_json import ODD_TEXT, VALUES
 
+pytestmark = pytest.mark.slow
+
 ONE_FILE = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

@@ -30,6 +30,7 @@ def test_it_offers_what_it_says() -> None:
         _ = ellm_sgl.enable
 
 
+@pytest.mark.slow
 def test_torchvision_can_be_imported_after_it() -> None:
     """On a CPU build of PyTorch it cannot before."""
     assert run("import ellm_sgl, torchvision; print(torchvision.__name__)") == "torchvision\n"

@@ -51,7 +51,7 @@ for the copying itself. Calibration fetches nothing; the online fit corrects thi
 _DEVICE_LAYER_S, _DEVICE_FETCH_SHARE = 1.5e-4, 0.5
 """On a CUDA device a step that recomputes runs layer by layer, in place of a captured graph: 40
 layers of a 13B model on an H100 took 17.5 ms in place of 11.4. What is fetched beside a step takes
-memory and a quarter of the processors from it. The online fit corrects these, too."""
+memory from it, and 32 programs. The online fit corrects these, too."""
 VARIABLE = "ELLM_SGL_CALIBRATION_S"
 _SECONDS = 3.0
 """About how long to measure, where no variable says it."""
@@ -213,9 +213,10 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
 
 def _affordable(shape: ModelShape, guess: HardwareProfile, steps: SyntheticSteps) -> Sequence[Mix]:
     """The mixes that fit and would not take too much of the time, at least one; the shortest
-    first, so that where time is short each kind has its part. On a CUDA device all that fit: the
-    longest takes a tenth of a second, whatever a guess says that was made beside the start of
-    another server, and the first step of each kind compiles what serving should not wait for."""
+    first, so that where time is short each kind has its part. On a CUDA device all that fit: on
+    an H100 the longest takes 0.2 s with a 13B model, whatever a guess says that was made beside the
+    start of another server, and the first of each kind compiles what serving should not wait for.
+    """
     model = RooflineLatencyModel(shape, guess)
     seconds = {mix: float(model.step_seconds(mix.work)) for mix in steps.that_fit(MIXES)}
     shortest_first = sorted(seconds, key=seconds.__getitem__)

@@ -26,9 +26,6 @@ class GraphSteps(ABC):
     def __init__(
         self, layer_groups: int, most_rows: int, most_blocks: int, pool: torch.Tensor
     ) -> None:
-        # Rows of the tensors below begin at multiples of 16 bytes, as separate tensors would: for
-        # others Triton would compile its kernel once more.
-        most_rows, most_blocks = (-(-n // 4) * 4 for n in (most_rows, most_blocks))
         device = pool.device
         self._most_rows, self._most_blocks = most_rows, most_blocks
         # A block more for each row beyond those loaded.

@@ -1,18 +1,22 @@
-"""Compiles the fused kernel for devices that are not there, and says what the code needs."""
+"""Compiles the kernels for devices that are not there, and says what the code needs."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ellm_sgl.kernels.experimental.triton.append import append_rows
 from ellm_sgl.kernels.experimental.triton.attention import STAGES, WARPS, constants
+from ellm_sgl.kernels.experimental.triton.copy import BLOCK, copy_parts
 from ellm_sgl.kernels.experimental.triton.kernel import LISTS, NUMBERS, fused_attention
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -71,6 +75,44 @@ def compile_for(
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
     return Compiled(registers, spilled, compiled.metadata.shared, 32 * WARPS)
+
+
+def ptx_of_copies(capability: int) -> dict[str, str]:
+    """Of the kernels that move KV, for heads of 128 in bf16."""
+    row, unit = 5120, 163_840
+    pools = dict.fromkeys(("k", "v", "keys", "values"), "*bf16")
+    strides = dict.fromkeys(("k_stride", "v_stride", "unit_stride", "token_stride"), "i32")
+    lists = {"units": "*i64", "offsets": "*i64"}
+    parts = dict.fromkeys(("target", "source", "targets", "sources", "count"), "*i64")
+    kernels = (
+        (append_rows, pools | lists | strides, {"ROW": row, "BLOCK": 8192}, (*pools, *strides)),
+        (
+            copy_parts,
+            parts,
+            {"UNIT": unit, "PARTS": unit // BLOCK, "BLOCK": BLOCK},
+            ("target", "source"),
+        ),
+    )
+    return {
+        kernel.fn.__name__: _ptx(kernel, signature, constant, aligned, capability)
+        for kernel, signature, constant, aligned in kernels
+    }
+
+
+def _ptx(
+    kernel: Any,
+    signature: dict[str, str],
+    constant: dict[str, int],
+    aligned: Sequence[str],
+    capability: int,
+) -> str:
+    names = kernel.arg_names
+    types = signature | dict.fromkeys(constant, "constexpr")
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, {name: types[name] for name in names}, constant, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    found: str = triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
+    return found
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from ellm_sgl.kernels.experimental.triton.attention import (
 )
 from ellm_sgl.kernels.experimental.triton.plan import DECODE_CHUNK, Tiles, TileSizes, cut
 from ellm_sgl.kernels.layout import RowRange
-from tests.kernels.compiled_for_devices import compile_for
+from tests.kernels.compiled_for_devices import compile_for, ptx_of_copies
 from tests.kernels.cpu_steps import Sizes, make, sizes
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,15 @@ def test_compiles_for_devices_that_are_not_there(
     if dtype == "bf16":
         assert found.spilled_bytes == 0
         assert programs == PROGRAMS_PER_PROCESSOR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_that_move_kv_do_so_16_bytes_at_a_time(capability: int) -> None:
+    for name, ptx in ptx_of_copies(capability).items():
+        moved = re.findall(r"(?:ld|st)\.global\S*\.v(\d)\.b(\d+)", ptx)
+        assert len(moved) >= 4, name
+        assert all(int(count) * int(bits) == 128 for count, bits in moved), name
 
 
 @given(inputs=sizes())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ellm_sgl.kernels import reference
-from ellm_sgl.kernels.experimental.flashinfer.attention import write
+from ellm_sgl.kernels.experimental.flashinfer.attention import append_by_pytorch
 from ellm_sgl.kernels.experimental.triton.append import append
 from ellm_sgl.kernels.experimental.triton.attention import FusedAttention
 from ellm_sgl.kernels.experimental.triton.copy import BLOCK, copy_listed
@@ -145,13 +145,13 @@ def test_copies_the_units_listed_and_no_others(elements: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["chunks of prompts", "heads of 80", "blocks of one token"])
-def test_writes_kv_as_pytorch_does(name: str) -> None:
+def test_appends_kv_as_pytorch_does(name: str) -> None:
     inputs = make(STEPS[name])
     layout, pools = inputs.layout, []
     places = layout.write_units, layout.write_offsets
-    for writing in (append, write):
+    for appends in (append, append_by_pytorch):
         keys, values = inputs.keys.clone(), inputs.values.clone()
-        writing(inputs.k[layout.write_rows], inputs.v[layout.write_rows], keys, values, *places)
+        appends(inputs.k[layout.write_rows], inputs.v[layout.write_rows], keys, values, *places)
         pools.append((keys, values))
     torch.testing.assert_close(pools[0], pools[1], rtol=0, atol=0, equal_nan=True)
     assert not torch.equal(pools[0][0].nan_to_num(), inputs.keys.nan_to_num())

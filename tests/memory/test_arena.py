@@ -79,6 +79,7 @@ def test_memory_lasts_as_long_as_a_tensor_over_it() -> None:
     assert resident_at(begin, 32 * MIB) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("access", ["int(tensor[8 << 20])", "tensor[-1] = 1", "tensor.sum()"])
 @pytest.mark.parametrize("committed", [8, 16])
 def test_to_touch_what_is_not_committed_ends_the_process(access: str, committed: int) -> None:
@@ -97,6 +98,7 @@ def test_to_touch_what_is_not_committed_ends_the_process(access: str, committed:
     assert done.stdout == "0\n" and done.returncode < 0
 
 
+@pytest.mark.slow
 def test_where_the_machine_gives_no_more_nothing_changes() -> None:
     done = in_a_child("""
         arena = CpuArena(512 << 20)
@@ -119,6 +121,7 @@ def test_where_the_machine_gives_no_more_nothing_changes() -> None:
     assert done.returncode < 0
 
 
+@pytest.mark.slow
 def test_more_addresses_than_there_are() -> None:
     done = in_a_child("""
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
@@ -131,6 +134,7 @@ def test_more_addresses_than_there_are() -> None:
             CpuArena(nbytes)
 
 
+@pytest.mark.slow
 def test_addresses_are_no_memory() -> None:
     """Not even where the process may not have as much of it."""
     done = in_a_child("""

@@ -19,6 +19,8 @@ from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.testing import PROFILES, SHAPES, make_state, requests
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 SLO_S = 0.060
 STEP_S, ROW_S, PREFILL_ROW_S = 0.008, 0.0002, 0.0001

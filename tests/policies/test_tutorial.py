@@ -37,6 +37,7 @@ def tutorial() -> dict[str, Any]:
     return names | {"printed": printed}
 
 
+@pytest.mark.slow
 def test_it_prints_what_the_page_says(tutorial: dict[str, Any]) -> None:
     [shown] = blocks("text")
     assert " ".join(tutorial["printed"]).split() == shown.split()
@@ -55,6 +56,7 @@ def outcomes(test: Any) -> Iterator[tuple[str, str]]:
             yield case.id, "failed" if case.marks else "passed"
 
 
+@pytest.mark.slow
 def test_its_policies_keep_the_rules(tutorial: dict[str, Any]) -> None:
     found = dict(outcomes(tutorial["test_it_keeps_the_rules"]))
     timed, promised, fits = "answers-in-time", "idle-without-pressure", "targets-fit-the-device"
@@ -69,6 +71,7 @@ def test_its_policies_keep_the_rules(tutorial: dict[str, Any]) -> None:
     }
 
 
+@pytest.mark.slow
 def test_its_expected_failure_fails(tutorial: dict[str, Any]) -> None:
     found = dict(outcomes(tutorial["test_almost_no_ageing"]))
     assert found.pop("policy0-nobody-starves") == "xfailed"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ellm_sgl.eval.advice import BUDGET, RATIOS, Shapes, advise, over_memory
+from ellm_sgl.eval.advice import BUDGET, PLOTTED, POINTS, RATIOS, Shapes, advise, over_memory
 from ellm_sgl.eval.simulator import preset
 from ellm_sgl.eval.simulator.restoring import RESTORATIONS, RestoringModel
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
@@ -88,6 +88,22 @@ def test_what_is_no_device_or_no_model_is_one_line(tmp_path: Path) -> None:
     }.items():
         done = run(*arguments)
         assert done.exit_code == 1 and named in done.stderr
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured_by_a_real_server(tmp_path: Path) -> None:
+    """The default device: its profile is that of a CPU host, its memory what a server has taken;
+    and the plot is a picture of the points in the document."""
+    plot = tmp_path / "advice.png"
+    done = run("--kv-tokens", "4000", "--prompt-tokens", "300", "--plot", str(plot), "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["machine"].endswith(" on cpu") and found["kv_tokens"] == 4000
+    assert all(way["gain"] >= 1 and 0 <= way["ratio"] < 1 for way in found["ways"])
+    assert {point["mode"] for point in found["plot"]} == set(PLOTTED)
+    assert len(found["plot"]) == len(POINTS) * len(PLOTTED)
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
+    assert "starting a server" in done.stderr and f"written: {plot}" in done.stderr
 
 
 def test_more_memory_is_never_much_worse_and_each_point_is_there() -> None:

@@ -14,6 +14,8 @@ import pytest
 from ellm_sgl.client import preload
 from ellm_sgl.client.preload import Preloaded, copy, preloaded
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = dict(os.environ)
 
 

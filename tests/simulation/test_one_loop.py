@@ -21,6 +21,8 @@ from ellm_sgl.policies.base import FloatArray
 from tests.simulation.configuration import Configuration
 from tests.simulation.events import Arrive, Event, Step
 
+pytestmark = pytest.mark.slow
+
 MAX_RESTORED = 16_384
 """Of a step; the simulator allows as many at least."""
 PROMPTS = (40, 25, 13, 60, 8, 31, 22, 47, 5, 17, 36, 9, 28, 52, 20, 44)

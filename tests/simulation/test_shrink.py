@@ -42,6 +42,7 @@ def test_a_test_is_written_in_which_nothing_is_as_ever() -> None:
     assert "Step()," in written
 
 
+@pytest.mark.slow
 def test_a_failing_life_is_reported_as_a_test_that_fails_alike(simulation: Any) -> None:
     fault = next(f for f in FAULTS if "borrowed units" in f.name)
     with planted(fault):

@@ -46,8 +46,8 @@ class DeviceStreamer:
         """Recorded behind the last step: everything in the pool is there once it has passed."""
 
     def in_graphs(self, groups: int, most_units: int) -> GraphFetch | None:
-        """Fetches what steps need that are replayed; None without overlap, which graphs are not
-        measured without. Arguments: see `GraphFetch`."""
+        """What fetches in steps that are replayed; None with overlap off: steps that fetch are not
+        replayed then. Arguments: see `GraphFetch`."""
         if not self._overlap:
             return None
         return GraphFetch(self._host, self._device, self._slots, groups, most_units)
@@ -67,7 +67,7 @@ class DeviceStreamer:
         self, groups: Sequence[GroupTransfer], ahead: GroupTransfer | None = None
     ) -> Iterator[None]:
         """The step inside this context, on the current stream, fetches `groups`, and `ahead` for
-        a later step, behind them."""
+        a later step: behind them, or beside them where a graph fetches."""
         computing = self._api.current_stream()
         # Units saved before this step may be written over by it, and those it fetches to may
         # have been read by the one before.

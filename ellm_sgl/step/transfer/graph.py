@@ -62,7 +62,7 @@ class GraphFetch:
         self._empty = True
         self._api: Any = torch.get_device_module(device.device)
         self._stream = self._api.Stream()
-        # Made once: a graph that is being captured makes no events, nor gives any back.
+        # Every graph marks the same ones: in a replay nothing but their order is left of them.
         self._arrived, self._left = ([self._api.Event() for _ in range(groups)] for _ in range(2))
 
     def fits(self, transfers: Sequence[GroupTransfer]) -> bool:

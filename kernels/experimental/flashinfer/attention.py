@@ -50,16 +50,16 @@ def supports(head_dim: int, row_type: torch.dtype, pool_type: torch.dtype) -> bo
     return row_type == pool_type and row_type in _TYPES and head_dim in (64, 128, 256)
 
 
-def choose_write(device: torch.device) -> Callable[..., None]:
+def choose_append(device: torch.device) -> Callable[..., None]:
     """On a device one launch; by PyTorch it takes two, and more of the host's time."""
     if device.type != "cuda":
-        return write
+        return append_by_pytorch
     from ellm_sgl.kernels.experimental.triton.append import append
 
     return append
 
 
-def write(
+def append_by_pytorch(
     k: torch.Tensor,
     v: torch.Tensor,
     keys: torch.Tensor,
@@ -95,7 +95,7 @@ class FlashInferAttention:
         )
         # FlashInfer picks the backend: its kernels for Hopper are the fastest for prompts.
         self._ragged = self.library.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD")
-        self.write = choose_write(device)
+        self.append = choose_append(device)
         """Brings K and V to the pool: see `triton.append`."""
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._planned: _Planned | None = None
@@ -119,7 +119,7 @@ class FlashInferAttention:
             ValueError: a row is recomputed.
         """
         rows = layout.write_rows
-        self.write(k[rows], v[rows], keys, values, layout.write_units, layout.write_offsets)
+        self.append(k[rows], v[rows], keys, values, layout.write_units, layout.write_offsets)
         planned = self._plan(layout, q, keys, scale)
         if self._shown is not layout:
             planned.pages.copy_(layout.units[planned.places])

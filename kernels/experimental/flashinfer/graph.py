@@ -109,7 +109,7 @@ class FlashInferGraphSteps(GraphSteps):
     ) -> torch.Tensor:
         rows = len(q)
         places = self._units[layer_group, :rows], self._offsets[:rows]
-        self._kernel.write(k, v, keys, values, *places)
+        self._kernel.append(k, v, keys, values, *places)
         if first_layer:
             self._pages.copy_(self._blocks[layer_group])
         # Not `run`: the scale is a layer's, and not known when a graph's wrapper is planned.

@@ -10,7 +10,7 @@ from ellm_sgl.kernels.layout import packed_heads
 
 
 @triton.jit(do_not_specialize_on_alignment=["units", "offsets"])
-def _append(
+def append_rows(
     k, v, keys, values, units, offsets, k_stride, v_stride, unit_stride, token_stride,
     ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -38,12 +38,17 @@ def append(
         keys, values: `[units + 1, block tokens, KV heads, head size]`, of equal strides; a token's
             heads lie together.
         units, offsets: int64 [rows].
+
+    Raises:
+        ValueError: keys and values are laid out otherwise.
     """
+    if keys.stride() != values.stride() or keys.stride()[2:] != (keys.shape[3], 1):
+        raise ValueError(f"strides of keys and values: {keys.stride()}, {values.stride()}")
     if not len(units):
         return
     k, v = packed_heads(k), packed_heads(v)
     row = keys.shape[2] * keys.shape[3]
-    _append[(len(units),)](
+    append_rows[(len(units),)](
         k, v, keys, values, units, offsets,
         k.stride(0), v.stride(0), keys.stride(0), keys.stride(1),
         ROW=row, BLOCK=triton.next_power_of_2(row), num_warps=8 if row >= 2048 else 4,

@@ -20,7 +20,7 @@ WARPS = 8
 
 
 @triton.jit(do_not_specialize_on_alignment=["targets", "sources", "count"])
-def _copy(
+def copy_parts(
     target, source, targets, sources, count,
     UNIT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def copy_listed(
     """
     to, of = (buffer.view(len(buffer), -1).view(torch.int64) for buffer in (target, source))
     unit = to.shape[1]
-    _copy[(PROGRAMS,)](
+    copy_parts[(PROGRAMS,)](
         to, of, targets, sources, count,
         UNIT=unit, PARTS=triton.cdiv(unit, BLOCK), BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
