@@ -17,6 +17,8 @@ import httpx
 
 from ellm_sgl.client.process import hold_port, port_of
 
+ARTIFACTS = Path(__file__).parents[2] / "out"
+"""Screenshots stay there."""
 CHROMIUM = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
             "--disable-dev-shm-usage", "--force-color-profile=srgb")  # fmt: skip
 KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Space": " ", "Up": "\ue013", "Down": "\ue015"}
@@ -70,6 +72,16 @@ class Browser:
             typed = KEYS.get(key, key)
             presses = [{"type": kind, "value": c} for c in typed for kind in ("keyDown", "keyUp")]
             self.call("/actions", actions=[{"type": "key", "id": "keys", "actions": presses}])
+
+    def tab_to(self, wanted: str) -> list[str]:
+        """What the focus comes by on its way to the element of this id."""
+        reached: list[str] = []
+        for _ in range(60):
+            self.press("Tab")
+            reached.append(self.run("return document.activeElement.id"))
+            if reached[-1] == wanted:
+                return reached
+        raise AssertionError(f"the keyboard does not reach {wanted}: {reached}")
 
     def log(self, kind: str) -> list[dict[str, Any]]:
         """Entries since the last call: of the "browser" (its console), or its "performance"."""

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,32 +21,31 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, hold_port, port_of
 from ellm_sgl.serve.cli import main
-from tests.e2e import browser
-from tests.e2e.browser import Browser
+from tests.e2e import browser, page
+from tests.e2e.browser import ARTIFACTS, Browser
 from tests.e2e.load import ask, greedy, prompts
+from tests.e2e.scripted_policies import install
 from tests.servers import STRICT
 from tests.sglang.test_metrics import promtool_says, queries
 
 pytestmark = pytest.mark.slow
 
 ADMIN_KEY = "for the administrator"
-API_KEY = "for those who ask"
 ARGUMENTS = (
     *DEMO_ARGUMENTS,
     "--ellm-policy", "fcfs", "--ellm-tpot-slo-ms", "200",
-    "--ellm-device-kv-tokens", "2400", "--ellm-host-kv-tokens", "6000",
+    "--ellm-device-kv-tokens", "2400", "--ellm-host-kv-tokens", "640",
     "--ellm-layer-group", "1",
     "--enable-metrics", "--admin-api-key", ADMIN_KEY,
 )  # fmt: skip
 
-ARTIFACTS = Path(__file__).parents[2] / "out"
-"""Screenshots stay there."""
 RID = "<img src=x onerror=document.title='broken'>"
 
 
 @pytest.fixture(scope="module")
-def watched() -> Iterator[ServerProcess]:
-    with ServerProcess(ARGUMENTS, STRICT) as server:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    environment = STRICT | install(tmp_path_factory.mktemp("policies"))
+    with ServerProcess(ARGUMENTS, environment) as server:
         yield server
         assert server.state()["integrity"] == "ok"
 
@@ -83,7 +82,7 @@ def test_a_server_that_stands_says_what_it_is(watched: ServerProcess) -> None:
     screen = dict(line.split(maxsplit=1) for line in told.splitlines()[:7])
     assert list(screen) == ["model", "memory", "KV", "policy", "SLO", "machine", "look"]
     assert "8 layers" in screen["model"] and "weights" in screen["memory"]
-    assert "2,400 tokens on the device, 6,000 on the host" in screen["KV"]
+    assert "2,400 tokens on the device, 640 on the host" in screen["KV"]
     assert (screen["policy"], screen["SLO"]) == ("fcfs", "200 ms per token")
     assert "GFLOP/s" in screen["machine"] and f"{watched.url}/ellm/" in screen["look"]
 
@@ -207,39 +206,40 @@ def opened(watched: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 MISSING = "return document.querySelectorAll('.bar i.host, .bar i.lost').length > 0"
-MOVED = """
-const before = window.bars ?? new Map();
-window.bars = new Map([...document.querySelectorAll('#list li')].map((item) => [
-    item.querySelector('.rid').title,
-    [...item.querySelectorAll('.bar i')].map((span) => span.className + span.style.flexGrow).join(),
-]));
-return [...window.bars].some(([rid, spans]) => before.has(rid) && before.get(rid) !== spans);
-"""
-"""Whether the spans of a request have changed since it was asked before."""
+
+
+@contextlib.contextmanager
+def under_load(server: ServerProcess) -> Iterator[None]:
+    """More than the device holds, again and again. One request has an SLO that nobody could keep,
+    half of the others one that is wider than the server's."""
+    stop = threading.Event()
+    slos: list[dict[str, float]] = [{}, {"tpot_slo_ms": 1000}]
+    bodies = [greedy(prompts(1, 90, 90)[0], 60) | {"rid": RID, "tpot_slo_ms": 0.1}]
+    bodies += [greedy(p, 100) | slos[i % 2] for i, p in enumerate(prompts(18, 100, 150))]
+
+    def run() -> None:
+        while not stop.is_set():
+            ask(server.url, bodies)
+
+    with ThreadPoolExecutor(1) as background:
+        running = background.submit(run)
+        try:
+            yield
+        finally:
+            stop.set()
+        running.result()
 
 
 @pytest.fixture
 def load(watched: ServerProcess) -> Iterator[None]:
     """While a test looks at the page."""
-    stop = threading.Event()
-
-    def run() -> None:
-        odd = greedy(prompts(1, 90, 90)[0], 60) | {"rid": RID}
-        while not stop.is_set():
-            bodies = [greedy(p, 100) for p in prompts(18, 100, 150)]
-            ask(watched.url, [*bodies, odd])
-
-    with ThreadPoolExecutor(1) as background:
-        running = background.submit(run)
+    with under_load(watched):
         yield
-        stop.set()
-        running.result()
 
 
 @pytest.mark.usefixtures("load")
 def test_the_page_shows_what_happens(opened: Browser) -> None:
     opened.wait(MISSING)
-    opened.wait(MOVED)
     opened.wait("return document.querySelector('#device .used').offsetWidth > 0")
     opened.wait("return document.getElementById('decisions').children.length > 3")
     opened.wait("return document.getElementById('decoding').textContent > '0'")
@@ -258,6 +258,76 @@ def test_the_page_shows_what_happens(opened: Browser) -> None:
         opened.screenshot(ARTIFACTS / "page-phone.png")
     finally:
         opened.size(1280, 1000)
+
+
+def post(server: ServerProcess, path: str, **body: Any) -> None:
+    key = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    httpx.post(f"{server.url}/{path}", json=body, headers=key, timeout=60).raise_for_status()
+
+
+@contextlib.contextmanager
+def standing_still(server: ServerProcess) -> Iterator[None]:
+    """In the middle of its work: what it answers stays the same."""
+    post(server, "pause_generation", mode="in_place")
+    try:
+        yield
+    finally:
+        post(server, "continue_generation")
+
+
+Telling = dict[str, Callable[[dict[str, Any], dict[str, Any]], bool]]
+"""By what there is to be seen: whether it is, by the state and by what is told of requests."""
+
+PRESSED: Telling = {
+    "paused": lambda _, seen: any(row["state"] == "paused" for row in seen["requests"]),
+    "to be paused": lambda _, seen: any(made["paused"] for made in seen["decisions"][:4]),
+    "batch": lambda _, seen: seen["requests"] and seen["steps"]["batch"] > 0,
+    "r": lambda _, seen: 0 < seen["uncached_ratio"] < 1,
+    "host": lambda state, _: 0 < page.in_use(state, "host")[1] < 640,
+    "missing, on the host": lambda _, seen: page.tokens_that_are(seen, "host") > 0,
+    "missing, to recompute": lambda _, seen: page.tokens_that_are(seen, "lost") > 0,
+    "SLOs kept": lambda _, seen: len(page.paced(seen)) > page.missed(seen),
+}
+FAULTY: Telling = {
+    "fallbacks": lambda state, _: state["policy"]["fallbacks"].get("exception", 0) > 0,
+    "replaced": lambda _, seen: len({made["replaced"] for made in seen["decisions"][:4]}) == 2,
+    "SLOs missed": lambda _, seen: page.missed(seen) > 0,
+}
+
+
+def compare(window: Browser, server: ServerProcess, telling: Telling) -> None:
+    """Compare all that the page shows, as often as something of this is first to be seen."""
+
+    def look() -> page.Answers:
+        urls = (f"{server.url}/ellm/{name}" for name in ("state", "requests"))
+        state, seen = (httpx.get(url, timeout=60).raise_for_status().json() for url in urls)
+        return state, seen
+
+    unseen, deadline = set(telling), time.monotonic() + 120
+    while unseen:
+        assert time.monotonic() < deadline, unseen
+        with standing_still(server):
+            now = look()
+            if there := {name for name in unseen if telling[name](*now)}:
+                page.wait_until_it_shows(window, look)
+                unseen -= there
+        time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("load")
+def test_figures_are_the_servers(opened: Browser, watched: ServerProcess) -> None:
+    compare(opened, watched, PRESSED)
+
+
+def test_bars_move_and_fallbacks_are_shown(opened: Browser, watched: ServerProcess) -> None:
+    """Of a policy that fails at every second question, and leaves half uncached otherwise."""
+    post(watched, "ellm/policy", name="faulty", options={"how": "raise"})
+    with under_load(watched):
+        try:
+            page.wait_until_bars_move(opened)
+            compare(opened, watched, FAULTY)
+        finally:
+            post(watched, "ellm/policy", name="fcfs", options={})
 
 
 @pytest.mark.usefixtures("load")
@@ -282,7 +352,7 @@ def test_the_keyboard_reaches_and_changes_everything(
 ) -> None:
     """The wrong key first: nothing changes, and the page says so."""
     opened.run("document.activeElement.blur(); window.scrollTo(0, 0)")
-    reached = tab_to(opened, "pool")
+    reached = opened.tab_to("pool")
     assert {"hold", "key", "policy", "options"} <= set(reached)
     opened.run("document.getElementById('pool').select()")
     opened.press("1600", "Enter")
@@ -291,16 +361,16 @@ def test_the_keyboard_reaches_and_changes_everything(
     assert watched.state(integrity=False)["resize"]["wanted_tokens"] == 2400
     refused = opened.log("browser")
     assert all("401" in entry["message"] for entry in refused), refused
-    tab_to(opened, "key")
+    opened.tab_to("key")
     opened.press(ADMIN_KEY)
-    tab_to(opened, "pool")
+    opened.tab_to("pool")
     opened.run("document.getElementById('pool').select()")
     opened.press("1600", "Enter")
     opened.wait(f"{outcome}.includes('goes to 1,600')")
     assert watched.state(integrity=False)["resize"]["wanted_tokens"] == 1600
-    tab_to(opened, "policy")
+    opened.tab_to("policy")
     opened.press("stock")
-    tab_to(opened, "options")
+    opened.tab_to("options")
     opened.press("Enter")
     opened.wait(f"{outcome}.includes('stock')")
     assert watched.state(integrity=False)["policy"]["name"] == "stock"
@@ -326,60 +396,3 @@ def test_the_page_needs_nothing_from_outside(opened: Browser, watched: ServerPro
     assert {f"{watched.url}/ellm/{name}" for name in ("", "page.js", "state")} <= asked
     assert {url for url in asked if not url.startswith(f"{watched.url}/")} == set()
     assert [entry for entry in opened.log("browser") if entry["level"] != "DEBUG"] == []
-
-
-def test_whoever_holds_the_api_key_has_the_page(tmp_path: Path) -> None:
-    """The browser gets the page without it; the page asks for it, once a tab."""
-    if (problem := browser.lacking()) is not None:
-        pytest.skip(problem)
-    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "2400",
-                 "--api-key", API_KEY]  # fmt: skip
-    with (
-        ServerProcess(arguments, STRICT) as server,
-        browser.chromium(tmp_path / "log") as window,
-    ):
-        page, asks = f"{server.url}/ellm/", "return !document.getElementById('lock').hidden"
-        live = "return document.getElementById('link').dataset.state === 'live'"
-        window.open(page)
-        window.wait(asks)
-        assert window.run("return document.activeElement.id") == "api-key"
-        said = "return document.getElementById('lock-outcome').textContent"
-        for guess in ("a guess", "schlüssel"):
-            window.run("document.getElementById('api-key').select()")
-            window.press(guess, "Enter")
-            assert window.wait(said) == "The server does not take this key."
-        window.requested()
-        time.sleep(2.5)
-        assert window.requested() == [], "nothing is asked for without a key"
-        window.screenshot(ARTIFACTS / "page-key.png")
-        window.run("document.getElementById('api-key').select()")
-        window.press(API_KEY, "Enter")
-        window.wait(live)
-        assert not window.run(asks)
-        window.log("browser")
-        window.open(page)
-        window.wait(live)
-        window.wait("return document.getElementById('policy').options.length > 1")
-        tab_to(window, "pool")
-        window.run("document.getElementById('pool').select()")
-        window.press("1600", "Enter")
-        window.wait("return document.getElementById('outcome').textContent.includes('to 1,600')")
-        bearer = {"Authorization": f"Bearer {API_KEY}"}
-        state = httpx.get(f"{page}state", headers=bearer, timeout=60).raise_for_status().json()
-        assert state["resize"]["wanted_tokens"] == 1600
-        assert [entry for entry in window.log("browser") if entry["level"] != "DEBUG"] == []
-        assert window.run("return localStorage.length + document.cookie.length") == 0
-        window.call("/window", handle=window.call("/window/new", type="tab")["handle"])
-        window.open(page)
-        window.wait(asks)
-
-
-def tab_to(window: Browser, wanted: str) -> list[str]:
-    """What the focus comes by on its way to the element of this id."""
-    reached: list[str] = []
-    for _ in range(60):
-        window.press("Tab")
-        reached.append(window.run("return document.activeElement.id"))
-        if reached[-1] == wanted:
-            return reached
-    raise AssertionError(f"the keyboard does not reach {wanted}: {reached}")
