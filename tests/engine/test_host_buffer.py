@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -67,7 +68,7 @@ class Machine(RuleBasedStateMachine):
         assert seen.host_free_tokens == max(self.logical - used, 0)
 
 
-TestHostBuffer = Machine.TestCase
+TestHostBuffer = pytest.mark.slow(Machine.TestCase)
 
 
 def test_three_of_five_decide() -> None:

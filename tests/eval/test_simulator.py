@@ -285,6 +285,7 @@ def test_slos_are_judged_per_request():
         assert simulate(L4, Settings(), load).summary.slo_attainment == met
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slo_s", [0.025, 0.1])
 def test_rotation_brings_first_tokens_earlier_where_the_slo_is_loose(slo_s: float) -> None:
     """And more of them. Where it is tight, nothing changes."""

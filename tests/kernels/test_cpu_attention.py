@@ -58,6 +58,7 @@ def test_agrees_with_the_reference_on_random_steps(isa: str, inputs: AttentionIn
     check(inputs, tokens.tolerance(longest(tokens)))
 
 
+@pytest.mark.slow
 @random_steps
 @example(sizes=Sizes(((79, 1),), 1, 1, 2, 80, F32, F32, 0.0), count=1, delta=0.5)
 @given(sizes=sizes(), count=st.integers(1, 4), delta=st.sampled_from((0.0, 0.3, 0.5, 1.0)))

@@ -16,6 +16,8 @@ from ellm_sgl.policies.base import NO_GROWTH
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.testing import Size, random_state, requests
 
+pytestmark = pytest.mark.slow
+
 SIZE = Size(running=6, waiting=10, longest=1024)
 GRID = 200
 """Ratios that the reference tries: multiples of 1 / GRID."""

@@ -78,6 +78,7 @@ def test_too_short_a_trace_is_told(tmp_path: Path) -> None:
         assert done.exit_code != 0 and problem in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_has_every_setting(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.csv", [10] * 30 + [90] * 30)
     made = LearntLengths(rounds=1, trace=trace, requests=20)
