@@ -165,12 +165,14 @@ def test_while_requests_are_paused_in_place_weights_stay_as_they_are(
     small.flush_cache()
     streams = under_way(small)
     post(small, "pause_generation", mode="in_place").raise_for_status()
+    held = f"(requests: {small.state()['pool']['sequences']})"  # the first may have ended
+    assert held != "(requests: 0)"
     for flush_cache in (True, False):
         answer = update(small, retrained, flush_cache)
         assert answer.status_code == 400
-        assert "(requests: 6)" in answer.text and "mode retract or abort" in answer.text
+        assert held in answer.text and "mode retract or abort" in answer.text
     overwritten = post(small, "weights_checker", action="reset_tensors")
-    assert not overwritten.json()["success"] and "(requests: 6)" in overwritten.text
+    assert not overwritten.json()["success"] and held in overwritten.text
     pause_s = PAUSED_S + 2 * longest_step_s(small)
     time.sleep(pause_s)
     post(small, "continue_generation").raise_for_status()
