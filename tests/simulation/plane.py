@@ -29,6 +29,7 @@ from tests.simulation.model import StampDecoder
 from tests.simulation.stamps import POISON, Stamps
 from tests.simulation.streams import Device
 from tests.simulation.transfers import LateWorker
+from tests.step.listed import copy_listed
 
 DTYPE = torch.float64
 
@@ -184,18 +185,8 @@ class _LateFetch(GraphFetch):
     def _tell(self, lists: Any, counts: Any) -> None:
         self._late.current_stream().put(partial(super()._tell, lists, counts))
 
-    def _copy(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        targets: torch.Tensor,
-        sources: torch.Tensor,
-        count: torch.Tensor,
-    ) -> None:
-        def copy() -> None:
-            target[targets[: int(count)]] = source[sources[: int(count)]]
-
-        self._late.current_stream().put(copy)
+    def _copy(self, *listed: torch.Tensor) -> None:
+        self._late.current_stream().put(partial(copy_listed, *listed))
 
 
 def _spoil(pool: KVPool, free: IntArray) -> None:

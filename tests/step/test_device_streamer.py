@@ -11,6 +11,7 @@ import torch
 from ellm_sgl.step import DeviceStreamer
 from ellm_sgl.step.restoration import GroupTransfer
 from ellm_sgl.step.transfer import GraphFetch
+from tests.step.listed import copy_listed
 
 UNIT = (2, 2, 16, 4, 128)
 DEVICES = [
@@ -94,18 +95,6 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
     with streamer.running([transfer([9], [3])]):
         streamer.wait(0)
     assert float(pool[3].min()) == 9
-
-
-def copy_listed(
-    target: torch.Tensor,
-    source: torch.Tensor,
-    targets: torch.Tensor,
-    sources: torch.Tensor,
-    count: torch.Tensor,
-) -> None:
-    """What the kernel does."""
-    n = int(count)
-    target[targets[:n]] = source[sources[:n]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
