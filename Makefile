@@ -17,7 +17,7 @@ PURELIB  := import sysconfig; print(sysconfig.get_path("purelib"))
 
 SHORT    := tests/versions tests/sglang/test_hooks.py tests/sglang/test_arguments.py \
             tests/sglang/test_weights.py tests/sglang/test_unknown_version.py \
-            tests/sglang/test_compiled_layers.py
+            tests/sglang/test_compiled_layers.py tests/sglang/test_waiting_chunk.py
 
 TWO    := --numprocesses 2 --dist loadfile
 

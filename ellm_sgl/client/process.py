@@ -97,7 +97,13 @@ class ServerProcess:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: object
+    ) -> None:
+        if error and self._process and not isinstance(error, ServerError):  # has its own
+            status = self._process.poll()
+            how = "ran" if status is None else f"had exited ({status})"
+            error.add_note(f"The server {how}. It last said:\n{self.last_words()}")
         self.stop()
 
     @property

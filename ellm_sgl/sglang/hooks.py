@@ -52,6 +52,12 @@ class Hook:
     reason: str
     since: str = VERSIONS[0]
     """The oldest version that has it."""
+    until: str = VERSIONS[-1]
+    """The newest version that needs it."""
+
+    def is_of(self, version: str) -> bool:
+        """Whether a version, one of `VERSIONS`, has and needs it."""
+        return is_since(version, self.since) and is_since(self.until, version)
 
     @property
     def function(self) -> Any:
@@ -170,6 +176,8 @@ HOOKS: tuple[Hook, ...] = (
          _ENABLED, "the pool shrinks and grows between two steps, in turns that all ranks share"),
     Hook(f"{_CHECKER}.self_check_during_busy", "BEFORE", "scheduler:resume_paused",
          _ENABLED, "SGLang's own memory check counts every running request"),
+    Hook(f"{_CHECKER}._get_total_uncached_sizes", "AFTER", "scheduler:count_waiting_chunk",
+         _ENABLED, "same, and a prompt between two chunks; later versions do", until="0.5.17"),
     # new weights
     Hook(f"{_SCHEDULER}.pause_generation", "AROUND", "weights:pause",
          _ENABLED, "requests go back to the queue here too, and the pause is no step's time"),
@@ -284,7 +292,7 @@ def hooks_of(version: str) -> tuple[Hook, ...]:
     return tuple(
         replace(hook, target=moved.get(hook.target, hook.target))
         for hook in HOOKS
-        if is_since(known, hook.since)
+        if hook.is_of(known)
     )
 
 

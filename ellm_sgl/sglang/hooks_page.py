@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ellm_sgl.sglang.hooks import HOOKS, is_since
+from ellm_sgl.sglang.hooks import HOOKS
 from ellm_sgl.sglang.versions import VERSIONS, adapter_of
 
 _HEAD = """\
@@ -27,13 +27,15 @@ def page() -> str:
     for hook in HOOKS:
         targets, before = [], ""
         for version in VERSIONS:
-            if not is_since(version, hook.since):
+            if not hook.is_of(version):
                 continue
             target = adapter_of(version).moved.get(hook.target, hook.target)
             if target != before:
                 since = "" if version == first else f"from {version}: "
                 targets.append(f"{since}`{_short(target)}`")
             before = target
+        if hook.until != VERSIONS[-1]:
+            targets[-1] += f" (until {hook.until})"
         cells = "<br>".join(targets), f"{hook.kind.lower()} `{hook.ours}`", hook.reason
         lines.append(f"| {' | '.join(cells)} |")
     text = _HEAD.format(versions=", ".join(VERSIONS)) + "\n".join(lines) + "\n"

@@ -355,6 +355,19 @@ def resume_paused(scheduler_or_checker: Any, *_: Any, **__: Any) -> None:
     scheduler_of(scheduler_or_checker).paused.bring_back()
 
 
+def count_waiting_chunk(sizes: tuple[int, int], checker: Any) -> tuple[int, int] | None:
+    """After `SchedulerInvariantChecker._get_total_uncached_sizes`, of tokens that requests have and
+    the prefix cache has not: SGLang looks at the requests of the last step and at those that
+    decode. A prompt whose next chunk waits for memory is in neither, and its last page may be
+    begun."""
+    scheduler = scheduler_of(checker).scheduler
+    req, last = scheduler.chunked_req, scheduler.last_batch
+    if req is None or req.kv is None or (last is not None and any(r is req for r in last.reqs)):
+        return None
+    allocated = -(-req.kv.kv_allocated_len // checker.page_size) * checker.page_size
+    return sizes[0] + allocated - req.cache_protected_len, sizes[1]
+
+
 def resize(scheduler: Scheduler, *_: Any, **__: Any) -> None:
     """Before `Scheduler.process_input_requests`: a pool that shrinks or grows goes on with it, also
     while generation is paused."""

@@ -22,6 +22,8 @@ TOKENS = 100_000
 IDLE_S = 5
 PATIENCE_S = 60.0
 """For what takes a second on a machine that does nothing else."""
+SLACK_MIB = 16
+"""What a process's memory may come and go by for other reasons."""
 BODIES = [greedy(p, 40) for p in prompts(40, 900, 1000, seed=21)]
 
 
@@ -53,8 +55,11 @@ def test_memory_goes_back_after_a_while_and_comes_again(keep: str) -> None:
             worked = last_seen_at_work(server, answers)
             expected = token_ids(answers.result())
         loaded = resident_mib(server)
-        assert loaded > warm + 150
         full = server.state()
+        used = full["device_units_total"] - full["device_units_free"]
+        unit = full["device_bytes_committed"] / full["device_units_total"]
+        in_use = used * unit / 2**20
+        assert in_use > 100 and loaded > warm + in_use - SLACK_MIB
         deadline = time.monotonic() + IDLE_S + PATIENCE_S
         while server.state(integrity=False)["resize"]["wanted_tokens"] == TOKENS:
             assert time.monotonic() < deadline
@@ -65,11 +70,10 @@ def test_memory_goes_back_after_a_while_and_comes_again(keep: str) -> None:
             assert time.monotonic() < deadline, state
             time.sleep(0.1)
         kept = state["device_bytes_committed"] / 2**20
-        most = warm + 16 + (kept if keep == "on" else 0)
+        most = warm + SLACK_MIB + (kept if keep == "on" else 0)
         while (rested := resident_mib(server)) >= most:
             assert time.monotonic() < deadline, f"{warm} warm, {loaded} loaded, {rested} idle"
             time.sleep(0.2)
-        used = full["device_units_total"] - full["device_units_free"]
         if keep == "on":
             assert 0 <= state["device_units_total"] - used < 64
         else:

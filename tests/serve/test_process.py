@@ -84,6 +84,20 @@ def test_a_broken_connection_tells_how_the_server_ended(monkeypatch: pytest.Monk
     assert not process.log.exists()
 
 
+def test_an_error_beside_a_server_tells_what_it_last_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log goes with it."""
+    ended = subprocess.Popen(["sh", "-c", "exit 3"])
+    ended.wait()
+    process = ServerProcess(())
+    process.log.write_text("its last words")
+    monkeypatch.setattr(process, "_process", ended)
+    monkeypatch.setattr(process, "start", lambda: None)
+    with pytest.raises(ZeroDivisionError) as raised, process:
+        _ = 1 / 0
+    assert raised.value.__notes__ == ["The server had exited (3). It last said:\nits last words"]
+    assert not process.log.exists()
+
+
 def test_a_held_port_is_nobody_elses_but_a_server_can_listen_on_it() -> None:
     with hold_port() as held:
         port = port_of(held)

@@ -42,10 +42,12 @@ def test_every_version_has_a_record_of_all_that_is_hooked_or_used(version: str) 
 
 def test_hooks_that_came_later_are_of_versions_that_are_known() -> None:
     assert {hook.since for hook in hooks.HOOKS} | hooks.USED_SINCE.keys() <= set(VERSIONS)
+    assert {hook.until for hook in hooks.HOOKS} <= set(VERSIONS)
     old, new = (
         {hook.ours for hook in hooks_of(version)} for version in (VERSIONS[0], VERSIONS[-1])
     )
     assert new - old == {"attention:no_padding"}
+    assert old - new == {"scheduler:count_waiting_chunk"}
 
 
 def test_the_page_is_what_the_table_says() -> None:
