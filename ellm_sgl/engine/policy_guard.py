@@ -62,7 +62,7 @@ class PolicyGuard:
         self._worker = Worker("ellm-policy")
         self._ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
         """Not told of yet."""
-        self._raised: deque[Exception] = deque()
+        self._raised: deque[BaseException] = deque()
         """By `Policy.ended`, not counted yet."""
         self._listens = type(policy).ended is not Policy.ended
         self._pending: Future[Any] | None = None
@@ -155,13 +155,16 @@ class PolicyGuard:
     def _close_policy(self) -> None:
         try:
             self.policy.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             logger.warning("policy %s: close raised %s", type(self.policy).__name__, _told(error))
 
     def _in_time(self, seconds: float, question: Callable[..., T], *arguments: Any) -> T:
         """The policy's answer; or OverdueError, with the question left pending."""
         if self._directly:
-            return question(*arguments)
+            try:
+                return question(*arguments)
+            except SystemExit as error:  # as `Worker.submit`: the process is not the policy's
+                raise RuntimeError(f"SystemExit: {error}") from error
         future = self._worker.submit(question, *arguments)
         try:
             return result_within(seconds, future)
@@ -173,7 +176,7 @@ class PolicyGuard:
         while self._ended:
             try:
                 self.policy.ended(self._ended.popleft())
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._raised.append(error)
         batch = self.policy.batch(state)
         check_batch(state, batch)
@@ -207,6 +210,6 @@ class PolicyGuard:
             )  # fmt: skip
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """Kind and message; also of an error whose own `__str__` fails."""
     return traceback.format_exception_only(error)[-1].strip()

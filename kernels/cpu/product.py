@@ -17,6 +17,9 @@ SHORT_SUM, MOST_ROWS_OF_SHORT = 512, 16
 """16-bit sums of fewer elements than this: up to so many rows; of more PyTorch's are faster."""
 
 _DEFAULT = DEFAULT.numbers
+_PLAIN = torch.Tensor.__torch_dispatch__
+"""Of tensors that lie in memory as they say. Others' numbers may be elsewhere, and quantised: what
+torchao makes of a layer's weights says that it is contiguous and has the activations' type."""
 _chosen: dict[torch.dtype, tuple[int, int]] = {}
 """How weights of a type are asked for: numbers, which are at hand in every call."""
 
@@ -61,6 +64,7 @@ def linear(
         library is None
         or (kind := TYPES.get(dtype)) is None
         or weight.dtype is not dtype
+        or type(weight).__torch_dispatch__ is not _PLAIN
         or not (x.is_cpu and weight.is_cpu and weight.is_contiguous())
         or len(shape := weight.shape) != 2
         or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))

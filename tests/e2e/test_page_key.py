@@ -48,6 +48,8 @@ def test_whoever_holds_the_api_key_has_the_page(tmp_path: Path) -> None:
         assert not window.run(asks)
         tier = "return document.getElementById(arguments[0]).checkVisibility()"
         assert window.run(tier, "device") and not window.run(tier, "host-tier"), "it has none"
+        legends = "return [...document.querySelectorAll('.legend .of-host')].map(e => e.hidden)"
+        assert window.run(legends) == [True, True]
         window.log("browser")
         window.open(page)
         window.wait(live)

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from ellm_sgl.policies import Batch, FixedRatio, Policy, Ratios, Stock, WorkSplit
+from ellm_sgl.policies import Batch, EndedRequest, FixedRatio, Policy, Ratios, Stock, WorkSplit
 from ellm_sgl.policies.testing.generate import requests
 from tests.engine.scripted import STATE, Scripted, asking, is_safe, raising
 
@@ -107,8 +107,27 @@ def test_warming_up_is_not_counted_and_swallows_failures() -> None:
 
 
 def test_a_policy_that_tries_to_end_the_process_raised_an_exception() -> None:
-    with asking(Scripted(batch=lambda: sys.exit("enough"))) as safe:
-        assert is_safe(safe.answer(STATE))
+    class Direct(Scripted):
+        def never_waits(self) -> bool:
+            return True
+
+        def close(self) -> None:
+            sys.exit("enough, when closed")
+
+    for kind in (Scripted, Direct):
+        with asking(kind(batch=lambda: sys.exit("enough"))) as safe:
+            assert is_safe(safe.answer(STATE))
+        assert safe.failures == {"exception": 1}
+
+
+def test_one_that_does_so_when_told_of_an_ended_request_is_asked_all_the_same() -> None:
+    class Told(Stock):
+        def ended(self, request: EndedRequest) -> None:
+            sys.exit("enough")
+
+    with asking(Told()) as safe:
+        safe.ended(EndedRequest(1, 4, False))
+        assert safe.answer(STATE).batch == Batch(admit=(0, 1, 2))
     assert safe.failures == {"exception": 1}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -87,6 +89,31 @@ def test_large_and_special_values() -> None:
     assert out[0].isposinf()
     assert out[1].isposinf()
     assert out[2].isnan()
+
+
+class Elsewhere(torch.Tensor):
+    """As torchao's weights: says that it is plain, and has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Elsewhere:
+        made: Elsewhere = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch's stub leaves out the function
+        cls, function: Any, *_: Any, **__: Any
+    ) -> Any:
+        raise NotImplementedError(function)
+
+
+def test_leaves_alone_what_lies_elsewhere() -> None:
+    x, weight = torch.randn(2, 64), torch.randn(8, 64)
+    elsewhere = Elsewhere(weight)
+    assert elsewhere.is_contiguous() and elsewhere.dtype is x.dtype and elsewhere.is_cpu
+    assert linear(x, elsewhere) is None
+    assert linear(x, torch.nn.Parameter(weight, requires_grad=False)) is not None
 
 
 def test_leaves_alone_what_it_cannot_do() -> None:

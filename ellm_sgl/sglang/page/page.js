@@ -146,7 +146,7 @@ function memory(state) {
     `Device: ${number(used)} of ${number(limit)} tokens of KV in use`);
   say("device-text", `${number(used)} of ${number(limit)} tokens`);
   const host = tokens(state.host_units_total), kept = host - tokens(state.host_units_free);
-  $("host-tier").hidden = host === 0;
+  document.querySelectorAll(".of-host").forEach((part) => { part.hidden = host === 0; });
   meter("host", [host ? kept / host : 0, 0], `Host: copies of ${number(kept)} of ${number(host)} tokens`);
   say("host-text", `${number(kept)} of ${number(host)} tokens`);
   const outcome = state.resize.outcome;
