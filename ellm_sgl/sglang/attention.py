@@ -11,6 +11,8 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel
 
+from ellm_sgl.config import ConfigError
+from ellm_sgl.kernels import torch_paged
 from ellm_sgl.kernels.choose import choose, choose_graph_steps
 from ellm_sgl.sglang import cuda
 from ellm_sgl.sglang.context import context_of
@@ -79,16 +81,23 @@ class EllmAttention(AttentionBackend):
     # -- CUDA graphs, of decode steps that recompute nothing ----------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if self._kernel is torch_paged.mixed_attention:
+            raise ConfigError(
+                "CUDA graphs: the attention of this model and --kv-cache-dtype is PyTorch's, which "
+                "cannot be captured; leave out --kv-cache-dtype, or give --disable-cuda-graph"
+            )
         pool, heads = self._pool, self._model_config.num_attention_heads
         heads //= get_parallel().attn_tp_size
-        groups = pool.shape.num_groups
-        # What the device holds, and again as much for prefixes that requests share.
-        most_blocks = 2 * pool.num_units // groups + max_bs
+        groups, streamer = pool.shape.num_groups, self.executor.streamer
+        fetching = streamer if isinstance(streamer, DeviceStreamer) else None
+        # What the device holds, again as much for prefixes that requests share, and what it lacks.
+        units = 2 * pool.num_units + (fetching.host_units if fetching else 0)
+        most_blocks = units // groups + max_bs
         self._graphs = choose_graph_steps(
             self._kernel, groups, max_bs, most_blocks, pool.keys(0), heads
         )
-        if isinstance(self.executor.streamer, DeviceStreamer):
-            self._fetch = self.executor.streamer.in_graphs(groups, most_blocks)
+        if fetching:
+            self._fetch = fetching.in_graphs(groups, most_blocks)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

@@ -111,7 +111,7 @@ def calibrate(
     guess: HardwareProfile = decided(measure_device(runner.device))
     steps = SyntheticSteps(runner, ours)
     mixes: Sequence[Mix] = decided(_affordable(shape, guess, steps))
-    first_of_kinds = {(mix.new > 1, mix.uncached > 0): mix for mix in reversed(mixes)}.values()
+    first_of_kinds = {mix.kind: mix for mix in reversed(mixes)}.values()
     for mix in first_of_kinds:
         steps.run(mix)  # on a GPU the first step of a kind compiles kernels, for seconds
     deadline = time.perf_counter() + _seconds()

@@ -20,6 +20,11 @@ class Mix:
     """Tokens from the first on that are restored."""
 
     @property
+    def kind(self) -> tuple[bool, ...]:
+        """Steps of one kind run the same kernels."""
+        return self.new > 1, self.uncached > 0, self.tokens > self.new > 1
+
+    @property
     def rows(self) -> int:
         return self.requests * (self.new + self.uncached)
 

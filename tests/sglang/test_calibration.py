@@ -115,6 +115,10 @@ def test_a_device_runs_a_step_of_every_kind_whatever_the_guess_says() -> None:
     steps: Any = SimpleNamespace(that_fit=list)
     found = calibration._affordable(LLAMA_13B, disturbed, steps)
     assert set(found) == set(MIXES)
+    # A prompt's chunk behind another has kernels of its own, too.
+    assert {mix.kind for mix in found} >= {
+        (False, False, False), (False, True, False), (True, False, False), (True, False, True),
+    }  # fmt: skip
     on_host = dataclasses.replace(disturbed, name="cpu")
     kept = calibration._affordable(LLAMA_13B, on_host, steps)
     assert 0 < len(kept) < len(found)

@@ -7,9 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from ellm_sgl.config import EllmConfig
+from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.kernels.torch_paged import mixed_attention
 from ellm_sgl.sglang import cuda
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.step import DeviceStreamer
+
+declare()
+from ellm_sgl.sglang import attention  # noqa: E402 (imports SGLang)
 
 
 def test_a_device_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +46,44 @@ def test_prompts_are_not_captured_and_a_chosen_backend_is_left_to_be_refused() -
     args.attention_backend = "fa3"
     cuda.adapt(args)
     assert args.attention_backend == "fa3"
+
+
+def starting(kernel: Any, streamer: Any = None) -> Any:
+    """As much of an `EllmAttention` as is asked before graphs are captured."""
+    shape = SimpleNamespace(num_groups=4)
+    pool = SimpleNamespace(shape=shape, num_units=40, keys=lambda layer: None)
+    return SimpleNamespace(
+        _kernel=kernel,
+        _pool=pool,
+        _model_config=SimpleNamespace(num_attention_heads=8),
+        executor=SimpleNamespace(streamer=streamer),
+    )
+
+
+def test_steps_that_miss_what_the_host_has_are_replayed_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However much the host holds: requests may be longer than the device."""
+
+    class Streamer(DeviceStreamer):
+        def __init__(self) -> None:
+            self._host = torch.zeros(101, 1)
+
+        def in_graphs(self, groups: int, most_units: int) -> Any:
+            return groups, most_units
+
+    monkeypatch.setattr(attention, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
+    monkeypatch.setattr(attention, "choose_graph_steps", lambda kernel, *sizes: sizes)
+    for streamer, most in ((None, 20 + 8), (Streamer(), 20 + 25 + 8)):
+        begun = starting(object(), streamer)
+        attention.EllmAttention.init_cuda_graph_state(begun, 8, 8)
+        assert begun._graphs[:3] == (4, 8, most)
+    assert begun._fetch == (4, most)
+
+
+def test_what_pytorch_attends_to_is_not_captured() -> None:
+    with pytest.raises(ConfigError, match="--disable-cuda-graph"):
+        attention.EllmAttention.init_cuda_graph_state(starting(mixed_attention), 8, 8)
 
 
 def test_models_never_write_kv_themselves() -> None:

@@ -60,8 +60,19 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a block that two paused requests share is fetched ahead for each of them",
         f"{_ELASTIC}.fetch_ahead",
-        "table.place(placed)",
-        "table.place(placed) if len(owing) < 2 else None",
+        """\
+                table.place(placed)
+                blocks.append(placed[rows])
+                columns.append(groups_lacked)
+                room -= len(placed)
+""",
+        """\
+                blocks.append(placed[rows])
+                columns.append(groups_lacked)
+                room -= len(placed)
+        table.place(np.concatenate([np.unique(each) for each in blocks]))
+""",
+        first=1300,
     ),
     Fault(
         "a prompt's blocks are evicted before any step has computed them",

@@ -45,6 +45,11 @@ class DeviceStreamer:
         self._stepped: Any = None
         """Recorded behind the last step: everything in the pool is there once it has passed."""
 
+    @property
+    def host_units(self) -> int:
+        """Units that the host has room for."""
+        return len(self._host) - 1
+
     def in_graphs(self, groups: int, most_units: int) -> GraphFetch | None:
         """What fetches in steps that are replayed; None with overlap off: steps that fetch are not
         replayed then. Arguments: see `GraphFetch`."""
