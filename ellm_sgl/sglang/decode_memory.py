@@ -103,6 +103,16 @@ def prepare_decode(batch: ScheduleBatch) -> None:
     ours.iteration.bring_to_ratios(rows_of(batch.reqs))
 
 
+def place_decoded(_: Any, batch: ScheduleBatch, running_batch: ScheduleBatch) -> None:
+    """After `mix_with_running`: the positions of rows that decode in a mixed step.
+
+    SGLang reckons that a request's output is a step behind, as it is under overlap scheduling of
+    all that took part in the step before. Of one that sat that out it is not.
+    """
+    if count := running_batch.batch_size():
+        batch.prefix_lens[-count:] = (batch.seq_lens_cpu[-count:] - 1).tolist()
+
+
 def _beside_prompts(batch: ScheduleBatch, indices: list[int], prompts: Sequence[int]) -> list[int]:
     """Those of these requests that one step can decode beside these prompts."""
     if _fits(batch, indices, prompts):

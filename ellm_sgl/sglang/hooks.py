@@ -151,6 +151,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_BATCH}.prepare_for_decode", "BEFORE", "decode_memory:prepare_decode",
          _ENABLED, "who is paused for the step, and everybody's ratio; once per step, mixed ones "
                    "too"),
+    Hook(f"{_BATCH}.mix_with_running", "AFTER", "decode_memory:place_decoded",
+         _ENABLED, "positions in a mixed step, of requests that sat out the one before, too; later "
+                   "versions have them so", until="0.5.17"),
     Hook(f"{_ADDER}.__init__", "AFTER", "admission:limit_admission",
          _ENABLED, "admission counts device memory, not logical slots"),
     Hook(f"{_ADDER}.add_one_req", "AROUND", "admission:admit",

@@ -31,8 +31,11 @@ class PausedRequests:
             return
         paused = copy.copy(batch)
         paused.sampling_info = copy.copy(batch.sampling_info)
-        paused.sampling_info.penalizer_orchestrator = copy.copy(
-            batch.sampling_info.penalizer_orchestrator
+        # None of them has penalties (`counts_tokens`), but who joins them later may: penalizers
+        # count the rows of one batch, by a weak reference to it.
+        theirs = batch.sampling_info.penalizer_orchestrator
+        paused.sampling_info.penalizer_orchestrator = type(theirs)(
+            theirs.vocab_size, paused, set(theirs.penalizers)
         )
         staying = set(stay)
         paused.filter_batch(keep_indices=[i for i in range(len(batch.reqs)) if i not in staying])

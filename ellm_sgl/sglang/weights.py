@@ -88,9 +88,14 @@ def pause(
     original: Callable[..., None], scheduler: Scheduler, request: PauseGenerationReqInput
 ) -> None:
     """Around the scheduler's `pause_generation`: what the pause is to those who wait and to the
-    clock that times steps."""
+    clock that times steps. Those who go back to the queue do so whatever its limit: SGLang would
+    take them for new ones, and end them with a 503 in the midst of their answers."""
     before = set(scheduler.waiting_queue)
-    original(scheduler, request)
+    most, scheduler.max_queued_requests = scheduler.max_queued_requests, None
+    try:
+        original(scheduler, request)
+    finally:
+        scheduler.max_queued_requests = most
     ours = scheduler_of(scheduler)
     ours.retracted([req for req in scheduler.waiting_queue if req not in before])
     ours.iteration.idle()

@@ -10,8 +10,9 @@ import httpx
 import openai
 import pytest
 
-from ellm_sgl.client.process import ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 
@@ -63,9 +64,12 @@ def test_several_samples_of_one_prompt(server: ServerProcess) -> None:
     assert everything == half and len(half) == 4
 
 
-def test_logprobs_of_prompt_and_output(server: ServerProcess) -> None:
+@pytest.mark.parametrize(("length", "tokens"), [(200, 24), (2500, 1)], ids=["short", "in chunks"])
+def test_logprobs_of_prompt_and_output(server: ServerProcess, length: int, tokens: int) -> None:
+    """Without a step that decodes, it is a prompt's own chunks that are recomputed."""
+
     def run() -> Any:
-        body = greedy(prompts(1, 200, 200)[0], 24)
+        body = greedy(prompts(1, length, length)[0], tokens)
         body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 5}
         return ask(server.url, [body])[0]["meta_info"]
 
@@ -105,12 +109,30 @@ def test_json_schema(server: ServerProcess) -> None:
 
 
 def test_seeded_sampling(server: ServerProcess) -> None:
-    """Sampling draws from the same distribution; single requests also draw the same tokens."""
-    bodies = [greedy(p, 32, temperature=0.8, top_k=1) for p in prompts(4, 50, 150, seed=2)]
-    everything, half = with_and_without(
-        server, lambda: [a["output_ids"] for a in ask(server.url, bodies)]
-    )
-    assert everything == half
+    """One request after the other draws the same tokens, of the same probabilities, from servers
+    with the same seed; other tokens with another seed."""
+    sampling: list[dict[str, Any]] = [
+        {"temperature": 0.8},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"top_k": 5},
+    ]
+    bodies = [
+        greedy(p, 32, **({"temperature": 1.0} | sampling[i % 3])) | {"return_logprob": True}
+        for i, p in enumerate(prompts(3, 50, 150, seed=2))
+    ]
+    likeliest = token_ids(ask(server.url, [greedy(body["input_ids"], 32) for body in bodies]))
+    own = (*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--random-seed")
+    drawn, likely = [], []
+    for seed, ratio in (("7", "0"), ("7", "0.5"), ("8", "0.5")):
+        with ServerProcess([*own, seed, "--ellm-ratio", ratio], STRICT) as other:
+            answers = [ask(other.url, [body])[0] for body in bodies]
+            assert (other.state()["recomputed_tokens_total"] > 0) == (ratio != "0")
+        drawn.append(token_ids(answers))
+        likely.append([[t[0] for t in a["meta_info"]["output_token_logprobs"]] for a in answers])
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(one != other for one, other in zip(drawn[0], likeliest, strict=True))
+    for ours, theirs in zip(likely[1], likely[0], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 def test_abort_frees_everything(server: ServerProcess) -> None:

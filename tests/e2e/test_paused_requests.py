@@ -125,6 +125,27 @@ def test_who_sits_out_gets_no_token_in_mixed_steps(server: ServerProcess) -> Non
     assert [runs.output_ids, sits.output_ids, answer["output_ids"]] == expected
 
 
+@pytest.mark.parametrize("running", [1, 2])
+def test_a_prompt_with_penalties_comes_while_somebody_sits_out(
+    server: ServerProcess, running: int
+) -> None:
+    """Nobody pauses beside penalties: who did comes back into a mixed step, at the position where
+    it was, and into a batch that counts tokens, with as many rows as it has requests.
+    (What the prompt itself says depends on when it comes, on stock SGLang too: `ask_as_one`.)"""
+    bodies = [greedy(p, LONG) for p in prompts(running, 40, 60, seed=5)]
+    bodies.append(greedy(prompts(1, 50, 50, seed=6)[0], HELD))
+    expected = [token_ids(ask(server.url, [body]))[0] for body in bodies]
+    server.flush_cache()
+    streams = hold(server, bodies)
+    counting = [
+        greedy(p, 20, frequency_penalty=0.8, min_new_tokens=10)
+        for p in prompts(2, 300, 400, seed=7)
+    ]
+    assert [len(tokens) for tokens in token_ids(ask(server.url, counting))] == [20, 20]
+    assert all(stream.ended() for stream in streams)
+    assert [stream.output_ids for stream in streams] == expected
+
+
 def test_memory_that_those_who_sit_out_hold_is_had_by_retracting_them(
     server: ServerProcess,
 ) -> None:

@@ -89,13 +89,19 @@ def test_a_server_that_stands_says_what_it_is(watched: ServerProcess) -> None:
 
 def test_top_shows_a_server_at_work(watched: ServerProcess) -> None:
     """What it draws is there under the names it looks for: requests, memory, decisions."""
-    put_under_load(watched)
-    told = CliRunner().invoke(main, ["top", "--url", watched.url, "--json"])
-    assert told.exit_code == 0, told.output
-    document = json.loads(told.stdout)
-    assert document["state"]["policy"]["name"] and document["decisions"]
-    drawn = CliRunner().invoke(main, ["top", "--url", watched.url, "--once"])
-    assert drawn.exit_code == 0 and document["state"]["policy"]["name"] in drawn.stdout
+
+    def top(option: str) -> str:
+        told = CliRunner().invoke(main, ["top", "--url", watched.url, option])
+        assert told.exit_code == 0, told.output
+        return told.stdout
+
+    with under_load(watched):
+        deadline = time.monotonic() + 60
+        while not (document := json.loads(top("--json")))["requests"]:
+            assert time.monotonic() < deadline, "nobody is seen at work"
+        while "decod" not in (drawn := top("--once")):
+            assert time.monotonic() < deadline, drawn
+    assert document["state"]["policy"]["name"] in drawn and document["decisions"]
 
 
 def test_promtool_reads_all_and_has_nothing_to_say_of_ours(watched: ServerProcess) -> None:

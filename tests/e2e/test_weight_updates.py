@@ -50,6 +50,16 @@ def shared() -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def brief() -> Iterator[ServerProcess]:
+    """Its queue holds half of the requests, and one."""
+    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-ratio", "0.5",
+                 "--max-queued-requests", str(len(BODIES) // 2 + 1)]  # fmt: skip
+    with ServerProcess(arguments, STRICT) as server:
+        yield server
+        assert server.alive(), server.last_words()
+
+
 @pytest.fixture
 def small(shared: ServerProcess) -> Iterator[ServerProcess]:
     """With the old weights again, whatever the test before did."""
@@ -235,6 +245,29 @@ def test_memory_is_released_and_comes_back_while_requests_are_under_way(
     assert streams.end() == expected
     state = small.state()
     assert state["resize"]["wanted_tokens"] == POOL and state["resize"]["outcome"] == "applied"
+
+
+@pytest.mark.parametrize(
+    ("away", "back", "body"),
+    [
+        ("pause_generation", "continue_generation", {"mode": "retract"}),
+        ("release_memory_occupation", "resume_memory_occupation", {"tags": ["kv_cache"]}),
+    ],
+    ids=["pause", "release"],
+)
+def test_who_goes_back_to_a_short_queue_is_not_turned_away(
+    brief: ServerProcess, away: str, back: str, body: dict[str, Any]
+) -> None:
+    half = len(BODIES) // 2
+    expected = token_ids(ask(brief.url, BODIES[:half])) + token_ids(ask(brief.url, BODIES[half:]))
+    streams = []
+    for some in (BODIES[:half], BODIES[half:]):  # together they would be turned away as they come
+        streams.append(Streams(brief, some))
+        streams[-1].wait_until_all_speak()
+    post(brief, away, **body).raise_for_status()
+    assert brief.state()["waiting"] == len(BODIES) > half + 1
+    post(brief, back, **body if back.startswith("resume") else {}).raise_for_status()
+    assert [said for some in streams for said in some.end()] == expected
 
 
 def test_new_weights_while_memory_is_released(

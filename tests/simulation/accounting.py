@@ -110,6 +110,19 @@ def prepare_prompts(plane: Plane, decoding: list[int], prepare: Callable[[], Non
         raise Unaccounted(f"prompts took {missing - before} tokens from those who decode")
 
 
+def check_positions(plan: StepPlan, batch: Any) -> None:
+    """SGLang computes rows of prompts and of mixed steps at the positions that the plan has.
+
+    Raises:
+        Unaccounted: it does not.
+    """
+    if not batch.forward_mode.is_extend():
+        return
+    planned = [request.new.position for request in plan.groups[0].requests]
+    if (theirs := list(batch.prefix_lens)) != planned:
+        raise Unaccounted(f"rows begin at positions {theirs}, in the plan at {planned}")
+
+
 def check_rows(plane: Plane, plan: StepPlan, batch: Any) -> None:
     """A step has no more rows than there is memory for: of prompts a block at least, and a block
     beside those that decode; of a request that decodes alone, whom SGLang would end, as many as the

@@ -385,6 +385,12 @@ FAULTS: tuple[Fault, ...] = (
         "if False:",
     ),
     Fault(
+        "in a mixed step, who sat out the one before goes on a position too far",
+        "ellm_sgl.sglang.decode_memory:place_decoded",
+        "if count := running_batch.batch_size():",
+        "if count := 0:",
+    ),
+    Fault(
         "paused requests do not resume",
         f"{_PAUSED}.bring_back",
         "running.merge_batch(paused)",

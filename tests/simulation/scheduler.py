@@ -273,6 +273,7 @@ class SimulatedScheduler(Scheduler):
             positions += range(new.position, new.end_position)
             if len(tokens) < len(positions):  # the future map's: sampled by the step before
                 tokens += transcript.tokens[new.position : new.end_position]
+        accounting.check_positions(plan, batch)
         accounting.check_rows(self.plane, plan, batch)
         self.plane.poison()
         step = ForwardPass(self.plane, plan, transcripts)

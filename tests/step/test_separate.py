@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -143,12 +142,16 @@ def test_a_step_without_spans_has_one_pass() -> None:
 def test_after_an_exception_nothing_is_kept() -> None:
     plan, pool = one_request()
     decoder, separate, _ = make()
+    attend, kept = attend_separately(plan, pool, separate), list[int]()
 
-    def fail(*_: Any) -> torch.Tensor:
-        raise RuntimeError("out of memory")
+    def fail(layer: int, *rows: torch.Tensor) -> torch.Tensor:
+        if layer == 1:
+            kept.extend(separate._kept)
+            raise RuntimeError("out of memory")
+        return attend(layer, *rows)
 
     with pytest.raises(RuntimeError, match="out of memory"), separate.running(plan):
         decoder(torch.tensor([10]), torch.tensor([10]), fail)
-    tokens = torch.arange(11)
-    assert torch.equal(compute_fully(decoder, tokens)[0], compute_fully(decoder, tokens)[0])
+    assert kept == [0]
+    assert not separate._kept and separate._plan is None and not separate._first_pass
     assert run(decoder, separate, plan, pool).shape == (1, HIDDEN)

@@ -73,7 +73,7 @@ def test_every_group_finds_its_units_when_it_attends(kind: Kind, overlap: bool, 
                 assert [held(device, u) for u in ring[g % slots]] == [10 + g, 5 + g]
                 streamer.done(g)
         device.fill_(-1.0)
-    assert streamer.stall_s >= 0.0
+    assert streamer.stall_s > 0.0 or overlap, "without overlap layers wait for every copy"
 
 
 def test_a_slot_is_not_written_before_its_layers_are_done(kind: Kind) -> None:
