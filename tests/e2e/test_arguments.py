@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 POOL = 1024
 ARGUMENTS = """
     --context-length 2048 --max-prefill-tokens 1024 --max-running-requests 10
+    --chunked-prefill-size 512
     --max-queued-requests 64 --prefill-max-requests 3 --min-free-slots-delay 2
     --pp-max-micro-batch-size 9 --schedule-conservativeness 0.5 --scheduler-recv-interval 2
     --schedule-policy lof --enable-priority-scheduling --disable-priority-preemption
