@@ -137,7 +137,10 @@ def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: Context) -> None:
     waiting: Any = Request(0)
     running: Any = Request(5)
     scheduler = scheduler_of(
-        ours, waiting_queue=[waiting], schedule_low_priority_values_first=False
+        ours,
+        waiting_queue=[waiting],
+        schedule_low_priority_values_first=False,
+        max_queued_requests=1,
     )
     now = [100.0]
     steps = StepLog(RooflineLatencyModel(TINY, GPU), lambda: now[0])
@@ -150,8 +153,13 @@ def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: Context) -> None:
     steps.start(StepWork(1, 4))
     now[0] += 2
 
+    def retract(*_: Any) -> None:
+        assert scheduler.max_queued_requests is None, "the queue takes all that come back"
+        scheduler.waiting_queue.append(running)
+
     anything: Any = None
-    weights.pause(lambda *_: scheduler.waiting_queue.append(running), scheduler, anything)
+    weights.pause(retract, scheduler, anything)
+    assert scheduler.max_queued_requests == 1
 
     assert column["tokens"][slots].tolist() == [10, 15]
     assert column["waiting_since_s"][slots[0]] == -1e6 < column["waiting_since_s"][slots[1]]
