@@ -114,11 +114,11 @@ def test_seeded_sampling(server: ServerProcess) -> None:
     sampling: list[dict[str, Any]] = [
         {"temperature": 0.8},
         {"temperature": 1.3, "top_p": 0.8},
-        {"top_k": 5},
+        {"temperature": 1.0, "top_k": 5},
     ]
     bodies = [
-        greedy(p, 32, **({"temperature": 1.0} | sampling[i % 3])) | {"return_logprob": True}
-        for i, p in enumerate(prompts(3, 50, 150, seed=2))
+        greedy(p, 32, **how) | {"return_logprob": True}
+        for p, how in zip(prompts(3, 50, 150, seed=2), sampling, strict=True)
     ]
     likeliest = token_ids(ask(server.url, [greedy(body["input_ids"], 32) for body in bodies]))
     own = (*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--random-seed")
