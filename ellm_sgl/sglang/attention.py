@@ -78,7 +78,7 @@ class EllmAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare: the plan was made before the forward pass."""
 
-    # -- CUDA graphs, of decode steps that recompute nothing ----------------------------------
+    # -- CUDA graphs of decode steps that recompute nothing -----------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if self._kernel is torch_paged.mixed_attention:
@@ -134,6 +134,9 @@ class EllmAttention(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        if plan is None and forward_batch.forward_mode.is_extend():
+            # What lies around attention is captured of a prompt; attention runs in each replay.
+            return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         if plan is None:
             assert self._graphs is not None, "attention outside of a planned step"
             if self._fetch is not None and begins_group:

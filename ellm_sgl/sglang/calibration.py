@@ -48,10 +48,8 @@ their first 500 tokens; the online fit came to 0.8 to 2 ms of these, and gave th
 _FETCH_SHARE = 3.0
 """Where the processor copies: 0.55 µs per token of the demo model, whose KV is 4 KB, beside 0.2 µs
 for the copying itself. Calibration fetches nothing; the online fit corrects this."""
-_DEVICE_LAYER_S, _DEVICE_FETCH_SHARE = 1.5e-4, 0.5
-"""On a CUDA device a step that recomputes runs layer by layer, in place of a captured graph: 40
-layers of a 13B model on an H100 took 17.5 ms in place of 11.4. What is fetched beside a step takes
-memory from it, and 32 programs. The online fit corrects these, too."""
+_DEVICE_FETCH_SHARE = 0.5
+"""On a CUDA device what is fetched beside a step takes memory from it, and 32 programs."""
 VARIABLE = "ELLM_SGL_CALIBRATION_S"
 _SECONDS = 3.0
 """About how long to measure, where no variable says it."""
@@ -124,7 +122,7 @@ def calibrate(
             break
     measured = [(mix.work, median(times)) for mix, times in samples.items() if times]
     profile: HardwareProfile = decided(fit_profile(shape, guess, measured))
-    profile = with_scheduling(profile, shape.layers)
+    profile = with_scheduling(profile)
     if profile.name == "cuda":
         return profile, Activations()
     activations: Activations = decided(Activations.fit(measured_bytes(ours, steps, mixes)))
@@ -164,15 +162,16 @@ def _seconds() -> float:
     return seconds
 
 
-def with_scheduling(profile: HardwareProfile, layers: int) -> HardwareProfile:
-    """The profile of a machine whose steps SGLang schedules, some of which restore; measured were
+def with_scheduling(profile: HardwareProfile) -> HardwareProfile:
+    """The profile of a machine whose steps SGLang schedules, some of which fetch; measured were
     steps that do not, one after the other. It is the online fit's to correct: a time that is 0 has
     no factor that could."""
     if profile.name == "cuda":
         return dataclasses.replace(
             profile,
-            restore_overhead_s=profile.restore_overhead_s + _RESTORE_S,
-            recompute_overhead_s=_DEVICE_LAYER_S * layers,
+            # Measured of steps that recompute: they run layer by layer, others from a graph.
+            recompute_overhead_s=profile.restore_overhead_s,
+            restore_overhead_s=_RESTORE_S,
         )
     return dataclasses.replace(
         profile,
@@ -206,8 +205,8 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
         packing=0.0 if device.type == "cuda" else 0.5,
         overlap=1.0 if device.type == "cuda" else 0.0,
         fetch_share=_DEVICE_FETCH_SHARE if device.type == "cuda" else _FETCH_SHARE,
-        # Steps that recompute go through SGLang's layers, others through compiled ones.
-        restore_overhead_s=0.0 if device.type == "cuda" else 1e-3,
+        # Steps that recompute go through SGLang's layers, others through compiled or captured ones.
+        restore_overhead_s=1e-3,
     )
 
 

@@ -12,6 +12,8 @@ from ellm_sgl.config import EllmConfig
 from ellm_sgl.kernels.experimental.flashinfer import attention as flashinfer
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 EXPERIMENTAL = "ELLM_SGL_EXPERIMENTAL_CUDA"
@@ -45,16 +47,13 @@ def problem(config: EllmConfig) -> str | None:
 
 
 def adapt(args: ServerArgs) -> None:
-    """Before SGLang resolves its arguments: our attention, graphs of decode steps only, and no
-    fused all-reduce.
+    """Before SGLang resolves its arguments: our attention, and no fused all-reduce.
 
-    A captured prompt could not recompute what is missing, and has as many shapes as there are
-    chunks; a decode step that recomputes nothing has one. The fused all-reduce leaves out the calls
-    of the norms at which rows join and leave; SGLang switches it on for Qwen3-MoE on several GPUs.
+    That one leaves out the calls of the norms at which rows join and leave; SGLang switches it on
+    for Qwen3-MoE on several GPUs.
     """
     if args.attention_backend is None:
         args.attention_backend = ATTENTION_BACKEND
-    args.disable_prefill_cuda_graph = True
     args.enforce_disable_flashinfer_allreduce_fusion = True
 
 
@@ -64,9 +63,31 @@ def keep_writes(original: Callable[..., bool], *_: Any, **__: Any) -> bool:
 
 
 def may_replay(original: Callable[..., bool], graph_runner: Any, forward_batch: Any) -> bool:
-    """Around `can_run_graph`: a step that recomputes something runs layer by layer."""
+    """Around `can_run_graph` of decode steps: one that recomputes something runs layer by layer."""
     backend = graph_runner.attn_backend
     plan = backend.executor.plan
     if plan is not None and not backend.may_replay(plan):
         return False
     return original(graph_runner, forward_batch)
+
+
+def may_replay_prompt(original: Callable[..., bool], graph_runner: Any, forward_batch: Any) -> bool:
+    """Around `can_run_graph` of prompts: a chunk beside which something is recomputed runs layer by
+    layer, since captured norms let no rows join or leave. Attention is not captured."""
+    executor = graph_runner.model_runner.attn_backend.executor
+    plan = executor.plan
+    if plan is not None and (plan.recomputed_rows or executor.separate is not None):
+        return False
+    return original(graph_runner, forward_batch)
+
+
+def captured(runner: ModelRunner, batch: ForwardBatch) -> Any | None:
+    """SGLang's runner of the graph that this step replays when it is served; None where it runs
+    layer by layer. The executor has its plan."""
+    from sglang.srt.model_executor.runner.base_cuda_graph_runner import BaseCudaGraphRunner
+
+    decodes = batch.forward_mode.is_decode()
+    graphs = runner.decode_cuda_graph_runner if decodes else runner.prefill_cuda_graph_runner
+    if not isinstance(graphs, BaseCudaGraphRunner) or not graphs.can_run_graph(batch):
+        return None
+    return graphs

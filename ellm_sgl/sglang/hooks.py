@@ -85,6 +85,7 @@ _RESIDUAL = f"{_SRT}.layers.layer_boundary.residual"
 _EXECUTOR = f"{_SRT}.model_executor"
 _FORWARD = f"{_EXECUTOR}.forward_batch_info.ForwardBatch"
 _GRAPHS = f"{_EXECUTOR}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_PROMPT_GRAPHS = f"{_EXECUTOR}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 
 HOOKS: tuple[Hook, ...] = (
     # the process that serves clients: arguments are read and requests come in
@@ -208,6 +209,8 @@ HOOKS: tuple[Hook, ...] = (
          _ENABLED, "whose rows a step has, from the host's copy of the indices"),
     Hook(f"{_GRAPHS}.can_run_graph", "AROUND", "cuda:may_replay",
          _ENABLED, "CUDA graphs only for decode steps that recompute nothing"),
+    Hook(f"{_PROMPT_GRAPHS}.can_run_graph", "AROUND", "cuda:may_replay_prompt",
+         _ENABLED, "and only for prompts beside which nothing is recomputed"),
     Hook(f"{_SRT}.models.utils.enable_fused_set_kv_buffer", "AROUND", "cuda:keep_writes",
          _ENABLED, "on CUDA some models would write KV by slot, past the attention backend"),
     Hook(f"{_SRT}.layers.radix_attention.padded_extend_real_tokens", "AROUND",

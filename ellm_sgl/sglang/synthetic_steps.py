@@ -11,7 +11,9 @@ import torch
 
 from ellm_sgl.memory import PageTable
 from ellm_sgl.sglang.context import Context
+from ellm_sgl.sglang.cuda import captured
 from ellm_sgl.sglang.mixes import Mix
+from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.step import Missing, NewTokens, StepPlan, plan_restoration, plan_step
 
 if TYPE_CHECKING:
@@ -89,6 +91,8 @@ class SyntheticSteps:
             forward_context(ForwardContext(attn_backend=self._runner.attn_backend)),
             self._executor.execute(plan),
         ):
+            if (graphs := captured(self._runner, batch)) is not None:
+                return graphs.execute(batch)
             return self._runner.model.forward(batch.input_ids, batch.positions, batch)
 
     def _requests(self, mix: Mix) -> tuple[PageTable, list[NewTokens]]:
@@ -114,7 +118,7 @@ class SyntheticSteps:
         positions = torch.arange(first, mix.tokens, device=device).repeat(mix.requests)
         lengths = torch.full((mix.requests,), mix.tokens, device=device)
         new = torch.full((mix.requests,), mix.new, dtype=torch.int32, device=device)
-        return ForwardBatch(
+        batch = ForwardBatch(
             forward_mode=ForwardMode.DECODE if mix.new == 1 else ForwardMode.EXTEND,
             batch_size=mix.requests,
             input_ids=torch.zeros_like(positions),
@@ -125,9 +129,13 @@ class SyntheticSteps:
             positions=positions,
             extend_seq_lens=new,
             extend_seq_lens_cpu=new.tolist(),
+            extend_prefix_lens=torch.full_like(new, first),
             extend_prefix_lens_cpu=[first] * mix.requests,
+            extend_start_loc=torch.arange(mix.requests, device=device) * mix.new,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
+        setattr(batch, adapter().rows_field, len(positions))
+        return batch
 
     def _units_of(self, mix: Mix) -> int:
         shape = self._pool.shape

@@ -16,6 +16,8 @@ from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.step import DeviceStreamer
 
 declare()
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+
 from ellm_sgl.sglang import attention  # noqa: E402 (imports SGLang)
 
 
@@ -38,10 +40,10 @@ def test_a_device_cannot_fetch_from_a_file(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--ellm-host-path" in str(cuda.problem(config))
 
 
-def test_prompts_are_not_captured_and_a_chosen_backend_is_left_to_be_refused() -> None:
+def test_a_chosen_backend_is_left_to_be_refused() -> None:
     args: Any = SimpleNamespace(attention_backend=None)
     cuda.adapt(args)
-    assert (args.attention_backend, args.disable_prefill_cuda_graph) == ("ellm", True)
+    assert args.attention_backend == "ellm"
     assert args.enforce_disable_flashinfer_allreduce_fusion
     args.attention_backend = "fa3"
     cuda.adapt(args)
@@ -96,3 +98,57 @@ def test_a_graph_is_replayed_only_if_both_sides_say_so(ours: bool, theirs: bool)
     backend = SimpleNamespace(executor=executor, may_replay=lambda plan: ours)
     runner = SimpleNamespace(attn_backend=backend)
     assert cuda.may_replay(lambda runner, batch: theirs, runner, "a batch") is (ours and theirs)
+
+
+def test_attention_is_not_captured_with_a_prompt() -> None:
+    """It runs between the pieces, in each replay; while they are captured nothing is planned."""
+    ours = SimpleNamespace(executor=SimpleNamespace(plan=None), _layers=[[None] * 5], _graphs=None)
+    layer = SimpleNamespace(
+        layer_id=0, tp_q_head_num=4, tp_k_head_num=2, tp_v_head_num=2, qk_head_dim=8, v_head_dim=8
+    )
+    q, kv = torch.ones(3, 32), torch.ones(3, 16)
+    prompt: Any = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    attend: Any = attention.EllmAttention.forward_decode
+    assert torch.equal(attend(ours, q, kv, kv, layer, prompt), torch.zeros(3, 32))
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+@pytest.mark.parametrize(
+    ("recomputed", "separate", "ours"), [(0, None, True), (3, None, False), (0, "rows", False)]
+)
+def test_a_prompt_is_replayed_only_if_nothing_is_recomputed(
+    recomputed: int, separate: Any, ours: bool, theirs: bool
+) -> None:
+    plan = SimpleNamespace(recomputed_rows=recomputed)
+    executor = SimpleNamespace(plan=plan, separate=separate)
+    model_runner = SimpleNamespace(attn_backend=SimpleNamespace(executor=executor))
+    runner = SimpleNamespace(model_runner=model_runner)
+    found = cuda.may_replay_prompt(lambda runner, batch: theirs, runner, "a batch")
+    assert found is (ours and theirs)
+
+
+def test_a_step_that_is_measured_replays_what_it_would_when_served() -> None:
+    from sglang.srt.model_executor.runner.base_cuda_graph_runner import BaseCudaGraphRunner
+
+    class Graphs(BaseCudaGraphRunner):
+        def __init__(self, can: bool) -> None:
+            self.can = can
+
+        def can_run_graph(self, forward_batch: Any) -> bool:
+            return self.can
+
+        def execute(self, *_: Any, **__: Any) -> Any: ...
+        def load_batch(self, *_: Any, **__: Any) -> Any: ...
+        def capture(self) -> None: ...
+        def capture_prepare(self, *_: Any, **__: Any) -> Any: ...
+        def capture_one_shape(self, *_: Any, **__: Any) -> None: ...
+
+    decode, prompt = Graphs(True), Graphs(False)
+    runner: Any = SimpleNamespace(decode_cuda_graph_runner=decode, prefill_cuda_graph_runner=prompt)
+    steps: Any = {mode: SimpleNamespace(forward_mode=mode) for mode in ForwardMode}
+    assert cuda.captured(runner, steps[ForwardMode.DECODE]) is decode
+    assert cuda.captured(runner, steps[ForwardMode.EXTEND]) is None
+    prompt.can = True
+    assert cuda.captured(runner, steps[ForwardMode.EXTEND]) is prompt
+    runner.decode_cuda_graph_runner = None
+    assert cuda.captured(runner, steps[ForwardMode.DECODE]) is None

@@ -55,6 +55,8 @@ class Adapter(ABC):
     moved: ClassVar[Mapping[str, str]] = {}
     """Targets of hooks (`hooks.py`) that this version has elsewhere, and where."""
     tree_calls: ClassVar[type[TreeCalls]]
+    rows_field: ClassVar[str]
+    """Of a `ForwardBatch`: how many rows it has, padding aside."""
     has_chunk_cache: ClassVar[bool]
     """Whether there is one in place of a disabled tree (`chunk_cache.py`)."""
 

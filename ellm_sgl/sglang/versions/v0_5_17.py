@@ -40,6 +40,7 @@ class Sglang0517(Adapter):
 
     version = "0.5.17"
     tree_calls = TreeCalls0517
+    rows_field = "num_token_non_padded_cpu"
     has_chunk_cache = True
 
     def defaults(self) -> dict[str, Any]:
