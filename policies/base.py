@@ -240,11 +240,10 @@ class Policy(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A promise is of those methods alone that it was made for."""
         super().__init_subclass__(**kwargs)
-        own = vars(cls).keys()
         # Mypy forbids assigning to methods; that the inherited one is replaced is the point.
-        if "idle_without_pressure" not in own and own & {"batch", "ratio"}:
+        if not _promised(cls, "idle_without_pressure", {"batch", "ratio"}):
             cls.idle_without_pressure = Policy.idle_without_pressure  # type: ignore[method-assign]
-        if "never_waits" not in own and own & {"batch", "ratio", "split", "ended", "close"}:
+        if not _promised(cls, "never_waits", {"batch", "ratio", "split", "ended", "close"}):
             cls.never_waits = Policy.never_waits  # type: ignore[method-assign]
 
     def idle_without_pressure(self) -> bool:
@@ -285,3 +284,14 @@ class Policy(ABC):
     @abstractmethod
     def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
         """(l1, l2) and δ for a step of work `plan`, whose recomputed rows come from `ratio`."""
+
+
+def _promised(cls: type, promise: str, methods: set[str]) -> bool:
+    """Whether nothing that goes before the class which promises brings one of these methods: the
+    policy's own, or a class mixed in."""
+    for each in cls.__mro__:
+        if promise in vars(each):
+            return True
+        if methods & vars(each).keys():
+            return False
+    return False

@@ -128,7 +128,8 @@ def _check_positions(field: str, positions: Any, of: str, count: int) -> None:
                 "entries (not request ids)",
             )
     if len(set(positions)) < len(positions):
-        twice = next(p for i, p in enumerate(positions) if p in positions[:i])
+        firsts = {p: i for i, p in reversed(list(enumerate(positions)))}
+        twice = next(p for i, p in enumerate(positions) if firsts[p] < i)
         raise InvalidAnswer(
             "duplicate", f"batch().{field} has {twice} more than once; name each request once"
         )

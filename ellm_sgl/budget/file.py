@@ -124,7 +124,10 @@ class LedgerFile:
                 raise self.error(f"cannot be locked ({error.strerror})") from None
         if not self.has_its_name():
             fcntl.flock(self._fd, fcntl.LOCK_UN)
-            raise self.error("was removed or replaced; restart the servers that shared it")
+            raise self.error(
+                "was removed or replaced (logind does that at logout, unless RemoveIPC=no); "
+                "restart the servers that shared it"
+            )
 
     def has_its_name(self) -> bool:
         """Whether this is the file that others find."""

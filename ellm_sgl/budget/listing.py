@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,9 +59,19 @@ def check_budget(budget: MemoryBudget, folder: Path | None = None) -> None:
 def list_budgets(name: str | None = None, folder: Path | None = None) -> list[Budget]:
     """Every budget of this user's, by name, or the one of this name, if there is one."""
     folder = folder or FOLDER
-    paths = [path_of(name, folder)] if name is not None else sorted(folder.glob(f"{PREFIX}*"))
+    paths = [path_of(name, folder)] if name is not None else _own(folder)
     found = [_read(path) for path in paths]
     return [budget for budget in found if budget is not None]
+
+
+def _own(folder: Path) -> list[Path]:
+    """Files of this user's budgets: nobody else can read them."""
+    found = []
+    for path in sorted(folder.glob(f"{PREFIX}*")):
+        with suppress(FileNotFoundError):
+            if path.lstat().st_uid == os.geteuid():
+                found.append(path)
+    return found
 
 
 def _read(path: Path) -> Budget | None:

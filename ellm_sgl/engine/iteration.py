@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ellm_sgl.engine.attainment import TPOT, TTFT, Attainment
 from ellm_sgl.engine.controller import Controller
 from ellm_sgl.engine.decision import Decision, InForce
-from ellm_sgl.engine.request_table import NO_ENTRIES, Entries, RequestTable
+from ellm_sgl.engine.request_table import NO_ENTRIES, Entries, RequestTable, entries_array
 from ellm_sgl.latency import StepWork
 from ellm_sgl.memory import ElasticMemory
 from ellm_sgl.memory.shape import IntArray
@@ -63,7 +63,9 @@ class Iteration:
         self.clock = clock
         self._unit_bytes = unit_bytes
         self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
-        self._refused_at: int | None = None
+        self._refused_at: tuple[int, int | None] | None = None
+        self._first_id: int | None = None
+        """Of who waits, the id of the one that is admitted first."""
 
     # -- observe ----------------------------------------------------------------------------
 
@@ -128,6 +130,10 @@ class Iteration:
         """From now on `decision` holds, on those who were observed."""
         paused_before = self.in_force.pause
         self.in_force = InForce.of(decision, running, seq_ids, waiting)
+        self._first_id = None
+        if decision.admit:
+            first = entries_array([waiting[decision.admit[0]]])
+            self._first_id = int(self.requests.request_ids(first)[0])
         self.elastic.room.left_bytes = decision.step_bytes
         self.elastic.totals.pauses += len(self.in_force.pause - paused_before)
 
@@ -156,17 +162,18 @@ class Iteration:
 
     def refused(self, eventually: int) -> None:
         """Those who wait found no room beyond so many tokens: of the one considered last."""
-        self._refused_at = eventually
+        self._refused_at = eventually, self._first_id
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
-        """Whether nobody is admitted now: nobody is to be, or, `closed` before, there is no more
-        room than when somebody was refused."""
+        """Whether nobody is admitted now: nobody is to be, or, `closed` before, the same one is
+        first and there is no more room than when somebody was refused."""
         if not self.in_force.admit:
             self._refused_at = None
             return anybody_waits
         if not closed or self._refused_at is None:
             return False
-        return self.admission_tokens(reclaimable)[1] <= self._refused_at
+        room, first = self._refused_at
+        return first == self._first_id and self.admission_tokens(reclaimable)[1] <= room
 
     # -- make room --------------------------------------------------------------------------
 

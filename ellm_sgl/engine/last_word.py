@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,16 @@ def safe_answer(state: SystemState) -> Answer:
         Ratios(running=np.zeros(len(state.running)), admitted=np.zeros(waiting)),
         FETCH_ALL,
     )
+
+
+def own(ratios: Any) -> Any:
+    """A copy that the policy cannot change while it stands; what is none is left to be refused."""
+    if not isinstance(ratios, Ratios):
+        return ratios
+    both = ratios.running, ratios.admitted
+    if not all(isinstance(array, np.ndarray) for array in both):
+        return ratios
+    return Ratios(*(array.copy() for array in both))
 
 
 def repeated(said: Answer, before: SystemState, state: SystemState) -> Answer | None:

@@ -11,6 +11,8 @@ from ellm_sgl.latency import StepWork
 WINDOW_STEPS, WINDOWS = 64, 16
 FEWEST_WINDOWS = 2
 QUANTILE = 0.8
+CLIP = 8.0
+"""A step that takes longer counts as so many times what was predicted: the machine stood still."""
 
 
 class Pace:
@@ -26,7 +28,7 @@ class Pace:
         """So many equal steps took so long; each was predicted to take `predicted_s`."""
         if not work.decode_rows or work.prefill_rows:
             return
-        self._spent_s += seconds
+        self._spent_s += min(seconds, CLIP * predicted_s * steps)
         self._predicted_s += predicted_s * steps
         self._steps += steps
         if self._steps >= WINDOW_STEPS:

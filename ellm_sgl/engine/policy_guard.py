@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ellm_sgl.engine.last_word import STANDS_S, Answer, repeated, safe_answer
+from ellm_sgl.engine.last_word import STANDS_S, Answer, own, repeated, safe_answer
 from ellm_sgl.policies import EndedRequest, Policy, SystemState
 from ellm_sgl.policies.base import MOST_ENDED
 from ellm_sgl.policies.checks import InvalidAnswer, check_batch, check_ratios, check_split
@@ -180,7 +180,7 @@ class PolicyGuard:
                 self._raised.append(error)
         batch = self.policy.batch(state)
         check_batch(state, batch)
-        ratios = self.policy.ratio(state, batch)
+        ratios = own(self.policy.ratio(state, batch))
         check_ratios(state, batch, ratios)
         split = self.policy.split(state, step_work(state, batch, ratios))
         check_split(split)

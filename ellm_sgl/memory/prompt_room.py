@@ -103,13 +103,15 @@ class PromptRoom:
         """It begins."""
         self._blocks -= self._needed(tokens, ratio, prefix)
 
-    def further(self, begin: int, tokens: int, own: int) -> int:
+    def further(self, begin: int, tokens: int, own: int, slots: float = math.inf) -> int:
         """By how many of the next `tokens` a prompt goes on that has come to `begin`; 0: it waits.
 
         Args:
             own: blocks of it that may still be without units, at its ratio.
+            slots: free, or of cached prefixes, whether or not there is memory behind them.
         """
         blocks = max(self._blocks - self._growth, 0) + own
+        blocks = min(blocks, slots / self._block_tokens)
         if blocks < 1:
             return 0
         tokens = int(min(tokens, blocks * self._block_tokens + -begin % self._block_tokens))

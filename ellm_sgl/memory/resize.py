@@ -308,8 +308,10 @@ class _Growth:
         first, spare, began = self.committed, self._spare(), time.perf_counter()
         while self.committed < self._end:
             end = min(self.committed + self._chunk, self.last)
-            if (end - first) * self._pool.unit_bytes > spare:
-                left = max(int(spare), 0)
+            # Others may take from it, too, while this goes on.
+            left = min(spare - (self.committed - first) * self._pool.unit_bytes, self._spare())
+            if (end - self.committed) * self._pool.unit_bytes > left:
+                left = max(int(left), 0)
                 raise MemoryError(f"{left:,} bytes were left beside a step's activations")
             self._pool.commit(self.committed, end)
             self.committed = end

@@ -173,7 +173,10 @@ class Sizer:
         return None
 
     def _wanted(self, load: Load, report: Report, most: int, now_s: float) -> int:
-        """Units, in steps, so that a request more does not change the size of the pool each."""
+        """Units, in steps, so that a request more does not change the size of the pool each; of
+        what is released no more than the floor: others can use it."""
+        if load.released:
+            return self._least
         want = -(-load.needed_units // self._step) * self._step
         if now_s < self._grow_again_s:
             want = min(want, report.limit_units)

@@ -107,7 +107,7 @@ def run_demo(load: ChatLoad, pool_tokens: int | None, console: Console) -> DemoR
     say(
         console,
         f"{load.streams} chats at once, about {load.prompt_tokens} + {load.output_tokens} tokens "
-        "each, on three servers in turn: about two minutes on two idle cores.",
+        "each, on three servers in turn: about three minutes on two cores.",
     )
     with stop_on_signals():
         ample = _run(_Server(1, "stock, ample", 2 * load.most_tokens), load, console)

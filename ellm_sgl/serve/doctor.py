@@ -61,7 +61,7 @@ def _torch() -> Finding:
 
 def _sglang() -> Finding:
     host = "on a CPU host use the lock files (requirements/README.md)"
-    found = _installed("sglang", f"pip install 'ellm-sgl[cuda]' on a CUDA host; {host}")
+    found = _installed("sglang", f"pip install '.[cuda]' in the checkout on a CUDA host; {host}")
     if found.ok and found.found not in VERSIONS:
         found = Finding("sglang", False, found.found, untested(found.found))
     return found

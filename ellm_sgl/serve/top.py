@@ -53,10 +53,6 @@ class Look:
         """Both, as JSON has them."""
         return {"state": self.state, **self.seen}
 
-    def count(self, *states: str) -> int:
-        """Requests that do one of these things, of those told of."""
-        return sum(request["state"] in states for request in self.seen["requests"])
-
     def tier(self, name: str) -> tuple[int, int]:
         """(used, total) tokens of KV on the "device", or the "host"."""
         total, free = (self.state[f"{name}_units_{which}"] for which in ("total", "free"))
@@ -117,8 +113,8 @@ def _figures(now: Look) -> RenderableType:
     steps, slo = now.seen["steps"], now.seen["tpot_slo_ms"]
     busy = bool(now.seen["requests"])
     figures = {
-        "decoding": f"{now.count('decoding', 'prefilling')}",
-        "paused": f"{now.count('paused')}",
+        "decoding": f"{now.seen['counts']['decoding']}",
+        "paused": f"{now.seen['counts']['paused']}",
         "waiting": f"{now.state['waiting']}",
         "cached": f"{now.state['cached_ratio_mean']:.0%}",
         "r": f"{now.seen['uncached_ratio']:.2f}",

@@ -182,7 +182,10 @@ def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, req: Req
     prompts: PromptRoom = getattr(adder, _PROMPTS)
     _limit_rows(adder, req)
     tokens = _first_tokens(adder, req)
-    further = prompts.further(adapter().prefix_tokens(req), tokens, ours.under_way().own)
+    # SGLang itself lets a chunk go on where its slots are all spoken for.
+    slots = adder.token_to_kv_pool_allocator.available_size() + ours.reclaimable()
+    begin = adapter().prefix_tokens(req)
+    further = prompts.further(begin, tokens, ours.under_way().own, slots)
     if further < tokens:
         adder.rem_chunk_tokens = further  # nor does another prompt begin
     if further == 0:

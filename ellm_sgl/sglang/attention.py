@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (
+    is_in_breakable_cuda_graph,
+)
 from sglang.srt.runtime_context import get_parallel
 
 from ellm_sgl.config import ConfigError
@@ -134,7 +137,7 @@ class EllmAttention(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        if plan is None and forward_batch.forward_mode.is_extend():
+        if plan is None and is_in_breakable_cuda_graph():
             # What lies around attention is captured of a prompt; attention runs in each replay.
             return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         if plan is None:

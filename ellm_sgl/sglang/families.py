@@ -175,7 +175,7 @@ COUNTERS = (
            _one(lambda s: s.totals.swap_stall_s)),
     Family("ellm_pauses_total", "Times that a running request was paused",
            _one(lambda s: s.totals.pauses)),
-    Family("ellm_retractions_total", "Requests that SGLang sent back to the queue",
+    Family("ellm_retractions_total", "Requests that SGLang sent back to the queue, or aborted",
            _one(lambda s: s.totals.retractions)),
     Family("ellm_page_table_seconds_total", "Time spent on bookkeeping",
            _one(lambda s: s.totals.page_table_s)),

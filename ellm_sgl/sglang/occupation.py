@@ -7,11 +7,13 @@ Meanwhile no step runs, and the pool is one block.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.config import RECOMPUTE
 from ellm_sgl.config.ranges import shown
+from ellm_sgl.memory import Outcome
 from ellm_sgl.memory.arena import trim_heap
 from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.context import context_of
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 KV = "kv_cache"
 """SGLang's tag."""
+_POLL_S = 0.005
+"""How often to look whether a growth has ended: a chunk takes up to 70 ms."""
 
 
 def check(manager: Any, request: Any, *__: Any, **___: Any) -> None:
@@ -60,6 +64,9 @@ def release(
         ours.released = Released(ours.resizer.wanted_units, paused)
         context.reclaim(ours.reclaimable())
         ours.resizer.ask(context.table.shape.num_groups, idle=True)
+        while ours.resizer.outcome is Outcome.UNDER_WAY:  # a growth ends with what it has begun
+            time.sleep(_POLL_S)
+            ours.resizer.step(idle=True)
         trim_heap()
         _tell(ours, scheduler)
     return ReleaseMemoryOccupationReqOutput()
@@ -76,11 +83,10 @@ def resume(
     )
 
     scheduler: Any = updater.scheduler
-    ours, context = scheduler_of(scheduler), context_of(scheduler)
+    ours = scheduler_of(scheduler)
     if (released := ours.released) is not None:
         ours.released = None
-        if context.sizing is None or not context.sizing.shares:
-            ours.resizer.ask(released.units)
+        ours.resizer.ask(ours.at_once(released.units))
         _tell(ours, scheduler)
         if not released.paused:
             scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))

@@ -6,6 +6,7 @@ Bounded: so many requests, and so many spans of each, whatever the load.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ MOST_RID = 128
 RECENT_S = 1.0
 """What steps do of late is what they did in so many seconds."""
 
+STATES = ("decoding", "paused", "prefilling", "waiting")
+"""Of requests."""
 KINDS = ("cached", "host", "lost")
 """Of a span of tokens: on the device; to be fetched from the host; to be recomputed."""
 
@@ -43,8 +46,10 @@ def describe_requests(scheduler: Scheduler) -> dict[str, Any]:
     ours = scheduler_of(scheduler)
     known = list(_known(ours))
     shown = known[:MOST_REQUESTS]
+    counts = collections.Counter(state for state, _ in known)
     return {
         "requests": _rows(ours, shown),
+        "counts": {state: counts[state] for state in STATES},
         "left_out": len(known) - len(shown),
         "kinds": KINDS,
         "tpot_slo_ms": _ms(ours.iteration.controller.limits.tpot_slo_s),

@@ -7,8 +7,8 @@ import dataclasses
 import logging
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
 
 _ENTRY = "_ellm_entry"
 """Attribute of a `Req`: its entry in the request table."""
@@ -69,6 +70,7 @@ class EllmScheduler:
             context_of(scheduler).memory.for_growth,
             tries_again=context_of(scheduler).sizing is None,
         )
+        context_of(scheduler).memory.backed_units = lambda: self.resizer.backed_units
         self.prefilling: Sequence[int] = ()
         """`seq_id` of the prompts in the step being prepared: what decodes beside them is mixed
         in."""
@@ -205,6 +207,9 @@ class EllmScheduler:
             if self.scheduler.chunked_req is None:
                 self.iteration.idle()
                 self._tell(batch, idle=True)
+            else:
+                left = context_of(self.scheduler).memory.left
+                self.iteration.elastic.room.left_bytes = self._of_rank_0(left)
             return
         seq_ids = rows_of(running)
         decision = self._agreed(entries, seq_ids, waiting)
@@ -260,10 +265,9 @@ class EllmScheduler:
         return bool(adapter().ranks(self.scheduler).tp_rank == 0)
 
     def _agreed(self, running: Entries, seq_ids: Sequence[int], waiting: Entries) -> Decision:
-        """Rank 0's decision: clocks differ between ranks, decisions must not. Only rank 0 has the
-        policy at all, since what it promises, and whether it can be made, may differ as well."""
-        ranks, iteration = adapter().ranks(self.scheduler), self.iteration
-        chunked = self.scheduler.chunked_req
+        """The decision of rank 0. Only that has the policy at all, since what it promises, and
+        whether it can be made, may differ as well."""
+        iteration, chunked = self.iteration, self.scheduler.chunked_req
         prefilling = self.entries([] if chunked is None else [chunked])
 
         def decided() -> Decision:
@@ -271,14 +275,19 @@ class EllmScheduler:
             left = context_of(self.scheduler).memory.left()
             return dataclasses.replace(iteration.decide(state), step_bytes=left)
 
-        if ranks.tp_size == 1:
-            return decided()
+        return self._of_rank_0(decided)
+
+    def _of_rank_0(self, found: Callable[[], Found]) -> Found:
+        """What it finds, on every rank: clocks and free memory differ between ranks, what is done
+        must not."""
+        if adapter().ranks(self.scheduler).tp_size == 1:
+            return found()
         from sglang.srt.utils import broadcast_pyobj
 
         group = self.scheduler.tp_group
-        mine = [decided()] if self.asks else []
-        (decision,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
-        return decision
+        mine = [found()] if self.asks else []
+        (agreed,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
+        return agreed
 
     def resize(self, units: int | None = None) -> None:
         """Go on shrinking or growing the pool, or begin to: to so many units."""
@@ -286,6 +295,13 @@ class EllmScheduler:
             self.resizer.step(self.idle())
         else:
             self.resizer.ask(units, self.idle())
+
+    def at_once(self, units: int) -> int:
+        """Of these units, those that all ranks may ask for now: no more than has been debited."""
+        sizing = context_of(self.scheduler).sizing
+        if sizing is None:
+            return units
+        return self.least_of_ranks([min(units, sizing.at_once(self.resizer))])[0]
 
     def idle(self) -> bool:
         """Whether no request is in SGLang's hands: those whose prompt the last step has computed,

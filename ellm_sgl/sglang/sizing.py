@@ -35,9 +35,10 @@ PERIOD_S = 0.02
 """How often to look at the ledger, which takes 0.1 ms."""
 OBSERVE_S = 0.05
 """How often to add up what requests need, while they decode and none waits."""
-SHARE_S, FLOOR_S = 2.0, 30.0
+SHARE_S, SAY_S, FLOOR_S = 2.0, 10.0, 600.0
 """How long to wait at the start for the share, and for the floor: others give back what they have
-between two steps, and one that itself is about to start does not yet."""
+between two steps, and one that is about to start once it serves: its calibration, and of a KV store
+the fingerprint of all weights, come first. After `SAY_S` the log tells whom it waits for."""
 _ADDRESS = "inproc://ellm-sizing"
 
 
@@ -167,6 +168,16 @@ class Sizing:
             shape.tokens_in(max(with_idle - now, 0)),
             resizer.commit_s_per_unit * token,
         )
+
+    def at_once(self, resizer: Resizer) -> int:
+        """Units that may be asked for without a debit: those that have been debited. On rank 0;
+        there alone it is known that the ledger is of no use any more."""
+        if not self.shares:
+            return self.sizes.most_units
+        if self.problem is not None and self.standing is not None:
+            return max(self.sizes.units_in(self.standing.committed), resizer.limit_units)
+        coming = resizer.wanted_units if resizer.outcome is Outcome.UNDER_WAY else 0
+        return max(resizer.limit_units, coming)
 
     def released(self, away: bool, resizer: Resizer) -> None:
         """On every rank: all memory has been told to go, and to stay away, or may come back."""
@@ -342,12 +353,18 @@ def _join(
 
 def _debited(member: Member, sizes: Sizes, least: int, wish: int) -> int:
     """Units that the server begins with; waits for others to give them back."""
-    began = time.monotonic()
+    began, told = time.monotonic(), False
     while True:
         waited = time.monotonic() - began
         units = start_units(member.publish, sizes, least, wish, patient=waited < SHARE_S)
         if units is not None and member.debit(sizes.bytes_of(units)):
             return units
+        if waited > SAY_S and not told:
+            told = True
+            logger.info(
+                "eLLM budget: waiting for %s bytes, this server's floor, of %s",
+                f"{sizes.bytes_of(least):,}", member.others(),
+            )  # fmt: skip
         if waited > FLOOR_S:
             raise LedgerError(
                 f"nobody gave back {sizes.bytes_of(least):,} bytes in {FLOOR_S:g} s, to be this "

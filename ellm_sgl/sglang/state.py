@@ -276,9 +276,7 @@ def _resize(scheduler: Scheduler, units: int) -> None:
     if ours.released is not None:
         ours.released = dataclasses.replace(ours.released, units=units)
         return
-    if sizing is not None and sizing.shares:
-        units = min(units, ours.resizer.wanted_units)
-    ours.resize(units)
+    ours.resize(ours.at_once(units))
 
 
 def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None, int | None]:

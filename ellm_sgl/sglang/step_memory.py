@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 from ellm_sgl.budget.machine import ROOT, tightest
 from ellm_sgl.memory import KVPool, PageTable
@@ -40,18 +41,21 @@ class StepMemory:
         self._host_tier, self._hidden, self._in_file = host_tier, hidden, in_file
         self._store, self._ranks = store, ranks
         self._bounded = pool.buffer.device.type == "cpu"
-        self._looked_s, self._left = -math.inf, math.inf
+        self._looked_s, self._left, self._counted = -math.inf, math.inf, table.committed_units
+        self.backed_units: Callable[[], int] = lambda: table.committed_units
+        """Units of the pool that have memory, or may come to have it at any moment."""
         self._most_units, self._most_host_units = 0, 0
         """Ever seen in use: their memory counts as taken, that of the others is promised."""
 
     def left(self) -> float:
         """Bytes for one step's activations: what is free, less what the pools have been promised
-        and have not used yet, and less the margin. As of the last second."""
+        and have not used yet, and less the margin. As of the last second, less what the pool has
+        grown since, and is growing."""
         now = time.monotonic()
         if self._bounded and now >= self._looked_s + PERIOD_S:
-            self._looked_s = now
+            self._looked_s, self._counted = now, self._table.committed_units
             self._left = self._free() - MARGIN_BYTES
-        return self._left
+        return self._left - max(self.backed_units() - self._counted, 0) * self._pool.unit_bytes
 
     def for_growth(self) -> float:
         """Bytes that the pool may grow by at this moment: the next step keeps what it needs."""

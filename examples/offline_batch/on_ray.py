@@ -1,6 +1,6 @@
 """The same on Ray Data: an engine in each actor, and Ray gives them batches of requests.
 
-`python on_ray.py --help` tells the arguments; needs `pip install 'ellm-sgl[ray]'`.
+`python on_ray.py --help` tells the arguments; needs `pip install '.[ray]'` in the checkout.
 """
 
 from __future__ import annotations

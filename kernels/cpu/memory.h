@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 
@@ -29,8 +30,13 @@ float* thread_memory(int64_t floats) {
   thread_local std::unique_ptr<float, Free> memory;
   thread_local int64_t size = 0;
   if (floats > size) {
-    size = (floats + 15) / 16 * 16;
-    memory.reset(static_cast<float*>(std::aligned_alloc(64, size * sizeof(float))));
+    const int64_t rounded = (floats + 15) / 16 * 16;
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, rounded * sizeof(float))));
+    if (memory == nullptr) {
+      std::fprintf(stderr, "eLLM: no memory for %lld floats\n", static_cast<long long>(rounded));
+      std::abort();
+    }
+    size = rounded;
   }
   return memory.get();
 }

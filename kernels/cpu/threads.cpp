@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -31,7 +32,10 @@ class Workers {
     if (!caller) return false;
     {
       std::lock_guard<std::mutex> guard(mutex_);
-      for (; workers_ < threads - 1; ++workers_) std::thread(&Workers::serve, this).detach();
+      try {
+        for (; workers_ < threads - 1; ++workers_) std::thread(&Workers::serve, this).detach();
+      } catch (const std::system_error&) {  // there may be no more: those that there are do it all
+      }
       work_ = work;
       context_ = context;
       next_ = 1;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <system_error>
 
 namespace ellm {
 
@@ -31,7 +32,10 @@ void Transfer::start(const TransferArguments& a) {
     slots_ = a.slots;
     next_ = 0;
     open_ = std::min(a.slots, a.groups);
-    if (open_ > 0 && !thread_.joinable()) thread_ = std::thread(&Transfer::serve, this);
+    try {
+      if (open_ > 0 && !thread_.joinable()) thread_ = std::thread(&Transfer::serve, this);
+    } catch (const std::system_error&) {  // there may be no more: `wait` copies
+    }
   }
   wake_.notify_one();
 }

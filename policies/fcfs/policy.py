@@ -130,7 +130,7 @@ class Fcfs(Policy):
 
     def _admitted(self, state: SystemState, most: int) -> int:
         """How many of up to `most` waiting requests may be admitted."""
-        limit_s = np.inf if self._forecasts else float(step_limit_s(state, NOBODY)[0])
+        limit_s = np.inf if self._forecasts else step_limit_s(state)
         if self._answered is not None:
             admitted, before_s = self._answered.answer
             if self._answered.holds(*_question(state, admitted)) and (

@@ -18,6 +18,7 @@ from ellm_sgl.policies.pausing.turns import AMPLE_STEPS, exchange, pause_order
 from ellm_sgl.policies.planned import select
 from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
+    SLO_SHARE,
     Candidates,
     decode_seconds,
     evicted_at,
@@ -27,7 +28,6 @@ from ellm_sgl.policies.problem.candidates import (
     slack_s,
     slos_s,
 )
-from ellm_sgl.policies.problem.forecast import SLO_SHARE
 from ellm_sgl.policies.problem.left_over import rate_of_all
 from ellm_sgl.policies.problem.on_host import copies_of_first, fetching
 from ellm_sgl.policies.problem.standing import Standing

@@ -9,7 +9,9 @@ import numpy as np
 from ellm_sgl.latency import HostCopies, StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState, SystemState
 from ellm_sgl.policies.problem.candidates import (
+    SLO_SHARE,
     Candidates,
+    attainable_slo_s,
     decode_seconds,
     least_evicted,
     slack_s,
@@ -17,8 +19,6 @@ from ellm_sgl.policies.problem.candidates import (
 )
 from ellm_sgl.policies.problem.on_host import fetching
 
-SLO_SHARE = 0.95
-"""Share of the SLO that deadlines are planned with; the rest is for what was not foreseen."""
 LINK_SHARE = 0.5
 """Share of the link's time that fetching ahead may take."""
 AHEAD = 8
@@ -141,7 +141,7 @@ def excess_share(state: SystemState) -> float:
     others = np.maximum(charged.sum() - (room + excess), 0.0)
     host = np.maximum(state.memory.host_tokens - others, 0.0)
     seconds = fetching(state.latency, HostCopies(0, 0, host)).step_seconds(work)
-    slo_s = SLO_SHARE * min(state.tpot_slo_s, float(state.running.tpot_slo_s.min()))
+    slo_s = SLO_SHARE * float(attainable_slo_s(state, state.running).min())
     possible &= state.pace * seconds <= slo_s
     possible[0] = True
     value = np.where(possible, rows / seconds, 0.0)

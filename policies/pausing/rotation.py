@@ -26,13 +26,12 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, BoolArray, FloatArray, IntArray, Ratios, SystemState
 from ellm_sgl.policies.pausing.limits import (
     AHEAD,
-    SLO_SHARE,
     Deadlines,
     Memory,
     excess_share,
     full_step_s,
 )
-from ellm_sgl.policies.problem.candidates import Candidates, ratios_of
+from ellm_sgl.policies.problem.candidates import SLO_SHARE, Candidates, ratios_of
 from ellm_sgl.policies.problem.even_share import EvenShare
 from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing

@@ -8,6 +8,7 @@ shared ones and the last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,10 +22,15 @@ from ellm_sgl.policies.base import (
     IntArray,
     MemoryState,
     Ratios,
+    Requests,
     SystemState,
 )
 from ellm_sgl.policies.planned import Admitted, evictable, running_and
 from ellm_sgl.policies.problem.on_host import copies_of, fetching
+
+SLO_SHARE = 0.95
+"""Of an SLO on the time per token, that is planned with: a request may meet slower steps than the
+mean one, and what was not foreseen."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,24 +224,39 @@ def decode_seconds(state: SystemState, runs: slice | BoolArray = slice(None)) ->
     return float(fetching(state.latency, copies_of(state, runs)).step_seconds(work))
 
 
-def step_limit_s(state: SystemState, admit_slo_s: FloatArray) -> FloatArray:
-    """Most seconds that a step may take, SLO - WT_max of Eq. (1). Entry k: if the first k of the
-    waiting requests with these `tpot_slo_s` are admitted.
+def step_limit_s(state: SystemState, admit: Sequence[int] = ()) -> float:
+    """Most seconds that a step may take, SLO - WT_max of Eq. (1), where these waiting requests are
+    admitted.
 
-    The SLO is the least of the server's and those of all requests that take part; WT_max is
-    the time since that running request's last token for which it is longest.
+    The SLO is the least of the server's and those of all requests that take part
+    (`attainable_slo_s`); WT_max is the time since that running request's last token for which it
+    is longest.
     """
-    slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
     waited = float(state.running.waited_s.max(initial=0.0))
-    return np.minimum.accumulate(np.concatenate(([slo], admit_slo_s))) - waited
+    running = attainable_slo_s(state, state.running)
+    admitted = attainable_slo_s(state, state.waiting)[list(admit)]
+    return min(float(running.min(initial=np.inf)), float(admitted.min(initial=np.inf))) - waited
 
 
 def slos_s(state: SystemState, most: int) -> FloatArray:
-    """The least TPOT SLO of the server and the first b candidates, [b] from 0: the running
+    """The least TPOT SLO of the first b candidates (`attainable_slo_s`), [b] from 0: the running
     requests count for every b."""
-    slo = min(state.tpot_slo_s, float(state.running.tpot_slo_s.min(initial=np.inf)))
-    run = np.full(len(state.running) + 1, slo)
-    return np.minimum.accumulate(np.concatenate((run, state.waiting.tpot_slo_s[:most])))
+    least = float(attainable_slo_s(state, state.running).min(initial=np.inf))
+    waiting = attainable_slo_s(state, state.waiting)[:most] if most else np.zeros(0)
+    run = np.full(len(state.running) + 1, least)
+    return np.minimum.accumulate(np.concatenate((run, waiting)))
+
+
+def attainable_slo_s(state: SystemState, requests: Requests) -> FloatArray:
+    """The TPOT SLO of each of these requests, its own or the server's, whichever is less, but for
+    one that it would miss even alone: nobody is held back for the sake of what cannot be."""
+    slo_s = requests.tpot_slo_s, np.full(len(requests), state.tpot_slo_s)
+    if not (np.isfinite(slo_s[0]).any() or np.isfinite(state.tpot_slo_s)):
+        return slo_s[0]
+    ones = np.ones(len(requests))
+    alone_s = state.latency.step_seconds(StepWork(ones, requests.tokens.astype(np.float64)))
+    least_s = state.pace * alone_s / SLO_SHARE
+    return np.minimum(*(np.where(each < least_s, np.inf, each) for each in slo_s))
 
 
 def slack_s(state: SystemState, share: float) -> FloatArray:

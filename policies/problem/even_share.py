@@ -53,7 +53,7 @@ class EvenShare:
 
 def _in_time(state: SystemState, batch: Batch, candidates: Candidates, evicted: IntArray) -> bool:
     """Whether the step keeps the SLO by the latency model's estimate."""
-    limit_s = step_limit_s(state, state.waiting.tpot_slo_s[list(batch.admit)])[-1]
+    limit_s = step_limit_s(state, batch.admit)
     return limit_s == np.inf or bool(
         state.latency.step_seconds(work_of(candidates, evicted)) <= limit_s
     )

@@ -19,6 +19,7 @@ from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState,
 from ellm_sgl.policies.planned import evictable, running_and
 from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
+    SLO_SHARE,
     TOLERANCE,
     charge,
     least_evicted,
@@ -42,9 +43,6 @@ DEVIATIONS = 2.0
 requests have in common, a single standard error."""
 MISSES = 0.1
 """Running requests that may be expected to miss their SLO for each one that comes."""
-SLO_SHARE = 0.95
-"""Of an SLO on the time per token, that is planned with: a request may meet slower steps than the
-mean one."""
 
 
 @dataclass(frozen=True, eq=False)

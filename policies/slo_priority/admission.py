@@ -10,8 +10,14 @@ import numpy as np
 
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
 from ellm_sgl.policies.planned import evictable_tokens, select
-from ellm_sgl.policies.problem.candidates import decode_seconds, least_evicted, prompts_s, slack_s
-from ellm_sgl.policies.problem.forecast import FIRST_STEPS, SLO_SHARE, Forecast
+from ellm_sgl.policies.problem.candidates import (
+    SLO_SHARE,
+    decode_seconds,
+    least_evicted,
+    prompts_s,
+    slack_s,
+)
+from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
 from ellm_sgl.policies.problem.under_way import as_running
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 

@@ -209,16 +209,17 @@ def tokens_that_are(seen: dict[str, Any], kind: str) -> int:
 
 
 def _figures(state: dict[str, Any], seen: dict[str, Any]) -> dict[str, str]:
-    states = [row["state"] for row in seen["requests"]]
+    counts, prompts = seen["counts"], seen["counts"]["prefilling"]
     steps, policy, pace = seen["steps"], state["policy"], [row["tpot_ms"] for row in paced(seen)]
     slo = f"SLO {ms(seen['tpot_slo_ms'])}"
     fallbacks = ", ".join(f"{kind}: {number(n)}" for kind, n in policy["fallbacks"].items())
-    busy = bool(states)
+    busy = bool(seen["requests"])
+    batch = f"batch {number(steps['batch'], 1)}" + (f", {prompts} prompt" if prompts else "")
     return {
         "policy-name": policy["name"],
-        "decoding": number(states.count("decoding") + states.count("prefilling")),
-        "batch": f"batch {number(steps['batch'], 1)}" if busy else "",
-        "paused": number(states.count("paused")),
+        "decoding": number(counts["decoding"]),
+        "batch": batch if busy else "",
+        "paused": number(counts["paused"]),
         "waiting": number(state["waiting"]),
         "cached": percent(state["cached_ratio_mean"]),
         "ratio": f"r {number(seen['uncached_ratio'], 2)}" if busy else "",

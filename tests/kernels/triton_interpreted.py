@@ -68,6 +68,11 @@ def test_only_the_rows_asked_for() -> None:
     expected, _, _ = inputs.run(kernel)
     out, *pool = inputs.run(kernel, out_rows=new_rows)
     assert torch.equal(out, expected[:new_rows])
+    # Where rows are recomputed by themselves (`step/separate.py`) the others have no query.
+    out, *pool = replace(inputs, q=inputs.q[:new_rows]).run(kernel, out_rows=new_rows)
+    assert torch.equal(out, expected[:new_rows])
+    with pytest.raises(ValueError, match="the layout speaks of"):
+        replace(inputs, q=inputs.q[: new_rows - 1]).run(kernel, out_rows=new_rows)
     _, *expected_pool = inputs.run(reference.mixed_attention)
     torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
 

@@ -112,8 +112,10 @@ def test_the_manifests_parts_name_each_other() -> None:
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == labels == service["spec"]["selector"]
     (label,) = (f"{key}={value}" for key, value in labels.items())
-    assert f"`--service-discovery --selector {label}`" in section("Container and Kubernetes")
     pod, server = container()
+    port = server["ports"][0]["containerPort"]
+    found = f"`--service-discovery --selector {label} --service-discovery-port {port} "
+    assert found in section("Container and Kubernetes")
     assert {m["name"] for m in server["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
     for probe in ("startupProbe", "readinessProbe"):
         assert server[probe]["httpGet"] == {"path": "/health", "port": server["ports"][0]["name"]}
@@ -144,7 +146,10 @@ def test_every_flag_is_one_of_a_program() -> None:
     ray = "An offline batch on Ray Data"
     assert flags_in(section(ray)) <= example_flags()
     rest = PAGE.replace(section(ray), "")
-    routers = flags_in(section("A router")) | {"--service-discovery", "--selector"}
+    discovery = "--service-discovery"
+    routers = flags_in(section("A router")) | {
+        discovery, "--selector", f"{discovery}-port", f"{discovery}-namespace",
+    }  # fmt: skip
     ours = {flag for parameter in memory.params for flag in parameter.opts}
     served = flags_of(server_parser()) | ours
     assert flags_in(rest) - routers - {"--worker-urls"} - OTHERS <= served

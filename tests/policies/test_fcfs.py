@@ -141,6 +141,16 @@ def test_the_slo_of_a_request_bounds_every_batch_that_it_is_in() -> None:
     assert answers(scene(strict, requests([95] * 5), 10_000))[0] == 1
 
 
+def test_an_slo_that_a_request_would_miss_even_alone_holds_nobody_back() -> None:
+    # T = 2 ms for one request. Whoever asks for less gets what there is, as do all others.
+    impossible, waiting = requests([95], tpot_slo_s=0.0019), requests([95] * 5)
+    assert answers(scene(impossible, waiting, 10_000))[0] == 5
+    assert answers(scene(impossible, waiting, 10_000, tpot_slo_s=0.0045))[0] == 2
+    first = requests([95] * 5, tpot_slo_s=[0.001, *[np.inf] * 4])
+    assert answers(scene(requests([95]), first, 10_000))[0] == 5
+    assert answers(scene(requests([95]), waiting, 10_000, tpot_slo_s=0.001))[0] == 5
+
+
 def test_the_slo_bounds_what_is_restored() -> None:
     # Restoring costs 0.002 ms a token: 5 of 5 would be admitted (b / T), at T = 7.4 ms.
     state = scene(requests([95]), requests([95] * 5), 400, 0.002)
@@ -156,7 +166,7 @@ def test_running_requests_stay_where_nothing_keeps_the_slo() -> None:
 
 
 def test_a_request_that_would_be_alone_is_admitted_whatever_it_needs() -> None:
-    state = scene(requests([]), requests([950, 95]), 400, 0.1, tpot_slo_s=0.001)
+    state = scene(requests([]), requests([950, 95]), 400, 0.1, tpot_slo_s=0.01)
     count, _, admitted = answers(state)
     assert count == 1
     assert list(admitted) == [560]  # 96 blocks less 40

@@ -15,8 +15,7 @@ from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.pausing.choice import GROWTH_STEPS, evicted_tokens, participants
 from ellm_sgl.policies.pausing.turns import AMPLE_STEPS
 from ellm_sgl.policies.planned import planned_tokens
-from ellm_sgl.policies.problem.candidates import decode_seconds, slack_s
-from ellm_sgl.policies.problem.forecast import SLO_SHARE
+from ellm_sgl.policies.problem.candidates import SLO_SHARE, decode_seconds, slack_s
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 from tests.policies.known_lengths import TO_THE_BOUND
 

@@ -13,9 +13,10 @@ from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import Policy, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
-from ellm_sgl.policies.pausing.limits import LINK_SHARE, SLO_SHARE, Deadlines
+from ellm_sgl.policies.pausing.limits import LINK_SHARE, Deadlines
 from ellm_sgl.policies.pausing.rotation import can_rotate
 from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.problem.candidates import SLO_SHARE
 from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.testing import PROFILES, SHAPES, make_state, requests
 

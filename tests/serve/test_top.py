@@ -46,6 +46,7 @@ MADE = {
 }  # fmt: skip
 SEEN: dict[str, Any] = {
     "requests": [RUNS, WAITS],
+    "counts": {"decoding": 1, "paused": 0, "prefilling": 0, "waiting": 4},
     "left_out": 3,
     "kinds": ["cached", "host", "lost"],
     "tpot_slo_ms": 50.0,

@@ -17,6 +17,9 @@ from ellm_sgl.step import DeviceStreamer
 
 declare()
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (  # noqa: E402
+    enable_breakable_cuda_graph,
+)
 
 from ellm_sgl.sglang import attention  # noqa: E402 (imports SGLang)
 
@@ -109,7 +112,10 @@ def test_attention_is_not_captured_with_a_prompt() -> None:
     q, kv = torch.ones(3, 32), torch.ones(3, 16)
     prompt: Any = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     attend: Any = attention.EllmAttention.forward_decode
-    assert torch.equal(attend(ours, q, kv, kv, layer, prompt), torch.zeros(3, 32))
+    with enable_breakable_cuda_graph():
+        assert torch.equal(attend(ours, q, kv, kv, layer, prompt), torch.zeros(3, 32))
+    with pytest.raises(AssertionError, match="outside of a planned step"):
+        attend(ours, q, kv, kv, layer, prompt)
 
 
 @pytest.mark.parametrize("theirs", [True, False])

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from ellm_sgl.engine.request_table import entries_array
 from ellm_sgl.memory import PageTable, PoolShape
 from ellm_sgl.sglang import request_views
-from ellm_sgl.sglang.request_views import KINDS, MOST_REQUESTS, MOST_RID, MOST_SPANS, spans_of
+from ellm_sgl.sglang.request_views import (
+    KINDS,
+    MOST_REQUESTS,
+    MOST_RID,
+    MOST_SPANS,
+    STATES,
+    spans_of,
+)
 from tests.sglang.test_state import Server
 
 BLOCK = 4
@@ -108,6 +115,7 @@ def test_requests_are_bounded(server: Server) -> None:
     server.scheduler.waiting_queue = [Req(f"r{i}") for i in range(MOST_REQUESTS + 5)]
     answer = server.control("requests").response[1]
     assert len(answer["requests"]) == MOST_REQUESTS and answer["left_out"] == 5
+    assert answer["counts"] == dict.fromkeys(STATES, 0) | {"waiting": MOST_REQUESTS + 5}
 
 
 def test_what_is_not_known_is_none_and_the_rest_finite(server: Server) -> None:

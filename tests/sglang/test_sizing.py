@@ -208,7 +208,7 @@ def test_a_ledger_that_breaks_leaves_the_server_what_it_has(
     while server.sizing.problem is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert "was removed or replaced; restart the servers" in server.sizing.problem
+    assert "was removed or replaced" in server.sizing.problem
     assert server.table.unit_limit == ALL
     assert server.adjust(ellm_device_kv_tokens=160) and server.table.unit_limit == 10 * GROUPS
 

@@ -16,13 +16,13 @@ from ellm_sgl.config import EllmConfig
 from ellm_sgl.config.ranges import shown
 from ellm_sgl.engine import Controller, InForce, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import RooflineLatencyModel
-from ellm_sgl.memory import KVPool, PageTable, PoolShape
+from ellm_sgl.memory import NOTHING_UNDER_WAY, KVPool, PageTable, PoolShape
 from ellm_sgl.policies import Fcfs, FixedRatio
 from ellm_sgl.sglang import state
-from ellm_sgl.sglang.context import Context
+from ellm_sgl.sglang.context import Context, context_of
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.sglang.replicas import CONTROL
-from ellm_sgl.sglang.scheduler import EllmScheduler
+from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
 from tests.latency.machines import GPU, TINY
 
 declare()
@@ -237,3 +237,20 @@ def test_a_policy_that_cannot_be_made_leaves_the_one_before_in_force(server: Ser
     answer = server.control("policy", name="fcfs", options={"pause": math.nan})
     assert not answer.success and "pause: nan is not a finite number" in answer.error
     assert server.iteration.controller.guard is before
+
+
+def test_a_prompt_computed_alone_learns_of_memory_that_others_take(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else runs or waits, so nothing is decided while its chunks follow one another."""
+    ours = scheduler_of(server.scheduler)
+    left = [8e9, 5e6]
+    memory = SimpleNamespace(left=lambda: left.pop(0))
+    context: Any = context_of(server.scheduler)
+    monkeypatch.setattr(context, "memory", memory)
+    monkeypatch.setattr(ours, "under_way", lambda: NOTHING_UNDER_WAY)
+    server.scheduler.chunked_req = object()
+    nobody: Any = SimpleNamespace(reqs=[])
+    for seen in tuple(left):
+        ours.decide(nobody)
+        assert server.iteration.elastic.room.left_bytes == seen

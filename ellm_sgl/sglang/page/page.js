@@ -1,7 +1,7 @@
 // The live page: asks once a second while somebody looks, and draws. All text is put in as text.
 "use strict";
 
-const EVERY_MS = 1000, KEPT = 120, ROWS = 32;
+const EVERY_MS = 1000, KEPT_MS = 120000, ROWS = 32;
 const $ = (id) => document.getElementById(id);
 const number = (value, digits = 0) =>
   value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
@@ -115,14 +115,14 @@ function draw(state, seen) {
 }
 
 function figures(state, seen) {
-  const count = (name) => seen.requests.filter((r) => r.state === name).length;
   const decoding = seen.requests.filter((r) => r.state === "decoding" && r.tpot_ms !== null);
   const tpot = decoding.length ? decoding.reduce((sum, r) => sum + r.tpot_ms, 0) / decoding.length : null;
   const busy = seen.requests.length > 0, steps = seen.steps;
   const missed = decoding.filter((r) => r.tpot_ms > slo(r, seen)).length;
-  say("decoding", number(count("decoding") + count("prefilling")));
-  say("batch", busy ? `batch ${number(steps.batch, 1)}` : "");
-  say("paused", number(count("paused")));
+  const prompts = seen.counts.prefilling;
+  say("decoding", number(seen.counts.decoding));
+  say("batch", busy ? `batch ${number(steps.batch, 1)}` + (prompts ? `, ${number(prompts)} prompt` : "") : "");
+  say("paused", number(seen.counts.paused));
   say("waiting", number(state.waiting));
   say("cached", percent(state.cached_ratio_mean));
   say("ratio", busy ? `r ${number(seen.uncached_ratio, 2)}` : "");
@@ -155,8 +155,8 @@ function memory(state) {
     + (state.bytes.left === null ? "" : `, ${mib(state.bytes.left)} left`)
     + (outcome && outcome !== "applied" ? `; resize: ${outcome}` : ""));
   const mapped = Math.max(state.pool.mapped_tokens, 1);
-  history.push([limit ? used / limit : 0, host ? kept / host : null, state.uncached_tokens / mapped]);
-  if (history.length > KEPT) history.shift();
+  history.push([limit ? used / limit : 0, host ? kept / host : null, state.uncached_tokens / mapped, performance.now()]);
+  while (history.at(-1)[3] - history[0][3] > KEPT_MS) history.shift();
   plot();
 }
 
@@ -176,7 +176,8 @@ function plot() {
   const colour = (name) => style.getPropertyValue(name).trim();
   pen.setTransform(scale, 0, 0, scale, 0, 0);
   pen.clearRect(0, 0, width, height);
-  const x = (i) => width - ((history.length - 1 - i) * (width - 34)) / (KEPT - 1);
+  if (!history.length) return;
+  const now = history.at(-1)[3], x = (point) => width - ((now - point[3]) * (width - 34)) / KEPT_MS;
   const y = (share) => height - 6 - share * (height - 12);
   pen.font = "11px system-ui, sans-serif";
   for (const share of [0, 0.5, 1]) {
@@ -190,7 +191,7 @@ function plot() {
     pen.fillText(number(100 * share), 0, y(share) + 4);
   }
   ["--cached", "--host", "--lost"].forEach((name, series) => {
-    const points = history.map((point, i) => [x(i), point[series]]).filter((p) => p[1] !== null);
+    const points = history.map((point) => [x(point), point[series]]).filter((p) => p[1] !== null);
     if (points.length < 2) return;
     pen.strokeStyle = pen.fillStyle = colour(name);
     pen.lineWidth = 2;

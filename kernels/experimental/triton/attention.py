@@ -100,10 +100,10 @@ class FusedAttention:
         Raises:
             ValueError: `supports` says no, or a tensor is not laid out as the reference says.
         """
-        if k.shape[0] < layout.rows or q.shape[0] < layout.rows:
+        rows = layout.rows if out_rows is None else out_rows
+        if k.shape[0] < layout.rows or q.shape[0] < rows:
             raise ValueError(f"{q.shape[0]} rows, the layout speaks of {layout.rows}")
         prepared = self.prepare(layout, keys.shape[1], q.shape[1] // keys.shape[2])
-        rows = layout.rows if out_rows is None else out_rows
         out = q.new_empty((rows, *q.shape[1:]))
         return self.run(q, k, v, keys, values, prepared, scale, out, delta)
 
