@@ -257,3 +257,14 @@ def check(watcher: LedgerFile, servers: list[Sharing]) -> None:
     for row in living:
         (held,) = holdings.get(row.pid, (0,))
         assert held <= row.committed, row
+
+
+def test_budgets_of_other_users_are_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files cannot be read, which is nothing to fail for."""
+    join(tmp_path)
+    assert list_budgets(folder=tmp_path)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert list_budgets(folder=tmp_path) == []

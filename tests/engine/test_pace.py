@@ -44,6 +44,13 @@ def test_one_slow_step_is_no_slow_spell() -> None:
     assert after(ratios) == pytest.approx(1.0)
 
 
+def test_a_machine_that_stood_still_is_no_slow_machine() -> None:
+    """In the first steps of a server, of which there are few windows."""
+    ratios = [1.0] * (FEWEST_WINDOWS * WINDOW_STEPS)
+    ratios[20] = 6000.0
+    assert after(ratios) < 1.2
+
+
 def test_slow_spells_count_once_they_are_common_enough() -> None:
     share = 1.0 - QUANTILE
     for common, slow in ((share + 0.15, True), (share - 0.15, False)):

@@ -17,7 +17,7 @@ import pytest
 from ellm_sgl.engine import policy_guard as asking_module
 from ellm_sgl.engine.last_word import STANDS_S, Answer
 from ellm_sgl.latency import StepWork
-from ellm_sgl.policies import Batch, FixedRatio, Ratios, Stock, SystemState, WorkSplit
+from ellm_sgl.policies import Batch, Fcfs, FixedRatio, Ratios, Stock, SystemState, WorkSplit
 from ellm_sgl.policies.planned import select
 from ellm_sgl.policies.testing import requests
 from tests.engine.scripted import LONG_S, STATE, Prompt, Scripted, asking, hanging, is_safe
@@ -114,7 +114,22 @@ def test_who_answers_otherwise_does_not_inherit_the_promise() -> None:
         def split(self, state: SystemState, plan: StepWork) -> WorkSplit:
             return super().split(state, plan)
 
+    class Mixin:
+        """No policy itself."""
+
+        def batch(self, state: SystemState) -> Batch:
+            return Batch(admit=())
+
+    class Mixed(Mixin, Fcfs): ...
+
+    class Named(Mixed):
+        def never_waits(self) -> bool:
+            return True
+
     assert FixedRatio().never_waits() and Stock().never_waits() and not Other().never_waits()
+    assert Fcfs().never_waits() and Fcfs().idle_without_pressure()
+    assert not (Mixed().never_waits() or Mixed().idle_without_pressure())
+    assert Named().never_waits() and not Named().idle_without_pressure()
 
 
 def test_without_a_deadline_the_callers_own_thread_asks() -> None:
@@ -252,3 +267,26 @@ def test_nobody_waits_for_a_policy_that_hangs_when_it_is_replaced_or_at_the_end(
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "1 (0, 1, 2) {}\n"), done.stderr
+
+
+def test_what_a_policy_writes_over_while_it_is_late_is_not_what_it_said() -> None:
+    """Its arrays are its own, and it uses them again."""
+    hangs, buffer, asked = threading.Event(), np.full(len(STATE.running), 0.5), 0
+
+    def batch() -> Batch:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            buffer[:] = np.inf
+            hangs.wait(LONG_S)
+        return Batch(admit=())
+
+    policy = Scripted(batch=batch, ratio=lambda: Ratios(buffer, np.zeros(0)))
+    with asking(policy) as safe:
+        said = safe.answer(STATE)
+        safe.budget_s = 0.05
+        again = safe.answer(STATE)
+        assert safe.failures == {"late": 1}
+        hangs.set()
+    assert (buffer == np.inf).all()
+    assert again.ratios.running.tolist() == said.ratios.running.tolist() == [0.5] * len(buffer)

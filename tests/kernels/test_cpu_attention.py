@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from hypothesis import strategies as st
 
 from ellm_sgl.kernels import reference
 from ellm_sgl.kernels.cpu.attention import mixed_attention, supports
+from ellm_sgl.kernels.cpu.build import find_compiler
 from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.memory import NONE
 from tests.kernels.attention_inputs import AttentionInputs, attention_inputs, make_inputs
@@ -181,3 +186,48 @@ def test_refuses_what_it_cannot_do() -> None:
         replace(inputs, **odd).run(mixed_attention)
     with pytest.raises(ValueError, match="fewer rows or units"):
         replace(inputs, keys=inputs.keys[:2], values=inputs.values[:2]).run(mixed_attention)
+
+
+NO_THREADS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+typedef int create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+int pthread_create(pthread_t *t, const pthread_attr_t *a, void *(*f)(void *), void *x) {
+  Dl_info from;  // std::thread's are the kernels' own; PyTorch's are OpenMP's
+  dladdr(__builtin_return_address(0), &from);
+  if (strstr(from.dli_fname, "libstdc++") || strstr(from.dli_fname, "libellm")) {
+    fputs("denied", stderr);
+    return EAGAIN;
+  }
+  return ((create *)dlsym(RTLD_NEXT, "pthread_create"))(t, a, f, x);
+}
+"""
+ALONE = """
+import torch
+from ellm_sgl.kernels.cpu.attention import mixed_attention
+from tests.kernels.cpu_steps import F32, Sizes, make
+inputs = make(Sizes(((700, 300), (513, 1)), 16, 2, 8, 64, F32, F32, 0.3))
+expected, *_ = inputs.run(mixed_attention)
+torch.set_num_threads(2)
+out, *_ = inputs.run(mixed_attention)
+torch.set_num_threads(1)
+print(torch.equal(out, expected))
+"""
+
+
+def test_where_there_may_be_no_more_threads_those_that_there_are_do_it_all(tmp_path: Path) -> None:
+    """As where a container's limit of processes is reached."""
+    source, library = tmp_path / "none.c", tmp_path / "none.so"
+    source.write_text(NO_THREADS)
+    compiler = find_compiler()[0].replace("g++", "gcc").replace("clang++", "clang")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True
+    )
+    assert (found.returncode, found.stdout) == (0, "True\n"), found.stderr
+    assert "denied" in found.stderr

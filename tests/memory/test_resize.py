@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ellm_sgl.kernels.torch_paged import copy_units
-from ellm_sgl.memory import KVPool, Outcome, Resizer
+from ellm_sgl.memory import KVPool, Outcome, Resizer, resize
 from ellm_sgl.memory.resize import RETRY_STEPS
 from ellm_sgl.worker import Worker
 from tests.engine.scene import BLOCK, GROUPS, SHAPE, Scene
@@ -397,3 +397,14 @@ def test_growth_leaves_the_next_step_its_activations(blocks: int, outcome: Outco
     assert server.steps()
     assert server.resizer.outcome is outcome
     assert server.table.unit_limit <= (4 + blocks) * GROUPS
+
+
+def test_growth_ends_where_others_take_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for all when it begins, and for nothing after two blocks."""
+    monkeypatch.setattr(resize, "COMMIT_BYTES", GROUPS * UNIT)
+    left = [100 * GROUPS * UNIT] * 3
+    server = Server(start=4, spare=lambda: left.pop() if left else 0)
+    server.ask(12)
+    assert server.steps()
+    assert server.resizer.outcome is Outcome.CEILING
+    assert server.table.unit_limit == 6 * GROUPS

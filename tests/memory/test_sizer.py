@@ -209,6 +209,7 @@ def test_what_is_released_stays_away() -> None:
     sizer = Sizer(Alone(SIZES.bytes_of(80)), SIZES, 4, idle_s=5.0)
     report = Report(2, 2, 2, under_way=False)
     assert sizer.tick(Load(80, MOST, 2, released=True), report, 0.0) is None
+    assert sizer.wanted_bytes == SIZES.bytes_of(4), "others can use it"
     assert sizer.tick(Load(80, MOST, 2), report, 0.0) == Ask(80)
 
 

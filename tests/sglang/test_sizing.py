@@ -211,6 +211,17 @@ def test_a_ledger_that_breaks_leaves_the_server_what_it_has(
     assert "was removed or replaced" in server.sizing.problem
     assert server.table.unit_limit == ALL
     assert server.adjust(ellm_device_kv_tokens=160) and server.table.unit_limit == 10 * GROUPS
+    assert server.adjust(ellm_device_kv_tokens=320)
+    assert scheduler_of(server.scheduler).resizer.wanted_units == 20 * GROUPS, "which it had"
+
+
+def test_no_more_comes_at_the_operators_word_than_has_been_debited(server: SharingServer) -> None:
+    """The machine had no more when the pool was to grow, and the rest was given back."""
+    assert server.adjust(ellm_device_kv_tokens=160)
+    resizer = scheduler_of(server.scheduler).resizer
+    resizer.wanted_units, resizer.outcome = ALL, Outcome.CEILING
+    assert server.adjust(ellm_device_kv_tokens=320)
+    assert (resizer.wanted_units, server.table.unit_limit) == (10 * GROUPS, 10 * GROUPS)
 
 
 def test_policies_are_told_what_the_pool_could_come_to_hold(tmp_path: Path) -> None:
