@@ -239,28 +239,33 @@ def test_a_ledger_that_breaks_while_servers_run(budget: str) -> None:
         assert server.log.read_text().count("this server keeps what it has") == 1
 
 
+def mapped(server: ServerProcess) -> int:
+    """Tokens of requests, wherever their KV is."""
+    return int(server.state(integrity=False)["pool"]["mapped_tokens"])
+
+
 @contextmanager
-def two_ranks(budget: str, tokens: int) -> Iterator[ServerProcess]:
+def two_ranks(budget: str, nbytes: int) -> Iterator[ServerProcess]:
     cores = sorted(os.sched_getaffinity(0))
     binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    more = "--tp", "2", "--ellm-device-kv-tokens", str(tokens)
+    more = "--tp", "2", "--ellm-memory-budget", f"{budget}:{nbytes}"
     with ServerProcess(arguments(budget, *more), {**STRICT, **binding}) as server:
         yield server
 
 
 def test_two_ranks_follow_their_share(budget: str) -> None:
-    """Whose pool is full before the other takes the half of it, and more."""
-    bodies = [greedy(p, 60) for p in prompts(16, 400, 600, seed=13)]
-    taken = BUDGET - 12 * MIB
-    with two_ranks(budget, tokens=7000) as server, ThreadPoolExecutor(1) as background:
+    """Who have more KV under way than they keep when the other wants as much."""
+    bodies, shared, taken = [greedy(p, 300) for p in prompts(16, 200, 250)], 34 * MIB, 15 * MIB
+    with two_ranks(budget, shared) as server, ThreadPoolExecutor(1) as background:
         expected = token_ids(ask(server.url, bodies))
         server.flush_cache()
-        other = Member(budget, BUDGET, "other", 2 * MIB)
+        other = Member(budget, shared, "other", 2 * MIB)
         evicted = server.state()["evicted_units_total"]
         with Watcher(budget) as watcher:
             answers = background.submit(ask, server.url, bodies)
+            wait_until(lambda: mapped(server) > 5000, "they do not grow")
             for _ in range(3):
-                wait_until(lambda: other.publish(BUDGET).free >= taken, "it does not give back")
+                wait_until(lambda: other.publish(shared).free >= taken, "it does not give back")
                 assert other.debit(taken)
                 assert server.state()["integrity"] == "ok"
                 assert not answers.done()
@@ -268,7 +273,7 @@ def test_two_ranks_follow_their_share(budget: str) -> None:
                 other.credit(taken)
                 time.sleep(0.3)
             assert token_ids(answers.result()) == expected
-        assert max(watcher.sums) <= BUDGET
+        assert max(watcher.sums) <= shared
         state = server.state()
         assert state["evicted_units_total"] > evicted
         assert (state["integrity"], state["retractions_total"]) == ("ok", 0)
