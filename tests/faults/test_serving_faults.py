@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -260,9 +261,11 @@ def test_a_clock_that_jumps(
     scheduler.resume()
     assert token_ids(answers.result()) == expected
     check_nothing_leaked(server)
+    steps = server.steps()
+    (at,) = (i for i, step in enumerate(steps) if step["seconds"] > 2.0)
+    later = [step for step in steps[at + 1 :] if not step["prefill_rows"]]
+    assert median(step["predicted_s"] / step["seconds"] for step in later) < 3.0
     assert token_ids(ask(server.url, bodies)) == expected
-    last = server.steps()[-20:]
-    assert all(0 < step["predicted_s"] < 1.5 for step in last), last
 
 
 def test_sigterm_lets_requests_finish(
