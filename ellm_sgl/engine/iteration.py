@@ -64,8 +64,6 @@ class Iteration:
         self._unit_bytes = unit_bytes
         self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
         self._refused_at: tuple[int, int | None] | None = None
-        self._first_id: int | None = None
-        """Of who waits, the id of the one that is admitted first."""
 
     # -- observe ----------------------------------------------------------------------------
 
@@ -130,10 +128,6 @@ class Iteration:
         """From now on `decision` holds, on those who were observed."""
         paused_before = self.in_force.pause
         self.in_force = InForce.of(decision, running, seq_ids, waiting)
-        self._first_id = None
-        if decision.admit:
-            first = entries_array([waiting[decision.admit[0]]])
-            self._first_id = int(self.requests.request_ids(first)[0])
         self.elastic.room.left_bytes = decision.step_bytes
         self.elastic.totals.pauses += len(self.in_force.pause - paused_before)
 
@@ -162,7 +156,7 @@ class Iteration:
 
     def refused(self, eventually: int) -> None:
         """Those who wait found no room beyond so many tokens: of the one considered last."""
-        self._refused_at = eventually, self._first_id
+        self._refused_at = eventually, self._first_id()
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
         """Whether nobody is admitted now: nobody is to be, or, `closed` before, the same one is
@@ -173,7 +167,13 @@ class Iteration:
         if not closed or self._refused_at is None:
             return False
         room, first = self._refused_at
-        return first == self._first_id and self.admission_tokens(reclaimable)[1] <= room
+        return first == self._first_id() and self.admission_tokens(reclaimable)[1] <= room
+
+    def _first_id(self) -> int | None:
+        """Of who is admitted first: on all ranks the same, which entries are not."""
+        for entry in self.in_force.admit:
+            return int(self.requests.request_ids(entries_array([entry]))[0])
+        return None
 
     # -- make room --------------------------------------------------------------------------
 
