@@ -83,7 +83,7 @@ class Iteration:
             waiting: entries of those that wait.
             prefilling: entry of the one whose prompt is under way (`ElasticMemory.under_way`), or
                 none.
-            reclaimable: tokens of cached prefixes that nobody uses.
+            reclaimable: device tokens of cached prefixes that nobody uses.
         """
         now, elastic, requests = self.clock(), self.elastic, self.requests
         lengths = elastic.table.lengths_of(seq_ids)

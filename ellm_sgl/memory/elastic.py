@@ -121,7 +121,7 @@ class ElasticMemory:
 
         Args:
             running: requests that decode; what others hold is not the policy's to divide.
-            reclaimable: tokens of cached prefixes that nobody uses.
+            reclaimable: device tokens of cached prefixes that nobody uses.
         """
         table, shape = self.table, self.table.shape
         others = list(set(table.sequence_ids).difference(running))
@@ -141,7 +141,7 @@ class ElasticMemory:
         """Room for waiting requests, as it is now.
 
         Args:
-            reclaimable: tokens of cached prefixes that nobody uses.
+            reclaimable: device tokens of cached prefixes that nobody uses.
         """
         table, shape = self.table, self.table.shape
         excess = int(self._excess_blocks(table.sequence_ids).sum())

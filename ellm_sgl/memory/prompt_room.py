@@ -62,7 +62,7 @@ class PromptRoom:
         """As it is now, where so many requests decode.
 
         Args:
-            reclaimable: tokens of cached prefixes that nobody uses.
+            reclaimable: device tokens of cached prefixes that nobody uses.
             step, nbytes: as of the class.
         """
         shape = table.shape

@@ -60,9 +60,9 @@ class _Account:
 
 def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> None:
     """After `PrefillAdder.__init__`: charge it for the slots that have no memory behind them."""
-    reclaimable = adder.tree_cache.evictable_size()
-    slots = adder.token_to_kv_pool_allocator.available_size() + reclaimable
-    iteration = scheduler_of(adder).iteration
+    ours = scheduler_of(adder)
+    iteration, reclaimable = ours.iteration, ours.reclaimable_on_device()
+    slots = adder.token_to_kv_pool_allocator.available_size() + ours.reclaimable()
     decoding = len(adder.running_batch.reqs)
     table, step = iteration.elastic.table, iteration.elastic.room
     left = step.for_prompts(*_beside(adder))

@@ -268,9 +268,8 @@ class StoredPrefixes:
     def _room(self, decoding: int) -> int:
         """Blocks that may be read: into units that are free, or of prefixes that nobody uses, but
         for a block that each running request may need next."""
-        idle = self._cache.evictable_size() // self._block_tokens
-        free = self._table.free_units // self._groups + idle - decoding
-        return max(min(free, self._table.free_blocks), 0)
+        units = self._table.free_units + self._table.idle_units(self._cache.evictable_size())
+        return max(min(units // self._groups - decoding, self._table.free_blocks), 0)
 
     def _read(self, keys: Sequence[bytes]) -> tuple[int, IntArray]:
         """How many of these the store has intact on all ranks; and new blocks with them, as far as

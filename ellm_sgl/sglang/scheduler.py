@@ -223,7 +223,7 @@ class EllmScheduler:
             self.fetching = stored.fetch(self._admitted(), len(running))
         # SGLang stops looking at its queue once a batch is full.
         batch.batch_is_full = self.iteration.queue_closed(
-            batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable()
+            batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable_on_device()
         )
 
     def _tell(self, batch: ScheduleBatch, idle: bool = False) -> None:
@@ -271,7 +271,8 @@ class EllmScheduler:
         prefilling = self.entries([] if chunked is None else [chunked])
 
         def decided() -> Decision:
-            state = iteration.observe(running, seq_ids, waiting, prefilling, self.reclaimable())
+            room = self.reclaimable_on_device()
+            state = iteration.observe(running, seq_ids, waiting, prefilling, room)
             left = context_of(self.scheduler).memory.left()
             return dataclasses.replace(iteration.decide(state), step_bytes=left)
 
@@ -322,8 +323,13 @@ class EllmScheduler:
         return agreed
 
     def reclaimable(self) -> int:
-        """Tokens of cached prefixes that nobody uses."""
+        """Tokens of cached prefixes that nobody uses: slots, whether or not the device has them."""
         return int(self.scheduler.tree_cache.evictable_size())
+
+    def reclaimable_on_device(self) -> int:
+        """Device tokens that these prefixes would make room for."""
+        table = self.iteration.elastic.table
+        return table.shape.tokens_in(table.idle_units(self.reclaimable()))
 
 
 def counts_tokens(batch: ScheduleBatch) -> bool:

@@ -88,12 +88,14 @@ def _check_owners(plane: Plane, live: list[Any]) -> None:
         raise Unaccounted(f"block {b} has {held[b]} references, {references[b]} are owed")
 
 
-def _blocks_of_tree(plane: Plane) -> Any:
+def _blocks_of_tree(plane: Plane, idle: bool = False) -> Any:
+    """`idle`: those that nobody uses."""
     if not isinstance(plane.tree, EllmRadixCache):
         return np.empty(0, np.int64)
     values, nodes = [np.empty(0, np.int64)], list(plane.tree.root_node.children.values())
     for node in nodes:
-        values.append(node.value.numpy()[:: plane.tree.page_size])
+        if not (idle and node.lock_ref):
+            values.append(node.value.numpy()[:: plane.tree.page_size])
         nodes += node.children.values()
     return np.concatenate(values) // plane.tree.page_size
 
@@ -162,6 +164,30 @@ def watch_matches(plane: Plane) -> None:
         return result
 
     tree.match_prefix = watched  # type: ignore[method-assign]
+
+
+def check_room(plane: Plane, reclaimable: int) -> None:
+    """Of cached prefixes nobody counts more as room on the device than they have there.
+
+    Raises:
+        Unaccounted: somebody does.
+    """
+    table = plane.table
+    units = int(np.count_nonzero(table.units[_blocks_of_tree(plane, idle=True)] != NONE))
+    if reclaimable > (tokens := table.shape.tokens_in(units)):
+        raise Unaccounted(f"idle prefixes count as {reclaimable} device tokens and hold {tokens}")
+
+
+def watch_room(plane: Plane) -> None:
+    """From now on, what is offered to policies and to who waits is checked to be there."""
+    for name in ("memory_state", "admission_room"):
+        original = getattr(plane.elastic, name)
+
+        def watched(*args: Any, original: Any = original) -> Any:
+            check_room(plane, args[-1])
+            return original(*args)
+
+        setattr(plane.elastic, name, watched)
 
 
 def check_empty(plane: Plane) -> None:

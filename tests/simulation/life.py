@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from ellm_sgl.engine import Controller, Iteration, ServerLimits, StepLog
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel
-from ellm_sgl.memory import Outcome
+from ellm_sgl.memory import Outcome, PageTable, PromptRoom
 from ellm_sgl.memory.step_room import Activations
 from ellm_sgl.policies import Policy
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
@@ -99,6 +99,7 @@ class Life:
         if store_path is not None:
             self._open_store(store_path)
         accounting.watch_matches(self.plane)
+        accounting.watch_room(self.plane)
         self._exercised = Exercised(self.totals, self.plane, self.scheduler)
         self.scheduler.observer = self._exercised
 
@@ -108,6 +109,7 @@ class Life:
             patches.enter_context(self.clock.running())
             patches.enter_context(self.plane.living())
             patches.enter_context(patch.object(ScheduleBatch, "prepare_for_extend", self._extend))
+            patches.enter_context(patch.object(PromptRoom, "of", self._prompt_room))
             patches.enter_context(patch("sglang.srt.utils.broadcast_pyobj", self._broadcast))
             patches.enter_context(patch("torch.distributed.all_reduce", self._least))
             # A block in each turn.
@@ -128,6 +130,17 @@ class Life:
         def watched(batch: ScheduleBatch) -> None:
             rows = {req.req_pool_idx for req in self.scheduler.deciding.reqs if req.kv is not None}
             accounting.prepare_prompts(self.plane, sorted(rows), lambda: prepare(batch))
+
+        return watched
+
+    @property
+    def _prompt_room(self) -> Callable[..., PromptRoom]:
+        """`PromptRoom.of`, watched."""
+        of = PromptRoom.of
+
+        def watched(table: PageTable, decoding: int, reclaimable: int, *step: Any) -> PromptRoom:
+            accounting.check_room(self.plane, reclaimable)
+            return of(table, decoding, reclaimable, *step)
 
         return watched
 

@@ -55,6 +55,12 @@ FAULTS: tuple[Fault, ...] = (
         "if True:",
     ),
     Fault(
+        "prefixes that only the host has count as room on the device",
+        f"{_TABLE}.idle_units",
+        "max(units - self.idle_missing_units(), 0)",
+        "units",
+    ),
+    Fault(
         "a prompt that finds no room for a block goes on for ever without computing any",
         f"{_ROOM}.of",
         "if decoding:",
