@@ -36,7 +36,7 @@ Save = Callable[[IntArray, IntArray], None]
 """Copies device units to host units, one to one."""
 
 Reclaim = Callable[[int], int]
-"""Frees about so many tokens of cached prefixes that nobody uses; returns tokens freed."""
+"""Frees the memory of about so many tokens of cached prefixes that nobody uses; returns tokens."""
 
 
 class ElasticMemory:

@@ -22,6 +22,8 @@ token and counts as a copy once it is full:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +32,9 @@ from ellm_sgl.memory.shape import NONE, IntArray, read_only
 
 _AT_ONCE = 64
 """Blocks that are looked through for copies to drop."""
+
+Has = Callable[[IntArray], npt.NDArray[np.bool_]]
+"""Of each of these blocks, whether it has what is short."""
 
 
 class HostTier:
@@ -54,6 +59,9 @@ class HostTier:
         # A full host is asked at each eviction: looking through all of it takes too long.
         self._suspects: npt.NDArray[np.bool_] = np.zeros(num_blocks + 1, np.bool_)
         """Blocks of which KV may be on the device and here; of no others is it."""
+        self.make_way: Callable[[Has, Callable[[], bool]], None] = lambda has, enough: None
+        """Has blocks released of which only the host `has` something, and which nobody uses, until
+        `enough`."""
         slots = num_units // num_groups if hidden_groups else 0
         self._slots = FreeList(slots)
         self._free = FreeList(num_units - slots * hidden_groups)
@@ -76,7 +84,8 @@ class HostTier:
     def keep(self, block: int, groups: IntArray, device: IntArray) -> IntArray:
         """Take host units for the KV of `groups` of one block, as far as there are any.
 
-        When none is free, copies of what is on the device too make way.
+        When none is free, copies of what is on the device too make way, then those that nobody
+        uses.
 
         Args:
             device: the page table's `units`: device units of every (block, group).
@@ -87,6 +96,8 @@ class HostTier:
         """
         if len(groups) > len(self._free):
             self._drop_duplicates(len(groups) - len(self._free), device)
+        if len(groups) > len(self._free):
+            self.make_way(self._has_kv, lambda: len(groups) <= len(self._free))
         kept = groups[: len(self._free)]
         self._units[block, kept] = self._free.take(len(kept))
         self._suspects[block] = True
@@ -99,12 +110,15 @@ class HostTier:
     # -- hidden states ----------------------------------------------------------------------
 
     def begin_hidden(self, blocks: IntArray) -> None:
-        """Take room for the hidden states of these blocks, in order, while there is any.
+        """Take room for the hidden states of these blocks, in order, while there is any: then that
+        of copies that nobody uses.
 
         The caller captures each block's tokens from the first on. Blocks that have room or a copy
         are passed over; `blocks` names each once.
         """
         new = blocks[(self.filling[blocks] == NONE) & (self.units[blocks, 0] == NONE)]
+        if len(new) > len(self._slots):
+            self.make_way(self._has_slot, lambda: len(new) <= len(self._slots))
         new = new[: len(self._slots)]
         self.filling[new] = self._slots.take(len(new))
 
@@ -153,6 +167,13 @@ class HostTier:
         if np.any(self._duplicates(np.flatnonzero(~self._suspects), device)):
             return "host units: copies of what is on the device would not be found"
         return None
+
+    def _has_kv(self, blocks: IntArray) -> npt.NDArray[np.bool_]:
+        has: npt.NDArray[np.bool_] = (self.units[blocks, self.hidden_groups :] != NONE).any(axis=1)
+        return has
+
+    def _has_slot(self, blocks: IntArray) -> npt.NDArray[np.bool_]:
+        return np.asarray(self._slots_of(blocks) != NONE)
 
     def _slots_of(self, blocks: IntArray) -> IntArray:
         """The slot in which a block's hidden states are, or are being captured."""

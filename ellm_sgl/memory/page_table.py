@@ -383,12 +383,18 @@ class PageTable:
         return np.where(missing.any(axis=1), highest, 0).astype(np.int32)
 
     def idle_missing_units(self) -> int:
-        """Those of `missing_units` that are of blocks which nobody maps: of cached prefixes."""
+        """Those of `missing_units` that are of full blocks which nobody maps: cached prefixes."""
         if self.missing_units == 0:
             return 0
-        idle = self._refs == 1  # the owner's
+        # The owner's reference alone; new blocks are not mapped yet, but have not been computed.
+        idle = (self._refs == 1) & (self._computed == self.shape.block_tokens)
         # Asked for in steps: several times as fast as indexing with the mask.
         return int((self._missing_groups * idle).sum())
+
+    def any_idle_unit(self) -> bool:
+        """Whether some block that nobody maps holds a unit."""
+        held = self._missing_groups < self.shape.num_groups
+        return bool((held & (self._refs == 1)).any())
 
     def idle_units(self, idle_tokens: int) -> int:
         """Units of cached prefixes that nobody uses: of what only the host has there are none.

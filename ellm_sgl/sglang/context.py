@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ from ellm_sgl.engine import Iteration
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
 from ellm_sgl.memory.elastic import Save
+from ellm_sgl.memory.host_tier import Has
 from ellm_sgl.sglang.known_tokens import ids_of
 from ellm_sgl.sglang.projections import Projections
 from ellm_sgl.sglang.sizing import Sizing
@@ -66,7 +67,8 @@ class Context:
         self.table = table
         self.pool = pool
         save: Save | None = None if streamer is None else streamer.save
-        self.elastic = ElasticMemory(table, max_restored, self.reclaim, save, slots)
+        self.elastic = ElasticMemory(table, max_restored, self.reclaim_memory, save, slots)
+        table.host.make_way = self._drop_idle_copies
         self.planner = Planner(
             self.elastic, self.token_ids, pool.buffer.device, captures=hidden is not None
         )
@@ -139,13 +141,30 @@ class Context:
             hidden.attach(projections.inputs, projections)
 
     def reclaim(self, tokens: int) -> int:
-        """Free about `tokens` tokens of cached prefixes that nobody uses."""
+        """Free about `tokens` slots of cached prefixes that nobody uses."""
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         if self.prefix_cache is None:
             return 0
         evicted: Any = self.prefix_cache.evict(EvictParams(num_tokens=tokens))
         return int(evicted.num_tokens_evicted)
+
+    def reclaim_memory(self, tokens: int) -> int:
+        """Free device memory of about `tokens` tokens, of cached prefixes that nobody uses; what
+        only the host has of them stays. Returns tokens freed."""
+        table, cache = self.table, self.prefix_cache
+        if cache is None or not cache.evictable_size() or not table.any_idle_unit():
+            return 0
+        before = table.used_units
+        most = before - table.shape.blocks_for(tokens) * table.shape.num_groups
+        cache.drop_idle(table.holds_units, lambda: table.used_units <= most)
+        return table.shape.tokens_in(before - table.used_units)
+
+    def _drop_idle_copies(self, has: Has, enough: Callable[[], bool]) -> None:
+        """`HostTier.make_way`: drop cached prefixes that nobody uses and only the host has."""
+        table, cache = self.table, self.prefix_cache
+        if cache is not None and cache.evictable_size() and table.idle_missing_units():
+            cache.drop_idle(lambda blocks: table.misses_units(blocks) & has(blocks), enough)
 
 
 def context_of(owner: Any) -> Context:

@@ -251,6 +251,8 @@ USED = (
     f"{_TREE}.cache_finished_req",
     f"{_TREE}._match_prefix_helper",
     f"{_TREE}._delete_leaf",
+    f"{_TREE}._split_node",
+    f"{_TREE}.update_eviction_metrics",
     f"{_SRT}.mem_cache.radix_cache.RadixKey.__init__",
     f"{_SRT}.mem_cache.chunk_cache.ChunkCache.__init__",
     f"{_SRT}.mem_cache.chunk_cache.ChunkCache.cache_finished_req",

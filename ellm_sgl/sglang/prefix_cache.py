@@ -2,12 +2,18 @@
 
 To others the tree holds only what is resident: a match ends at the first block that lacks a unit,
 and when a request leaves, what lies beyond its first such block is dropped, unless others use it.
+
+Of prefixes that nobody uses, blocks may be on the host alone. SGLang drops whole leaves for slots;
+where memory is short, only what has some of it goes (`drop_idle`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +27,8 @@ from sglang.srt.mem_cache.registry import (
     registered_radix_cache_backends,
 )
 
+from ellm_sgl.memory.host_tier import Has
+from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.sglang.context import context_of, row_of
 from ellm_sgl.sglang.scheduler import note_end
 from ellm_sgl.sglang.server_args import PREFIX_CACHE
@@ -50,6 +58,9 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 _Calls: Any = adapter().tree_calls
+
+_BLOCKS = "_ellm_blocks"
+"""Attribute of a `TreeNode`: its blocks."""
 
 
 class EllmRadixCache(_Calls, RadixCache):
@@ -82,6 +93,27 @@ class EllmRadixCache(_Calls, RadixCache):
             if old != new:
                 self._table.adopt(old, new)
         return super().insert(params)
+
+    def drop_idle(self, has: Has, enough: Callable[[], bool]) -> None:
+        """Drop prefixes that nobody uses, in the order in which SGLang does, until `enough`: of
+        each node what begins with the first block that `has` something, and all behind it."""
+        began, dropped = time.perf_counter(), 0
+        priority = self.eviction_strategy.get_priority
+        heap = [(priority(leaf), leaf) for leaf in self.evictable_leaves]
+        heapq.heapify(heap)
+        staying: Counter[TreeNode] = Counter()
+        """Of each node, children that have been looked at and stay."""
+        while heap and not enough():
+            _, node = heapq.heappop(heap)
+            parent, found = node.parent, np.flatnonzero(has(self._blocks_of(node)))
+            if len(found):
+                dropped += self._drop_tail(node, int(found[0]) * self.page_size)
+            if len(found) == 0 or found[0] > 0:
+                staying[parent] += 1
+            # What stays must not keep from going what is before it.
+            if parent.lock_ref == 0 and len(parent.children) == staying[parent]:
+                heapq.heappush(heap, (priority(parent), parent))
+        self.update_eviction_metrics(dropped, began)
 
     # -- `TreeCalls` --------------------------------------------------------------------------
 
@@ -140,9 +172,30 @@ class EllmRadixCache(_Calls, RadixCache):
         below = node.children.get(key[tokens:].child_key(self.page_size))
         if below is None or below.lock_ref > 0:
             return
-        for dead in _children_first(below):
+        self._delete(below)
+
+    def _drop_tail(self, node: TreeNode, tokens: int) -> int:
+        """Of a node that nobody uses, delete all but its first `tokens`, and what is behind it.
+        Returns tokens deleted."""
+        if tokens:
+            self._split_node(node.key, node, tokens)
+        return self._delete(node)
+
+    def _delete(self, root: TreeNode) -> int:
+        """A subtree that nobody uses. Returns its tokens."""
+        nodes = _children_first(root)
+        for dead in nodes:
             self.token_to_kv_pool_allocator.free_segment(dead.value, start_pos=0)
             self._delete_leaf(dead)
+        return sum(len(dead.value) for dead in nodes)
+
+    def _blocks_of(self, node: TreeNode) -> IntArray:
+        """A node's blocks in token order. Looked up once: on a GPU its slots are on the device."""
+        blocks: IntArray | None = getattr(node, _BLOCKS, None)
+        if blocks is None or len(blocks) * self.page_size != len(node.value):  # split since then
+            blocks = node.value[:: self.page_size].cpu().numpy() // self.page_size
+            setattr(node, _BLOCKS, blocks)
+        return blocks
 
 
 def _children_first(root: TreeNode) -> list[TreeNode]:

@@ -41,17 +41,20 @@ def test_uncached_tokens_are_the_sequences_own(table: PageTable) -> None:
 
 def test_a_prefix_that_only_the_host_has_holds_no_units(table: PageTable) -> None:
     """Blocks 4, 5 and 6 are the tree's, and nobody's but its."""
-    idle = 3 * SHAPE.block_tokens
-    table.place(table.allocate(3))
-    table.evict(1)  # of a request: not idle
-    table.place([6])
-    assert table.units[4:7].tolist() == [[10, 11, 12], [-1, -1, -1], [1, 2, 3]]
-    assert table.missing_units == 6 and table.idle_units(idle) == 2 * SHAPE.num_groups
-    table.evict(6, slice(0, 1))
-    assert table.idle_units(idle) == 2 * SHAPE.num_groups - 1
-    table.map(8, [4], 4)
-    assert table.idle_units(idle - 4) == SHAPE.num_groups - 1
-    assert table.idle_units(0) == 0
+    idle = 2 * SHAPE.block_tokens
+    table.evict(1)
+    table.evict(2)  # of a request: not idle
+    for block in table.allocate(2).tolist():
+        table.place([block])
+        table.note_read([block])
+    assert table.idle_units(idle) == 2 * SHAPE.num_groups
+    table.evict(4)
+    table.allocate(1)  # new, and nobody's yet
+    assert table.missing_units == 12 and table.idle_units(idle) == SHAPE.num_groups
+    table.evict(5, slice(0, 1))
+    assert table.idle_units(idle) == SHAPE.num_groups - 1 and table.any_idle_unit()
+    table.map(8, [5], 4)
+    assert table.idle_units(idle - 4) == table.idle_units(0) == 0 and not table.any_idle_unit()
 
 
 def test_fragmentation_is_the_share_of_empty_places(table: PageTable) -> None:

@@ -183,8 +183,11 @@ def test_a_pause_sends_requests_back_to_the_queue_and_can_be_seen() -> None:
 def test_radix_cache_has_the_internals_we_use() -> None:
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
-    for name in ("_match_prefix_helper", "_delete_leaf", "match_prefix", "insert"):
+    for name in ("_match_prefix_helper", "_delete_leaf", "_split_node", "match_prefix", "insert"):
         assert callable(getattr(RadixCache, name))
+    # `drop_idle` goes through them as it does.
+    evict = inspect.getsource(RadixCache.evict)
+    assert "self.evictable_leaves" in evict and "self.eviction_strategy.get_priority(" in evict
 
 
 def test_models_have_the_modules_we_hook() -> None:

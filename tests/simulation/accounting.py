@@ -172,14 +172,29 @@ def check_room(plane: Plane, reclaimable: int) -> None:
     Raises:
         Unaccounted: somebody does.
     """
-    table = plane.table
-    units = int(np.count_nonzero(table.units[_blocks_of_tree(plane, idle=True)] != NONE))
-    if reclaimable > (tokens := table.shape.tokens_in(units)):
+    if reclaimable > (tokens := plane.table.shape.tokens_in(_idle_units(plane))):
         raise Unaccounted(f"idle prefixes count as {reclaimable} device tokens and hold {tokens}")
 
 
+def _idle_units(plane: Plane) -> int:
+    """Of cached prefixes that nobody uses."""
+    return int(np.count_nonzero(plane.table.units[_blocks_of_tree(plane, idle=True)] != NONE))
+
+
 def watch_room(plane: Plane) -> None:
-    """From now on, what is offered to policies and to who waits is checked to be there."""
+    """From now on, what is offered to policies and to who waits is checked to be there, and idle
+    prefixes to make way as far as they count."""
+    reclaim, shape = plane.elastic._reclaim, plane.table.shape
+
+    def reclaimed(tokens: int) -> int:
+        idle, before = _idle_units(plane), plane.table.used_units
+        result = reclaim(tokens)
+        promised = min(shape.blocks_for(tokens) * shape.num_groups, idle)
+        if (freed := before - plane.table.used_units) < promised:
+            raise Unaccounted(f"idle prefixes freed {freed} units, {promised} were counted on")
+        return result
+
+    plane.elastic._reclaim = reclaimed
     for name in ("memory_state", "admission_room"):
         original = getattr(plane.elastic, name)
 

@@ -61,6 +61,12 @@ FAULTS: tuple[Fault, ...] = (
         "units",
     ),
     Fault(
+        "what only the host has keeps units before it from making way",
+        f"{_TREE}:EllmRadixCache.drop_idle",
+        "len(parent.children) == staying[parent]",
+        "len(parent.children) == 0",
+    ),
+    Fault(
         "a prompt that finds no room for a block goes on for ever without computing any",
         f"{_ROOM}.of",
         "if decoding:",
