@@ -95,7 +95,7 @@ class HostTier:
             copy already, and hidden groups, must not be among `groups`.
         """
         if len(groups) > len(self._free):
-            self._drop_duplicates(len(groups) - len(self._free), device)
+            self._drop_duplicates(len(groups) - len(self._free), block, device)
         if len(groups) > len(self._free):
             self.make_way(self._has_kv, lambda: len(groups) <= len(self._free))
         kept = groups[: len(self._free)]
@@ -183,8 +183,11 @@ class HostTier:
         slots: IntArray = np.where(kept == NONE, self.filling[blocks], kept // self.hidden_groups)
         return slots
 
-    def _drop_duplicates(self, count: int, device: IntArray) -> None:
+    def _drop_duplicates(self, count: int, leaving: int, device: IntArray) -> None:
+        """Drop so many copies of what is on the device, too; but not of the block that leaves it:
+        soon they are all that there is of it."""
         suspects = np.flatnonzero(self._suspects)
+        suspects = suspects[suspects != leaving]
         for first in range(0, len(suspects), _AT_ONCE):
             some = suspects[first : first + _AT_ONCE]
             both = self._duplicates(some, device)

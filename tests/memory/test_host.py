@@ -96,6 +96,24 @@ def test_copies_of_what_is_on_the_device_make_way() -> None:
     table.check_integrity()
 
 
+def test_a_block_that_leaves_does_not_lose_its_own_copies() -> None:
+    """They are of what is on the device as well, but no more in a moment."""
+    table, (block, other, *_) = table_with(host_units=3)
+    upper, rest = np.array([1, 2], np.int32), np.array([0], np.int32)
+    table.keep_copies(block, upper)
+    table.keep_copies(other, rest)
+    assert table.keep_copies(block, rest).tolist() == [0]  # in the place of the other's
+    table.evict(block)
+    assert table.depth([block]).tolist() == [0] and (table.host.units[other] == NONE).all()
+    table.place([block])
+    table.keep_copies(other, rest)  # in the place of one of the first's
+    table.evict(other)
+    assert table.keep_copies(block, rest).tolist() == []
+    table.evict(block)
+    assert table.depth([block]).tolist() == [1]
+    table.check_integrity()
+
+
 def test_copies_of_what_came_back_make_way() -> None:
     table, (block, other, last, *_) = table_with(host_units=4)
     for evicted in (block, other):
