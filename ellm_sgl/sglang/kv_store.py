@@ -148,20 +148,21 @@ class StoredPrefixes:
     def keep(self, req: Req) -> bool:
         """Store the request's full blocks that are on the device and not in the store, as far as
         the queue to the disk has room. Returns whether some are left to be stored."""
-        stored, seq_id = self._stored(req), adapter().kv(req).req_pool_idx
-        full = min(self._table.length_of(seq_id), count_of(req)) // self._block_tokens
-        self._name(req, stored, full)
-        return self._keep(stored, self._table.blocks_of(seq_id)[:full], self.store.room)
+        stored = self._stored(req)
+        return self._keep(stored, self._full_blocks(req, stored), self.store.room)
 
     def end(self, req: Req) -> None:
-        """The request leaves: what it has completed is stored, and all of it counts as used. What
-        the queue has no room for is, while the tree has it."""
+        """The request leaves: what it has completed is stored, and all of it counts as used now,
+        before what it has yet to store takes room. What the queue has no room for is stored while
+        the tree has it."""
         stored = self._stored(req)
         # Others may have taken the room of its first blocks; and it may come again.
         stored.kept, stored.lost, stored.fetched = 0, False, False
-        if self.keep(req) and self.store.problem is None:
-            self._ended.append((replace(stored), _key_of(req)))
+        stored.stamp = self.store.begin()
+        blocks = self._full_blocks(req, stored)
         self.store.touch(stored.chain.keys, stored.stamp)
+        if self._keep(stored, blocks, self.store.room) and self.store.problem is None:
+            self._ended.append((replace(stored), _key_of(req)))
 
     def _keep(self, stored: _Stored, blocks: IntArray, most: int) -> bool:
         """Store up to so many of a request's leading blocks. Returns whether some are left to be
@@ -314,6 +315,13 @@ class StoredPrefixes:
             found = _Stored(self.store, chain, self.store.begin())
             setattr(req, _STORED, found)
         return found
+
+    def _full_blocks(self, req: Req, stored: _Stored) -> IntArray:
+        """Those of a request that runs, and whose tokens are known: they have keys now."""
+        seq_id = adapter().kv(req).req_pool_idx
+        full = min(self._table.length_of(seq_id), count_of(req)) // self._block_tokens
+        self._name(req, stored, full)
+        return self._table.blocks_of(seq_id)[:full]
 
     def _name(self, req: Req, stored: _Stored, blocks: int) -> None:
         """Have the keys of the request's first `blocks` blocks."""

@@ -157,7 +157,37 @@ def test_a_request_that_meets_another_store_is_stored_there(tmp_path: Path) -> N
     assert scene.stored.keep(req) is False
     assert scene.stored.store.leading(req._ellm_stored.chain.keys) == 4
     entry = scene.stored.store.index.get(req._ellm_stored.chain.keys[0])
-    assert entry is not None and entry.stamp == 6
+    assert entry is not None and entry.stamp == req._ellm_stored.stamp
+
+
+def test_of_requests_that_have_ended_that_stays_which_ended_last(tmp_path: Path) -> None:
+    """A conversation that began first may be the one that is still going on."""
+    scene = Scene(tmp_path, 16, store_blocks=6)
+    long, short, new = (scene.request(first, 3) for first in (100, 300, 500))
+    for req in (long, short):
+        scene.compute(req)
+        scene.stored.keep(req)
+    for req in (short, long):
+        scene.end(req)
+    scene.compute(new)
+    scene.end(new)
+    store = scene.stored.store
+    kept = [store.leading(req._ellm_stored.chain.keys) for req in (long, short, new)]
+    assert kept == [3, 0, 3]
+
+
+def test_what_ends_takes_the_room_of_others_and_not_its_own(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 16, store_blocks=4)
+    req, other = scene.request(100, 4), scene.request(300, 2)
+    blocks = scene.compute(req)
+    scene.table.map(100, blocks[:2], 2 * BLOCK)
+    scene.stored.keep(req)
+    scene.compute(other)
+    scene.stored.keep(other)  # which began later
+    scene.table.map(100, blocks, 4 * BLOCK)
+    assert scene.stored.keep(req) is False  # all is as recent
+    scene.end(req)
+    assert scene.stored.store.leading(req._ellm_stored.chain.keys) == 4
 
 
 def test_a_store_is_opened_once_for_all_updates_before_its_use(tmp_path: Path) -> None:
