@@ -17,13 +17,16 @@ from ellm_sgl.sglang.versions import adapter
 logger = logging.getLogger(__name__)
 
 
-def tokens_within(settings: EllmConfig, chosen: int, token_bytes: int, configurator: Any) -> int:
+def tokens_within(
+    settings: EllmConfig, chosen: int, token_bytes: int, host_bytes: int, configurator: Any
+) -> int:
     """Tokens that the device pool begins with: those chosen, or, where SGLang chose them for a
     larger machine, as many as the container's memory has room for. Each of SGLang's replicas
     chooses as if it were alone.
 
     Args:
         token_bytes: of KV, on one rank.
+        host_bytes: of the host tier, on one rank.
         configurator: SGLang's; its model is loaded.
 
     Raises:
@@ -33,7 +36,8 @@ def tokens_within(settings: EllmConfig, chosen: int, token_bytes: int, configura
 
     arguments = adapter().resolved(configurator.server_args)
     ranks, replicas = get_parallel().tp_size, arguments.dp_size
-    all_bytes = token_bytes * ranks * replicas
+    processes = ranks * replicas
+    all_bytes = token_bytes * processes
     if settings.device_kv_tokens is None and arguments.max_total_tokens is None:
         chosen //= replicas
     _check(settings, all_bytes)
@@ -42,7 +46,7 @@ def tokens_within(settings: EllmConfig, chosen: int, token_bytes: int, configura
         return chosen
     # The kernel takes a file's pages back where memory is short: they are no part of what is used.
     on_disk = settings.host_path is not None and not in_memory(settings.host_path)
-    host = 0 if on_disk else settings.host_kv_tokens * all_bytes
+    host = 0 if on_disk else host_bytes * processes
     room = max(int(found.free * arguments.mem_fraction_static) - host, 0)
     tokens = min(chosen, room // all_bytes)
     if ranks > 1:  # what is in use changes while they look

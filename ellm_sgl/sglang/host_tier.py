@@ -176,15 +176,42 @@ def files(settings: EllmConfig, args: Any, model: Any) -> dict[Path, int]:
     if settings.host_keeps != MIXED and args.kv_cache_dtype == "auto":
         shape, unit_bytes, hidden_bytes = _sizes(settings, model, args.tp_size)
         groups = _groups_given(settings, shape)
-        blocks = settings.host_kv_tokens // shape.block_tokens
-        kv = (blocks * (shape.num_groups - groups) + 1) * unit_bytes  # one of scratch
-        hidden_unit = shape.layer_group * shape.block_tokens * hidden_bytes
-        hidden = HiddenPool.units_of(groups, blocks) * hidden_unit
+        kv, hidden = _bytes_kept(settings, shape, groups, unit_bytes, hidden_bytes)
     ranks = range(args.tp_size)
     found = {file_of(path, rank, args.tp_size): kv for rank in ranks}
     if settings.hidden_in_file:
         found |= {file_of(path, rank, args.tp_size, hidden=True): hidden for rank in ranks}
     return found
+
+
+def most_host_bytes(
+    settings: EllmConfig, shape: PoolShape, unit_bytes: int, hidden_bytes: int
+) -> int:
+    """What one process's host tier takes beside the device pool; the most that it may come to
+    where the server is yet to measure how many layers to keep hidden states of.
+
+    Args:
+        unit_bytes: size of a unit of KV.
+        hidden_bytes: size of a token's hidden state in one layer.
+    """
+    if not settings.host_kv_tokens:
+        return 0
+    mixed = settings.host_keeps == MIXED
+    found = []
+    for groups in (0, shape.num_groups) if mixed else (_groups_given(settings, shape),):
+        kv, hidden = _bytes_kept(settings, shape, groups, unit_bytes, hidden_bytes)
+        found.append(kv if settings.hidden_on == DEVICE else kv + hidden)
+    return max(found)
+
+
+def _bytes_kept(
+    settings: EllmConfig, shape: PoolShape, groups: int, unit_bytes: int, hidden_bytes: int
+) -> tuple[int, int]:
+    """Of one process's host tier: KV, and hidden states of so many groups."""
+    blocks = settings.host_kv_tokens // shape.block_tokens
+    kv = (blocks * (shape.num_groups - groups) + 1) * unit_bytes  # one of scratch
+    hidden_unit = shape.layer_group * shape.block_tokens * hidden_bytes
+    return kv, HiddenPool.units_of(groups, blocks) * hidden_unit
 
 
 def _sizes(settings: EllmConfig, model: Any, tp_size: int) -> tuple[PoolShape, int, int]:

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import RECOMPUTE, ConfigError, EllmConfig
-from ellm_sgl.memory import Arena, CpuArena, KVPool, OutOfBlocksError, PageTable
+from ellm_sgl.memory import Arena, CpuArena, KVPool, OutOfBlocksError, PageTable, PoolShape
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.host_memory import tokens_within
 from ellm_sgl.sglang.host_tier import (
@@ -21,6 +21,7 @@ from ellm_sgl.sglang.host_tier import (
     hidden_groups,
     make_hidden_pool,
     make_streamer,
+    most_host_bytes,
     pool_shape,
 )
 from ellm_sgl.sglang.sizing import make_sizing
@@ -55,7 +56,10 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     block = settings.block_tokens
     chosen = settings.device_kv_tokens or config.max_total_num_tokens
     if configurator.device == "cpu":
-        chosen = tokens_within(settings, chosen, _token_bytes(configurator), configurator)
+        shape, unit_bytes, hidden_bytes = _sizes(configurator)
+        token_bytes = unit_bytes * shape.num_groups // shape.block_tokens
+        host_bytes = most_host_bytes(settings, shape, unit_bytes, hidden_bytes)
+        chosen = tokens_within(settings, chosen, token_bytes, host_bytes, configurator)
     device = chosen // block * block
     most = _most_tokens(settings, device)
     setattr(configurator.model_config, _DEVICE_TOKENS, (device, most))
@@ -157,15 +161,16 @@ def build_allocator(
     )
 
 
-def _token_bytes(configurator: Any) -> int:
-    """Of one token's KV, in one rank's pool."""
+def _sizes(configurator: Any) -> tuple[PoolShape, int, int]:
+    """Of one rank's pools: their shape, the bytes of a unit of KV, and those of a token's hidden
+    state in one layer."""
     from sglang.srt.runtime_context import get_parallel
 
     settings, model = _settings(), configurator.model_config
     shape = pool_shape(settings, configurator.layer_info.num_effective_layers)
     heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
-    unit = KVPool.bytes_per_unit(shape, heads, model.head_dim, configurator.kv_cache_dtype)
-    return unit * shape.num_groups // shape.block_tokens
+    unit_bytes = KVPool.bytes_per_unit(shape, heads, model.head_dim, configurator.kv_cache_dtype)
+    return shape, unit_bytes, model.hidden_size * model.dtype.itemsize
 
 
 def _max_restored_tokens(configurator: Any) -> int:

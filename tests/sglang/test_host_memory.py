@@ -50,13 +50,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_sglangs_choice_is_bounded_by_the_container(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert tokens_within(EllmConfig(), 6000, TOKEN, SGLANG) == 6000
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 0, SGLANG) == 6000
     version_2(root, "pod", 4 * GIB, GIB)
     with caplog.at_level(logging.INFO):
-        assert tokens_within(EllmConfig(), 6000, TOKEN, SGLANG) == 1536
+        assert tokens_within(EllmConfig(), 6000, TOKEN, 0, SGLANG) == 1536
     assert "1536 tokens, not 6000: the container (" in caplog.text
-    assert tokens_within(EllmConfig(host_kv_tokens=536), 6000, TOKEN, SGLANG) == 1000
-    assert tokens_within(EllmConfig(), 100, TOKEN, SGLANG) == 100
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 536 * TOKEN, SGLANG) == 1000
+    assert tokens_within(EllmConfig(), 100, TOKEN, 0, SGLANG) == 100
 
 
 def test_a_host_tier_on_disk_is_not_in_the_way(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,35 +67,35 @@ def test_a_host_tier_on_disk_is_not_in_the_way(root: Path, monkeypatch: pytest.M
     version_2(root, "pod", 4 * GIB, GIB)
     for path, left in {"/data/tier": 1536, "/dev/tier": 1000, "/dev/disk/tier": 1536}.items():
         config = EllmConfig(host_kv_tokens=536, host_path=path)
-        assert tokens_within(config, 6000, TOKEN, SGLANG) == left
+        assert tokens_within(config, 6000, TOKEN, 536 * TOKEN, SGLANG) == left
 
 
 def test_what_was_given_is_refused_where_it_can_never_be(root: Path) -> None:
     given = EllmConfig(device_kv_tokens=5000)
-    assert tokens_within(given, 5000, TOKEN, SGLANG) == 5000
+    assert tokens_within(given, 5000, TOKEN, 0, SGLANG) == 5000
     version_2(root, "pod", 4 * GIB, GIB)
     with pytest.raises(ConfigError, match=r"--ellm-device-kv-tokens 5000: its KV takes "
                        r"5,242,880,000 bytes, and the container \(.*memory.max\) has 4,294,967,296 "
                        r"in all; give at most 4096"):  # fmt: skip
-        tokens_within(given, 5000, TOKEN, SGLANG)
+        tokens_within(given, 5000, TOKEN, 0, SGLANG)
     with pytest.raises(ConfigError, match="--ellm-max-device-kv-tokens 4097: its KV takes"):
-        tokens_within(EllmConfig(max_device_kv_tokens=4097), 100, TOKEN, SGLANG)
+        tokens_within(EllmConfig(max_device_kv_tokens=4097), 100, TOKEN, 0, SGLANG)
     shared = EllmConfig(device_kv_tokens=5000, memory_budget="a:2GiB")
-    assert tokens_within(shared, 5000, TOKEN, SGLANG) == 5000, "it never has more than its share"
+    assert tokens_within(shared, 5000, TOKEN, 0, SGLANG) == 5000, "it never has more than its share"
 
 
 def test_replicas_share_the_machine(root: Path) -> None:
-    assert tokens_within(EllmConfig(), 6000, TOKEN, sglang(2)) == 3000
-    assert tokens_within(EllmConfig(), 6000, TOKEN, sglang(2, 6000)) == 6000, "given, for each"
-    assert tokens_within(EllmConfig(device_kv_tokens=6000), 6000, TOKEN, sglang(2)) == 6000
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 0, sglang(2)) == 3000
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 0, sglang(2, 6000)) == 6000, "given, for each"
+    assert tokens_within(EllmConfig(device_kv_tokens=6000), 6000, TOKEN, 0, sglang(2)) == 6000
     with pytest.raises(ConfigError, match="give at most 8192"):
-        tokens_within(EllmConfig(device_kv_tokens=9000), 9000, TOKEN, sglang(2))
+        tokens_within(EllmConfig(device_kv_tokens=9000), 9000, TOKEN, 0, sglang(2))
     version_2(root, "pod", 4 * GIB, GIB)
-    assert tokens_within(EllmConfig(), 6000, TOKEN, sglang(2)) == 768
-    assert tokens_within(EllmConfig(host_kv_tokens=268), 6000, TOKEN, sglang(2)) == 500
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 0, sglang(2)) == 768
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 268 * TOKEN, sglang(2)) == 500
 
 
 def test_a_container_that_is_full_is_told_of(root: Path) -> None:
     version_2(root, "pod", 4 * GIB, 4 * GIB)
     with pytest.raises(ConfigError, match="has 0 bytes free of 4,294,967,296, no room for a pool"):
-        tokens_within(EllmConfig(), 6000, TOKEN, SGLANG)
+        tokens_within(EllmConfig(), 6000, TOKEN, 0, SGLANG)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,13 @@ import torch
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.memory import KVPool, PoolShape
 from ellm_sgl.memory.host_tier import HostTier
-from ellm_sgl.sglang.host_tier import check_files, files, make_hidden_pool, make_streamer
+from ellm_sgl.sglang.host_tier import (
+    check_files,
+    files,
+    make_hidden_pool,
+    make_streamer,
+    most_host_bytes,
+)
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.step import HiddenStates
 
@@ -173,3 +179,36 @@ def test_more_than_the_disk_holds_is_refused_before_a_process_starts(tmp_path: P
         with pytest.raises(ConfigError, match=told):
             check_files(settings(tmp_path / "tier", tokens=2 * fits), arguments, Model())
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("keeps", ["kv", "hidden", "3"])
+def test_a_tier_is_reckoned_with_as_it_will_be(tmp_path: Path, keeps: str, ranks: int) -> None:
+    config = settings(tmp_path / "tier", keeps)
+    built = sum(pool.nbytes for pool in build(config, rank=0, ranks=ranks).values())
+    assert most_of(config, ranks) == built
+
+
+def test_what_is_kept_elsewhere_takes_nothing_of_the_host() -> None:
+    assert most_of(EllmConfig()) == 0
+    config = EllmConfig(host_kv_tokens=TOKENS, host_keeps="hidden", hidden_on="device")
+    assert most_of(config) == UNIT  # of scratch
+    config = EllmConfig(host_kv_tokens=TOKENS, host_keeps="3", hidden_on="device")
+    assert most_of(config) == (TOKENS // 16 + 1) * UNIT
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, "kv"), (4, "hidden")])
+def test_where_layers_are_yet_to_be_chosen_the_most_is_reckoned_with(ranks: int, most: str) -> None:
+    """Heads are divided among ranks, hidden states are not."""
+    config = EllmConfig(host_kv_tokens=TOKENS, host_keeps="mixed")
+    assert most_of(config, ranks) == most_of(replace(config, host_keeps=most), ranks)
+
+
+UNIT = KVPool.bytes_per_unit(SHAPE, HEADS, HEAD_DIM, torch.float32)
+
+
+def most_of(config: EllmConfig, ranks: int = 1) -> int:
+    model = Model()
+    heads = model.get_num_kv_heads(ranks)
+    unit = KVPool.bytes_per_unit(SHAPE, heads, HEAD_DIM, model.dtype)
+    return most_host_bytes(config, SHAPE, unit, model.hidden_size * model.dtype.itemsize)

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.runtime_context import get_parallel
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.sglang import memory
@@ -35,3 +37,37 @@ def test_a_host_tier_has_addresses_for_all_that_it_holds(monkeypatch: pytest.Mon
     host = 1_000_000
     needed = DEVICE // BLOCK * BLOCK + host + CONTEXT + RUNNING * BLOCK
     assert needed <= addresses(monkeypatch, host) < needed + BLOCK
+
+
+def test_a_host_tier_is_reckoned_with_as_large_as_what_it_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hidden state is a fourth of a token's KV here, in the model's type."""
+    settings = EllmConfig(host_kv_tokens=10 * BLOCK, host_keeps="hidden", layer_group=1)
+    monkeypatch.setattr(memory, "_settings", lambda: settings)
+    told: list[int] = []
+
+    def tokens_within(_: EllmConfig, chosen: int, token: int, host: int, configurator: Any) -> int:
+        told.extend((token, host))
+        return chosen
+
+    monkeypatch.setattr(memory, "tokens_within", tokens_within)
+    model = SimpleNamespace(
+        context_len=CONTEXT,
+        hidden_size=8,
+        head_dim=4,
+        dtype=torch.bfloat16,
+        get_num_kv_heads=lambda ranks: 4,
+    )
+    configurator: Any = SimpleNamespace(
+        device="cpu",
+        model_config=model,
+        layer_info=SimpleNamespace(num_effective_layers=3),
+        kv_cache_dtype=torch.bfloat16,
+        server_args=SimpleNamespace(max_prefill_tokens=CONTEXT, max_running_requests=RUNNING),
+    )
+    config: Any = SimpleNamespace(max_total_num_tokens=DEVICE, max_running_requests=RUNNING)
+    with get_parallel().override(attn_tp_size=1):
+        memory.widen_logical_capacity(config, configurator)
+    token, scratch = 3 * 2 * 16 * 2, 16 * 2 * 16 * 2 + 3 * 16 * 8 * 2
+    assert told == [token, 10 * BLOCK * token // 4 + scratch]
