@@ -95,12 +95,13 @@ def admit(
     is of one request, and `budget` says when.
 
     Args:
-        below: only requests of lower levels, which are more urgent, are admitted, whoever is in
-            line before them: those of this level pause until there is room for them.
+        below: only requests of lower levels, which are more urgent, are admitted: those of this
+            level pause until there is room for them. Nobody goes ahead of one in line that has to
+            wait for these: its age has brought it there.
     """
     seen = as_running(state)
     places = min(state.max_running - len(seen.running), MOST_ADMITTED)
-    order = levels.order[levels.waiting[levels.order] < below]
+    order = levels.order[: _leading(levels.waiting[levels.order] < below)]
     if places <= 0 or len(order) == 0:
         return ()
     order = affordable(state, levels, budget, order)[:places]

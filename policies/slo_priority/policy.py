@@ -36,7 +36,13 @@ from ellm_sgl.policies.slo_priority.admission import (
     affordable,
     paced,
 )
-from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels, keep_weights, rank_levels
+from ellm_sgl.policies.slo_priority.levels import (
+    LEVELS,
+    Levels,
+    Overtaken,
+    keep_weights,
+    rank_levels,
+)
 from ellm_sgl.policies.slo_priority.program import EvictionCosts, EvictionProgram, whole_blocks
 from ellm_sgl.policies.slo_priority.schedule import Losses, Schedule, build
 from ellm_sgl.policies.work_split import plan_split
@@ -65,6 +71,7 @@ class SloPriority(Policy):
       of `fcfs` do; nobody is admitted then but more urgent requests.
     - Where `fcfs` rotates, so do these: the less urgent pause first, nobody for anyone less urgent,
       and more urgent requests are admitted at the others' expense.
+    - In both cases pauses make a request more urgent as waiting does; see `levels.Overtaken`.
 
     Args:
         loss: share of tokens per second that pauses may cost in the mean while they are needed, by
@@ -79,6 +86,7 @@ class SloPriority(Policy):
         self._refused: Standing[None] | None = None
         """Nobody could be admitted. While the requests are the same, running ones only grow: it
         gets no easier."""
+        self._overtaken = Overtaken()
         self._pausing = Pausing()
         self._evicted_of: IntArray | None = None
         """n_i of the running requests while some pause until there is room."""
@@ -96,13 +104,15 @@ class SloPriority(Policy):
 
     def batch(self, state: SystemState) -> Batch:
         levels = self._levels(state)
+        aged = replace(levels, running=self._overtaken.aged(state, levels.running))
         self._rotated = None
         if len(state.running) and can_rotate(state):
-            return self._rotate(state, levels)
-        out = self._out_of_room(state, levels)
-        admitted = self._admit(state, levels, int(levels.running[out].min(initial=LEVELS)))
-        schedule = self._schedule(state, levels, queue=len(admitted) < len(state.waiting))
-        return Batch(admitted, pause=tuple(sorted({*schedule.paused(state), *out.tolist()})))
+            return self._rotate(state, aged)
+        out = self._out_of_room(state, aged)
+        admitted = self._admit(state, aged, int(aged.running[out].min(initial=LEVELS)))
+        # A turn comes within a few steps whatever the level: nobody's age matters for those.
+        turns = self._taking_turns(state, levels, out, queue=len(admitted) < len(state.waiting))
+        return Batch(admitted, pause=tuple(sorted([*turns, *out.tolist()])))
 
     def ratio(self, state: SystemState, batch: Batch) -> Ratios:
         if self._rotated is not None:
@@ -127,6 +137,7 @@ class SloPriority(Policy):
         line = replace(state, waiting=select(state.waiting, order))
         urgency = Urgency(levels.running, levels.waiting[order])
         self._rotated = self._rotation.decide(line, urgency)
+        self._overtaken.note(state.running.request_id[self._rotated.paused])
         batch = self._rotated.batch()
         return replace(batch, admit=tuple(order[: len(batch.admit)].tolist()))
 
@@ -145,6 +156,7 @@ class SloPriority(Policy):
         paused = self._pausing.paused(state, levels.running)
         if len(paused):
             self._evicted_of = self._pausing.evicted(state, len(paused))
+        self._overtaken.note(state.running.request_id[paused])
         return paused
 
     def _admit(self, state: SystemState, levels: Levels, below: int) -> tuple[int, ...]:
@@ -159,20 +171,29 @@ class SloPriority(Policy):
         self._refused = refused if admitted == () else None
         return admitted or ()
 
-    def _schedule(self, state: SystemState, levels: Levels, queue: bool) -> Schedule:
-        """`queue`: requests wait that cannot be admitted."""
-        uncached, memory = state.running.uncached_tokens, state.memory
-        standing = self._scheduled
+    def _taking_turns(
+        self, state: SystemState, levels: Levels, out: IntArray, queue: bool
+    ) -> list[int]:
+        """Positions of the running requests that pause for this step, so that others are faster.
+        Those that are `out` pause anyway: they take nobody's turn, and cost no step anything.
+
+        Args:
+            queue: requests wait that cannot be admitted.
+        """
+        active = np.delete(np.arange(len(state.running)), out)
+        part = replace(state, running=select(state.running, active)) if len(out) else state
+        uncached, memory = part.running.uncached_tokens, state.memory
+        standing, given = self._scheduled, (levels, out, uncached, queue)
         self._losses.note(state.now_s, 0.0 if standing is None else standing.answer.loss)
-        if standing is None or not standing.holds(levels, uncached, queue):
+        if standing is None or not standing.holds(*given):
             scarce = memory.device_free_tokens < SCARCE * memory.device_tokens
-            pressure = queue or scarce or bool(uncached.any())
-            schedule = build(
-                state, levels.running, pressure, self._losses.allowed, self._losses.for_slo
-            )
-            standing = Standing(schedule, levels, uncached, queue, iterations=ASK_AGAIN)
+            pressure = queue or scarce or len(out) > 0 or bool(uncached.any())
+            allowed = self._losses.allowed, self._losses.for_slo
+            schedule = build(part, levels.running[active], pressure, *allowed)
+            standing = Standing(schedule, *given, iterations=ASK_AGAIN)
             self._scheduled = standing
-        return standing.answer
+        paused: list[int] = active[list(standing.answer.paused(part))].tolist()
+        return paused
 
     def _evicted(self, state: SystemState, batch: Batch) -> IntArray | None:
         """n_i of each running and each admitted request; None if all is cached. Where nobody is

@@ -1,8 +1,9 @@
 """A server in numbers that is never idle, to find requests that a policy forgets.
 
 In each scene a few requests compete with a stream of others that never ends: as soon as one of
-those is admitted, the next one arrives. Whatever order a policy prefers, one of the scenes offers
-it requests that it likes better, for ever. A policy that lets waiting time count passes.
+those is admitted, the next one arrives. The few wait when it starts, or run already. Whatever order
+a policy prefers, one of the scenes offers it requests that it likes better, for ever. A policy that
+lets waiting time count passes.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Scene:
     name: str
     few: Kind
     stream: Kind
+    head_start: int = 0
+    """Steps before the stream starts: the few run then."""
 
 
 SHORT_AND_URGENT = Kind(96, 24, priority=5, tpot_slo_s=2.0)
@@ -60,6 +63,12 @@ SCENES = (
     Scene("short requests in a stream of long ones", Kind(32, 24), Kind(600, 48, priority=5)),
     Scene("urgent requests in a stream of patient ones", SHORT_AND_URGENT, LONG_AND_PATIENT),
     Scene("old requests in a stream of new, equal ones", Kind(256, 32), Kind(256, 32)),
+    Scene(
+        "running requests, as many as memory holds, in a stream of urgent ones",
+        Kind(640, 96, priority=-5),
+        Kind(330, 24, priority=5, tpot_slo_s=2.0),
+        head_start=10,
+    ),
 )
 
 
@@ -109,13 +118,13 @@ class Server:
     running: list[_Request] = field(default_factory=list)
     waiting: list[_Request] = field(default_factory=list)
     arrived: int = 0
+    steps: int = 0
     last_step: StepReport | None = None
     latency: LatencyModel = field(default_factory=SlowMachine)
     seen: Seen = field(default_factory=Seen.nothing)
 
     def __post_init__(self) -> None:
         self._arrive(self.scene.few, 3)
-        self._arrive(self.scene.stream, PENDING)
 
     def step(self) -> None:
         """Ask, apply, decode.
@@ -123,12 +132,17 @@ class Server:
         Raises:
             InvalidAnswer: an answer that does not pass its check.
         """
+        if self.steps == self.scene.head_start:
+            self._arrive(self.scene.stream, PENDING)
+        self.steps += 1
         state = self.state()
         batch, ratios, _ = checked_answers(self.policy, state)
         paused = {self.running[i].request_id for i in batch.pause}
         targets = planned_tokens(state.running, ratios.running, BLOCK_TOKENS)
         for request, target in zip(self.running, targets.tolist(), strict=True):
-            request.uncached = target
+            # Nothing of a request that pauses is restored: it needs room for all of it to resume.
+            least = request.uncached if request.request_id in paused else 0
+            request.uncached = max(target, least)
         admitted = self._admit(state, batch, ratios)
         batch = Batch(batch.admit[: len(admitted)], batch.pause)
         ratios = Ratios(ratios.running, ratios.admitted[: len(admitted)])

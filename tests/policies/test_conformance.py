@@ -30,6 +30,7 @@ from ellm_sgl.policies.testing import (
     examine,
     generate,
 )
+from ellm_sgl.policies.testing.starvation import BLOCK_TOKENS, Kind, Scene, Server
 
 STATES = 25
 
@@ -215,6 +216,24 @@ def test_a_bad_policy_fails(policy: type[Policy], check: str, told: str) -> None
 @pytest.mark.parametrize("policy", [Random, EvictsTooLittle, ShortestFirst])
 def test_only_the_broken_rule_is_named(policy: type[Policy]) -> None:
     assert len(examine(policy, states=STATES, budget_ms=None).failures) == 1
+
+
+def test_the_few_run_when_the_stream_starts_and_nothing_of_one_that_pauses_is_restored() -> None:
+    class PausesTheLast(Stock):
+        def batch(self, state: SystemState) -> Batch:
+            last = (len(state.running) - 1,) if len(state.running) > 1 else ()
+            return Batch(super().batch(state).admit, pause=last)
+
+    few, stream = Kind(64, 99, priority=-1), Kind(64, 9)
+    server = Server(PausesTheLast(), Scene("", few, stream, head_start=4))
+    for _ in range(4):
+        server.step()
+    assert [r.kind for r in server.running] == [few] * 3 and not server.waiting
+    last = server.running[-1]
+    last.uncached = BLOCK_TOKENS
+    server.step()
+    assert last.uncached == BLOCK_TOKENS
+    assert {r.kind for r in server.running[3:] + server.waiting} == {stream}
 
 
 class Late(Stock):

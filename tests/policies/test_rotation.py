@@ -17,7 +17,7 @@ from ellm_sgl.policies.pausing.limits import LINK_SHARE, Deadlines
 from ellm_sgl.policies.pausing.rotation import can_rotate
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.problem.candidates import SLO_SHARE
-from ellm_sgl.policies.slo_priority import SloPriority
+from ellm_sgl.policies.slo_priority import SloPriority, levels
 from ellm_sgl.policies.testing import PROFILES, SHAPES, make_state, requests
 
 pytestmark = pytest.mark.slow
@@ -100,6 +100,7 @@ class Loop:
             model=SHAPES["tiny"],
             latency=Linear(),
             tpot_slo_s=SLO_S,
+            now_s=self.now_s,
         )
 
     def _resident(self) -> int:
@@ -219,6 +220,20 @@ def test_the_urgent_come_first_and_pause_for_nobody_less_urgent() -> None:
     assert loop.most > 14  # it rotates: memory holds about so many
     assert loop.unjust == 0
     assert waits[1] < waits[0]
+
+
+def test_a_stream_of_urgent_requests_does_not_starve_those_that_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More urgent requests than can be served: the others wait for a second, not for the last."""
+    monkeypatch.setattr(levels, "AGE_S", 1.0)
+    few = [One(i, 200, 300, 0.0) for i in range(3)]
+    stream = [One(3 + i, 200, 100, 0.3 + 0.09 * i, priority=1) for i in range(130)]
+    Loop(SloPriority(), 3200, 1e6).serve(few + stream)
+    for one in few:
+        behind_s = np.array(one.done) - one.first_s - SLO_S * np.arange(len(one.done))
+        assert behind_s.max() <= levels.AGE_S + 0.5  # and until its KV has been fetched
+    assert tpots(stream).max() <= SLO_S
 
 
 def test_no_host_tier_or_no_slo_is_no_rotation() -> None:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from ellm_sgl.policies import Fcfs
-from ellm_sgl.policies.base import Batch
+from ellm_sgl.policies.base import Batch, SystemState
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.slo_priority.levels import (
     AGE_S,
     LEVELS,
+    Overtaken,
     keep_weights,
     queue_order,
     rank_levels,
@@ -21,6 +22,7 @@ from ellm_sgl.policies.slo_priority.levels import (
 from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 from tests.policies.slo_server import CpuServer, Request, Simulation, two_classes
+from tests.policies.test_pausing import BLOCK, COSTLY, Linear, four
 
 
 def test_options_out_of_range_are_refused() -> None:
@@ -58,6 +60,65 @@ def test_urgent_requests_go_first_and_patience_is_bounded() -> None:
     waiting = requests([64] * 4, priority=[0, 0, 1, 1], arrival_s=arrival)
     level = rank_levels(requests([]), waiting).waiting
     assert queue_order(waiting, level).tolist() == [2, 0, 3, 1]
+
+
+def crowded(*waiting: tuple[int, float]) -> SystemState:
+    """Two urgent and two other requests run, and memory is too short for the others. Who waits is
+    given by priority, and by the seconds since it came."""
+    running = replace(four(30 * BLOCK, COSTLY).running, priority=np.array([1, 1, 0, 0]))
+    state = replace(four(30 * BLOCK, COSTLY), running=running)
+    priority, waited_s = np.array(waiting).T
+    arrival_s = state.now_s - waited_s
+    line = requests(
+        [BLOCK] * len(waiting), request_id=[4, 5], priority=priority, arrival_s=arrival_s
+    )
+    return replace(state, waiting=line)
+
+
+def test_nobody_goes_ahead_of_a_paused_request_for_longer_than_of_a_waiting_one() -> None:
+    state, policy = crowded((1, 0.0), (1, 0.0)), SloPriority(loss=0.0)
+    for passed, admitted in ((0.0, True), (AGE_S - 1, True), (AGE_S + 1, False)):
+        batch = policy.batch(replace(state, now_s=state.now_s + passed))
+        assert batch.pause == (2, 3)
+        assert bool(batch.admit) == admitted
+
+
+def test_nobody_goes_ahead_of_a_waiting_request_for_longer_while_others_pause() -> None:
+    for age_s, admitted in ((AGE_S - 1, (1,)), (AGE_S + 1, ())):
+        batch = SloPriority(loss=0.0).batch(crowded((0, age_s), (1, 0.0)))
+        assert batch == Batch(admitted, pause=(2, 3))
+
+
+def test_pauses_add_up_but_for_those_ahead_of_their_slo() -> None:
+    slo_s = [np.inf, np.inf, 0.02, 0.02]
+    running = requests(
+        [160] * 4,
+        prompt_tokens=[80] * 4,
+        tpot_slo_s=slo_s,
+        tpot_s=0.01,
+        waited_s=[0.0, 0.0, 0.5, 5.0],  # the third is ahead by 79 * 9 ms less this
+    )
+    state = make_state(running, device_tokens=999)
+    overtaken, level = Overtaken(), np.full(4, 2)
+    found = []
+    for ages, paused in ((0.0, [0, 2]), (0.6, [2, 3]), (1.1, [0, 2]), (1.6, [0, 2, 3]), (9.0, [])):
+        now = replace(state, now_s=state.now_s + ages * AGE_S)
+        found.append(overtaken.aged(now, level).tolist())
+        overtaken.note(np.array(paused))
+    # In all 0.6, 1.1 and 8.5 times AGE_S of the first, and 0.5 and 7.9 of the last.
+    assert found == [[2, 2, 2, 2], [2, 2, 2, 2], [2, 2, 2, 2], [1, 2, 2, 2], [0, 2, 2, 0]]
+
+
+def test_who_is_out_for_lack_of_room_takes_nobodys_turn() -> None:
+    """Of the others some decode in each step, though those that are out have waited longest."""
+    urgent = np.arange(24) < 4
+    running = requests([160] * 24, priority=urgent, tpot_slo_s=np.where(urgent, 0.03, np.inf))
+    latency = Linear(0.005, 0.002, 0.001)
+    state = make_state(running, device_tokens=20 * 176, device_free_tokens=0, latency=latency)
+    out = set(SloPriority(loss=0.0).batch(state).pause)
+    waited = replace(running, waited_s=np.where(np.isin(np.arange(24), list(out)), 9.0, 0.0))
+    pause = set(SloPriority().batch(replace(state, running=waited)).pause)
+    assert out < pause < set(range(4, 24))
 
 
 def test_urgent_requests_are_admitted_to_a_full_server() -> None:
