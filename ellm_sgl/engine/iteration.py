@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ellm_sgl.engine.attainment import TPOT, TTFT, Attainment
 from ellm_sgl.engine.controller import Controller
 from ellm_sgl.engine.decision import Decision, InForce
-from ellm_sgl.engine.request_table import NO_ENTRIES, Entries, RequestTable, entries_array
+from ellm_sgl.engine.request_table import NO_ENTRIES, Entries, RequestTable
 from ellm_sgl.latency import StepWork
 from ellm_sgl.memory import ElasticMemory
 from ellm_sgl.memory.shape import IntArray
@@ -63,7 +63,7 @@ class Iteration:
         self.clock = clock
         self._unit_bytes = unit_bytes
         self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
-        self._refused_at: tuple[int, int | None] | None = None
+        self._refused_at: int | None = None
 
     # -- observe ----------------------------------------------------------------------------
 
@@ -156,24 +156,17 @@ class Iteration:
 
     def refused(self, eventually: int) -> None:
         """Those who wait found no room beyond so many tokens: of the one considered last."""
-        self._refused_at = eventually, self._first_id()
+        self._refused_at = eventually
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
-        """Whether nobody is admitted now: nobody is to be, or, `closed` before, the same one is
-        first and there is no more room than when somebody was refused."""
+        """Whether nobody is admitted now: nobody is to be, or, `closed` before, there is no more
+        room than when somebody was refused."""
         if not self.in_force.admit:
             self._refused_at = None
             return anybody_waits
         if not closed or self._refused_at is None:
             return False
-        room, first = self._refused_at
-        return first == self._first_id() and self.admission_tokens(reclaimable)[1] <= room
-
-    def _first_id(self) -> int | None:
-        """Of who is admitted first: on all ranks the same, which entries are not."""
-        for entry in self.in_force.admit:
-            return int(self.requests.request_ids(entries_array([entry]))[0])
-        return None
+        return self.admission_tokens(reclaimable)[1] <= self._refused_at
 
     # -- make room --------------------------------------------------------------------------
 

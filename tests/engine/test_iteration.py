@@ -193,12 +193,6 @@ def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> N
     iteration.refused(iteration.admission_tokens()[1])
     assert iteration.queue_closed(True, True)
     assert not iteration.queue_closed(False, True)
-    other = (*waiting, server.arrive())
-    first = dataclasses.replace(KEEP_ALL, admit=(1, 0), admitted_ratios=(0.0, 0.0))
-    server.put_in_force(first, other)
-    assert not iteration.queue_closed(True, True)  # somebody else is first, and may fit
-    iteration.refused(iteration.admission_tokens()[1])
-    assert iteration.queue_closed(True, True)
     iteration.elastic.forget(71)
     blocks = np.arange(4 * BLOCKS, dtype=np.int32)
     server.table.release(blocks[server.table.references(blocks) == 1][-2:])

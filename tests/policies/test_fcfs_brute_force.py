@@ -5,6 +5,7 @@ The reference is written without the policy's code: plain Python, one request at
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Fcfs, SystemState
 from ellm_sgl.policies.base import NO_GROWTH
 from ellm_sgl.policies.planned import planned_tokens
+from ellm_sgl.policies.problem.candidates import SLO_SHARE
 from ellm_sgl.policies.testing import Size, random_state, requests
 
 pytestmark = pytest.mark.slow
@@ -85,7 +87,7 @@ class Reference:
             restored_prefix=sum(n * r.shared for r, n in zip(batch, tokens_evicted, strict=True)),
         )
         seconds = float(self.state.latency.step_seconds(work))
-        slo_s = min([self.state.tpot_slo_s, *(r.slo_s for r in batch)])
+        slo_s = min((self.slo_s(r) for r in batch), default=math.inf)
         waited_s = max(self.state.running.waited_s.tolist(), default=0.0)
         return Outcome(
             value=len(batch) / seconds,
@@ -94,6 +96,13 @@ class Reference:
             and seconds + waited_s <= slo_s,
             restores=sum(tokens_evicted) > 0,
         )
+
+    def slo_s(self, request: Request) -> float:
+        """The least of the SLOs that it would not miss even alone."""
+        alone = StepWork(decode_rows=1, decode_tokens=request.tokens)
+        least_s = self.state.pace * float(self.state.latency.step_seconds(alone)) / SLO_SHARE
+        slos_s = request.slo_s, self.state.tpot_slo_s
+        return min((each for each in slos_s if each >= least_s), default=math.inf)
 
     def sizes(self) -> range:
         running = len(self.state.running)
