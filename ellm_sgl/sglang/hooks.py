@@ -107,11 +107,15 @@ HOOKS: tuple[Hook, ...] = (
          _ALWAYS, "SGLang would answer 500 where a field of one request is a list"),
     Hook(f"{_TOKENIZER}._validate_one_request", "BEFORE", "requests:check_request",
          _ALWAYS, "refuse what eLLM cannot serve, and token ids that would end the server"),
-    *(
-        Hook(f"{_CONTROL}.{name}_memory_occupation", "BEFORE", "occupation:check",
-             _ALWAYS, "asked for memory other than KV's, the scheduler would end")
-        for name in ("release", "resume")
-    ),
+    Hook(f"{_CONTROL}.release_memory_occupation", "AROUND", "occupation_asked:release",
+         _ALWAYS, "asked for memory other than KV's, the scheduler would end; and new weights would "
+                  "wait for requests that cannot go on"),
+    Hook(f"{_CONTROL}.resume_memory_occupation", "AROUND", "occupation_asked:resume",
+         _ALWAYS, "same, and who came meanwhile goes on"),
+    Hook(f"{_TOKENIZER}.pause_generation", "AROUND", "occupation_asked:pause",
+         _ALWAYS, "a pause that comes while memory is released outlasts that"),
+    Hook(f"{_TOKENIZER}.continue_generation", "AROUND", "occupation_asked:go_on",
+         _ALWAYS, "while memory is released nobody goes on"),
     Hook(f"{_ENGINE}.Engine._launch_scheduler_processes", "AFTER", "watchdog:watch_replicas",
          _ALWAYS, "SGLang does not notice that a replica was killed"),
     # the CPU platform
@@ -204,6 +208,8 @@ HOOKS: tuple[Hook, ...] = (
          _ENABLED, "KV's memory goes, also while requests are under way"),
     Hook(f"{_UPDATER}.resume_memory_occupation", "AROUND", "occupation:resume",
          _ENABLED, "and comes back"),
+    Hook(f"{_SCHEDULER}.continue_generation", "AROUND", "occupation:go_on",
+         _ENABLED, "but not without memory"),
     # a step of the model
     Hook(f"{_FORWARD}.init_new", "AFTER", "model:note_requests",
          _ENABLED, "whose rows a step has, from the host's copy of the indices"),
@@ -270,7 +276,6 @@ USED = (
     f"{_SRT}.managers.schedule_batch.Req.set_finish_with_abort",
     f"{_SCHEDULER}._add_request_to_queue",
     f"{_SCHEDULER}.init_req_max_new_tokens",
-    f"{_SCHEDULER}.continue_generation",
     f"{_SRT}.managers.io_struct.sock_send",
     f"{_SRT}.utils.broadcast_pyobj",
     f"{_SRT}.models.llama.LlamaModel.forward",

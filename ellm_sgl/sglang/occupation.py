@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.config import RECOMPUTE
-from ellm_sgl.config.ranges import shown
 from ellm_sgl.memory import Outcome
 from ellm_sgl.memory.arena import trim_heap
-from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.scheduler import EllmScheduler, Released, scheduler_of
 
@@ -25,26 +23,8 @@ if TYPE_CHECKING:
         SchedulerWeightUpdaterManager,
     )
 
-KV = "kv_cache"
-"""SGLang's tag."""
 _POLL_S = 0.005
 """How often to look whether a growth has ended: a chunk takes up to 70 ms."""
-
-
-def check(manager: Any, request: Any, *__: Any, **___: Any) -> None:
-    """Before both, where clients ask for them: only KV can be released. SGLang answers the
-    ValueError with a 400; its scheduler would end."""
-    settings = enabling.settings_of(manager)
-    if settings is None:
-        return
-    if settings.mode == RECOMPUTE:
-        raise ValueError(f"memory cannot be released: mode {RECOMPUTE} leaves it to SGLang")
-    tags = request.tags
-    if tags != [KV]:
-        raise ValueError(
-            f'tags {shown(tags)}: give ["{KV}"]; other memory cannot be released, since that needs '
-            "--enable-memory-saver, which eLLM does not support"
-        )
 
 
 def release(
@@ -91,6 +71,16 @@ def resume(
         if not released.paused:
             scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
     return ResumeMemoryOccupationReqOutput()
+
+
+def go_on(original: Callable[..., None], scheduler: Scheduler, request: Any) -> None:
+    """Around the scheduler's `continue_generation`: while memory is released nobody goes on, and
+    when it is back everybody does."""
+    ours = scheduler_of(scheduler)
+    if ours.released is None:
+        original(scheduler, request)
+    else:
+        ours.released = replace(ours.released, paused=False)
 
 
 def _tell(ours: EllmScheduler, scheduler: Scheduler) -> None:

@@ -43,7 +43,7 @@ class Released:
     units: int
     """That it is to have again,"""
     paused: bool
-    """and whether generation was paused before that."""
+    """and whether generation is paused apart from that."""
 
 
 class EllmScheduler:

@@ -9,6 +9,7 @@ copies on the host: what is computed from then on is computed with the new weigh
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.sglang.context import context_of
@@ -97,5 +98,7 @@ def pause(
     finally:
         scheduler.max_queued_requests = most
     ours = scheduler_of(scheduler)
+    if ours.released is not None:
+        ours.released = replace(ours.released, paused=True)
     ours.retracted([req for req in scheduler.waiting_queue if req not in before])
     ours.iteration.idle()

@@ -66,7 +66,8 @@ def small(shared: ServerProcess) -> Iterator[ServerProcess]:
     assert update(shared, DEMO_MODEL).status_code == 200
     yield shared
     assert shared.alive(), shared.last_words()
-    post(shared, "continue_generation").raise_for_status()  # if the test has not come so far
+    for path in ("resume_memory_occupation", "continue_generation"):  # if it has not come so far
+        post(shared, path, tags=["kv_cache"]).raise_for_status()
     assert shared.state()["integrity"] == "ok"
     shared.flush_cache()
     state = shared.state()
@@ -157,7 +158,13 @@ def test_retracted_requests_go_on_with_the_new_weights_alone(
     assert state["device_units_free"] == state["device_units_total"]
     assert state["host_units_free"] == state["host_units_total"]
     post(small, "continue_generation").raise_for_status()
-    said = streams.end()
+    assert_new_from_then_on(streams.end(), before, fresh)
+
+
+def assert_new_from_then_on(
+    said: list[list[int]], before: list[list[int]], fresh: ServerProcess
+) -> None:
+    """What had been said `before` stands, and the rest is what the new weights say to it."""
     rest = [
         greedy(body["input_ids"] + first, TOKENS - len(first))
         for body, first in zip(BODIES, before, strict=True)
@@ -279,6 +286,25 @@ def test_new_weights_while_memory_is_released(
     assert update(small, retrained).status_code == 200
     post(small, "resume_memory_occupation", tags=["kv_cache"]).raise_for_status()
     assert token_ids(ask(small.url, BODIES)) == token_ids(ask(fresh.url, BODIES))
+
+
+def test_memory_is_released_from_requests_under_way_and_new_weights_come(
+    small: ServerProcess, fresh: ServerProcess, retrained: Path
+) -> None:
+    """A pause that comes meanwhile is over when it is said to be, whatever memory does."""
+    streams = under_way(small)
+    post(small, "release_memory_occupation", tags=["kv_cache"]).raise_for_status()
+    before = streams.settled()
+    assert update(small, retrained).status_code == 200
+    post(small, "continue_generation").raise_for_status()
+    time.sleep(0.5)
+    assert streams.settled() == before, "there is no memory to go on with"
+    post(small, "pause_generation", mode="retract").raise_for_status()
+    post(small, "resume_memory_occupation", tags=["kv_cache"]).raise_for_status()
+    time.sleep(0.5)
+    assert streams.settled() == before, "it was paused meanwhile"
+    post(small, "continue_generation").raise_for_status()
+    assert_new_from_then_on(streams.end(), before, fresh)
 
 
 def test_other_memory_is_not_released(small: ServerProcess) -> None:

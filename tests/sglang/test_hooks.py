@@ -222,11 +222,13 @@ def test_off_registers_only_what_stock_sglang_needs(monkeypatch: pytest.MonkeyPa
         "http:open_page",
         "requests:check_form",
         "requests:check_request",
-        "occupation:check",
-        "occupation:check",
+        "occupation_asked:release",
+        "occupation_asked:resume",
+        "occupation_asked:pause",
+        "occupation_asked:go_on",
         "watchdog:watch_replicas",
     ]
-    assert (len(ours) > 11) == bool(activate())
+    assert (len(ours) > 13) == bool(activate())
 
 
 def test_off_is_off_whatever_the_process_that_started_this_one_has(

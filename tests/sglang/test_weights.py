@@ -12,10 +12,10 @@ from ellm_sgl.config import EllmConfig
 from ellm_sgl.engine import Iteration, StepLog
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
 from ellm_sgl.memory import KVPool, PageTable, PoolShape
-from ellm_sgl.sglang import weights
+from ellm_sgl.sglang import occupation, weights
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.platform.torchvision_ops import declare
-from ellm_sgl.sglang.scheduler import EllmScheduler
+from ellm_sgl.sglang.scheduler import EllmScheduler, Released
 from tests.latency.machines import GPU, TINY
 
 declare()
@@ -166,3 +166,21 @@ def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: Context) -> None:
     now[0] += 3600
     steps.start(StepWork(1, 4))
     assert [step.seconds for step in steps.reports] == [2.0]
+
+
+def test_while_memory_is_released_a_pause_and_its_end_are_kept_for_later(ours: Context) -> None:
+    from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+    scheduler = scheduler_of(ours, waiting_queue=[], max_queued_requests=None)
+    loop: Any = SimpleNamespace(steps=StepLog(RooflineLatencyModel(TINY, GPU)))
+    ours.scheduler = side = EllmScheduler(Iteration(loop, ours.elastic, unit_bytes=1), scheduler)
+    side.released = Released(units=8, paused=False)
+    for mode in ("in_place", "retract"):
+        weights.pause(lambda *_: None, scheduler, PauseGenerationReqInput(mode=mode))
+        assert side.released == Released(8, paused=True)
+        occupation.go_on(pytest.fail, scheduler, ContinueGenerationReqInput())
+        assert side.released == Released(8, paused=False)
+    side.released = None
+    told: list[Any] = []
+    occupation.go_on(lambda *given: told.append(given), scheduler, "on")
+    assert told == [(scheduler, "on")]
