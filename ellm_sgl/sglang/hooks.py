@@ -108,8 +108,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_TOKENIZER}._validate_one_request", "BEFORE", "requests:check_request",
          _ALWAYS, "refuse what eLLM cannot serve, and token ids that would end the server"),
     Hook(f"{_CONTROL}.release_memory_occupation", "AROUND", "occupation_asked:release",
-         _ALWAYS, "asked for memory other than KV's, the scheduler would end; and new weights would "
-                  "wait for requests that cannot go on"),
+         _ALWAYS, "asked for memory other than KV's, the scheduler would end; and new weights "
+                  "would wait for requests that cannot go on"),
     Hook(f"{_CONTROL}.resume_memory_occupation", "AROUND", "occupation_asked:resume",
          _ALWAYS, "same, and who came meanwhile goes on"),
     Hook(f"{_TOKENIZER}.pause_generation", "AROUND", "occupation_asked:pause",
@@ -174,6 +174,8 @@ HOOKS: tuple[Hook, ...] = (
     # each iteration: requests arrive, the policy decides, paused ones come back
     Hook(f"{_SCHEDULER}.handle_generate_request", "AROUND", "requests:take_request",
          _ENABLED, "the same look for requests that were tokenized in a process without our hooks"),
+    Hook(f"{_SCHEDULER}._abort_on_queued_limit", "AROUND", "queue_full:turn_away",
+         _ENABLED, "who comes back to a full queue in the midst of its answer would be ended"),
     Hook(f"{_SCHEDULER}.get_new_batch_prefill", "BEFORE", "scheduler:decide",
          _ENABLED, "ask the policy, once per iteration"),
     Hook(f"{_QUEUE}.calc_priority", "AFTER", "scheduler:order_waiting",

@@ -4,6 +4,8 @@
 SGLang's own answer is 503, without a word on when to come back; for a stream it is 200, and what
 has happened is in its first event. An ASGI middleware therefore holds an answer back until its
 first bytes are there, which say what it is.
+
+Who has run already is no such request.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.sglang.keep_alive import COMMENT
 from ellm_sgl.sglang.slo import PATHS, refusal, route
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MESSAGES = ("The request queue is full.", "The request is aborted by a higher priority request.")
@@ -74,6 +79,13 @@ class QueueFull:
 
     def _retry_after(self) -> dict[str, str]:
         return {"Retry-After": str(min(max(math.ceil(self._waited_s), 1), LONGEST_S))}
+
+
+def turn_away(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
+    """Around `Scheduler._abort_on_queued_limit`: the queue takes those who come back because memory
+    is short or generation pauses, whatever its limit. SGLang would take them for new ones, and end
+    them in the midst of their answers."""
+    return not req.is_retracted and original(scheduler, req)
 
 
 def _queue_full(status: int, begin: bytes) -> str | None:

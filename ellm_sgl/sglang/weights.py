@@ -89,14 +89,9 @@ def pause(
     original: Callable[..., None], scheduler: Scheduler, request: PauseGenerationReqInput
 ) -> None:
     """Around the scheduler's `pause_generation`: what the pause is to those who wait and to the
-    clock that times steps. Those who go back to the queue do so whatever its limit: SGLang would
-    take them for new ones, and end them with a 503 in the midst of their answers."""
+    clock that times steps."""
     before = set(scheduler.waiting_queue)
-    most, scheduler.max_queued_requests = scheduler.max_queued_requests, None
-    try:
-        original(scheduler, request)
-    finally:
-        scheduler.max_queued_requests = most
+    original(scheduler, request)
     ours = scheduler_of(scheduler)
     if ours.released is not None:
         ours.released = replace(ours.released, paused=True)

@@ -71,7 +71,7 @@ class Manager:
         from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
         request = UpdateWeightFromDiskReqInput(model_path="new")
-        await TokenizerManager.update_weights_from_disk(self, request)  # type: ignore[arg-type]
+        await TokenizerManager.update_weights_from_disk(self, request)
 
     async def come(self) -> None:
         """As `generate_request` begins."""

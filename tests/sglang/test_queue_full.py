@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,8 +15,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ellm_sgl.sglang.queue_full import LONGEST_S, QueueFull
+from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.sglang.queue_full import LONGEST_S, QueueFull, turn_away
 
+declare()
 FULL = "The request queue is full."
 ABORT = {"type": "abort", "status_code": 503, "message": FULL}
 
@@ -106,3 +110,39 @@ def test_every_other_answer_is_passed_on_as_it_is(answer: Response, path: str) -
     got = answered(answer, path)
     assert (got.status_code, got.content) == (answer.status_code, bytes(answer.body))
     assert "Retry-After" not in got.headers
+
+
+def test_who_comes_back_to_a_full_queue_is_not_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anybody make room for it, whatever it is for SGLang."""
+    from sglang.srt.managers import scheduler as module
+
+    sent: list[Any] = []
+    scheduler: Any = SimpleNamespace(
+        max_queued_requests=1,
+        waiting_queue=["waits"],
+        enable_priority_scheduling=False,
+        ipc_channels=SimpleNamespace(
+            send_to_tokenizer=SimpleNamespace(send_output=lambda *told: sent.append(told))
+        ),
+        send_abort_output=lambda *told: sent.append(told),
+    )
+    monkeypatch.setattr(module, "_make_abort_req", lambda *_, **__: "full", raising=False)
+    original = inspect.unwrap(module.Scheduler._abort_on_queued_limit)
+    context = SimpleNamespace(abort=lambda **_: None)
+    req: Any = SimpleNamespace(
+        rid="1", priority=None, is_retracted=True, time_stats=SimpleNamespace(trace_ctx=context)
+    )
+    assert not turn_away(original, scheduler, req)
+    assert sent == [] and scheduler.waiting_queue == ["waits"]
+    req.is_retracted = False
+    assert turn_away(original, scheduler, req)
+    assert len(sent) == 1
+
+
+def test_sglang_says_of_a_request_that_it_comes_back_until_it_runs_again() -> None:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    assert "self.is_retracted = False" in inspect.getsource(Req.__init__)
+    assert "self.is_retracted = True" in inspect.getsource(Req.reset_for_retract)
+    prepared = inspect.getsource(inspect.unwrap(ScheduleBatch.prepare_for_extend))
+    assert "req.is_retracted = False" in prepared
