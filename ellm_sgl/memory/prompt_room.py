@@ -6,6 +6,9 @@ is under way gets smaller, down to a block; and where there is no room for a blo
 while the others decode. These end, each after at most the tokens that it may have; and where nobody
 decodes nothing is kept from a prompt. So each prompt goes on.
 
+Nor does it take slots, which blocks have with or without memory behind them, that those who decode
+beside it begin blocks in.
+
 Nor does it take more than a step's activations may (`step_room.py`): then, too, its chunk gets
 smaller, down to a block.
 
@@ -36,6 +39,7 @@ class PromptRoom:
         block_tokens: of a block.
         step: what activations may take, and
         nbytes: what is left of it for prompts; inf where nothing bounds it.
+        slots: blocks that prompts may have, whether or not there is memory behind them.
     """
 
     def __init__(
@@ -45,8 +49,10 @@ class PromptRoom:
         block_tokens: int,
         step: StepRoom | None = None,
         nbytes: float = math.inf,
+        slots: float = math.inf,
     ) -> None:
         self._blocks, self._growth, self._block_tokens = blocks, growth, block_tokens
+        self._slots = slots
         self._step = step or StepRoom(Activations(), block_tokens)
         self._nbytes, self._computes = nbytes, False
 
@@ -58,19 +64,20 @@ class PromptRoom:
         reclaimable: int,
         step: StepRoom | None = None,
         nbytes: float = math.inf,
+        slots: float = math.inf,
     ) -> PromptRoom:
         """As it is now, where so many requests decode.
 
         Args:
             reclaimable: device tokens of cached prefixes that nobody uses.
-            step, nbytes: as of the class.
+            step, nbytes, slots: as of the class.
         """
         shape = table.shape
         blocks = math.inf
         if decoding:
             free = max(table.free_units, 0) // shape.num_groups
             blocks = free + reclaimable // shape.block_tokens
-        return cls(blocks, -(-decoding // GROWING), shape.block_tokens, step, nbytes)
+        return cls(blocks, -(-decoding // GROWING), shape.block_tokens, step, nbytes, slots)
 
     def rows(self, logits: bool = False) -> float:
         """Rows of a prompt that the step can still compute: whole blocks, and one at least if it
@@ -97,25 +104,28 @@ class PromptRoom:
             ratio: uncached, that the policy admits it at.
             prefix: tokens that it finds cached, and nobody has used: they cease to be room.
         """
+        if self._needed(tokens, 0.0, prefix) > self._slots:
+            return False
         return self._needed(tokens, ratio, prefix) <= self._blocks
 
     def take(self, tokens: int, ratio: float, prefix: int = 0) -> None:
         """It begins."""
         self._blocks -= self._needed(tokens, ratio, prefix)
+        self._slots -= self._needed(tokens, 0.0, prefix)
 
-    def further(self, begin: int, tokens: int, own: int, slots: float = math.inf) -> int:
+    def further(self, begin: int, tokens: int, own: int) -> int:
         """By how many of the next `tokens` a prompt goes on that has come to `begin`; 0: it waits.
 
         Args:
             own: blocks of it that may still be without units, at its ratio.
-            slots: free, or of cached prefixes, whether or not there is memory behind them.
         """
-        blocks = max(self._blocks - self._growth, 0) + own
-        blocks = min(blocks, slots / self._block_tokens)
+        blocks = min(max(self._blocks - self._growth, 0) + own, self._slots)
         if blocks < 1:
             return 0
         tokens = int(min(tokens, blocks * self._block_tokens + -begin % self._block_tokens))
-        self._blocks -= max(-(-tokens // self._block_tokens) - own, 0)
+        begun = -(-tokens // self._block_tokens)
+        self._blocks -= max(begun - own, 0)
+        self._slots -= begun
         return tokens
 
     def _needed(self, tokens: int, ratio: float, prefix: int) -> int:

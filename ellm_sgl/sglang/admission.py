@@ -66,7 +66,8 @@ def limit_admission(_: None, adder: PrefillAdder, *args: Any, **kwargs: Any) -> 
     decoding = len(adder.running_batch.reqs)
     table, step = iteration.elastic.table, iteration.elastic.room
     left = step.for_prompts(*_beside(adder))
-    setattr(adder, _PROMPTS, PromptRoom.of(table, decoding, reclaimable, step, left))
+    free = slots // adder.page_size - _begun(adder)
+    setattr(adder, _PROMPTS, PromptRoom.of(table, decoding, reclaimable, step, left, free))
     account = _Account(adder, iteration.elastic.admission_room(reclaimable), slots)
     setattr(adder, _ACCOUNT, account)
     account.offer(iteration.in_force.first_ratio)
@@ -121,6 +122,16 @@ def _beside(adder: PrefillAdder) -> tuple[int, int]:
     there = set(table.sequence_ids)
     rows = [row for row in rows_of(reqs) if row in there]
     return len(decoding), int(table.uncached_tokens(rows).sum())
+
+
+def _begun(adder: PrefillAdder) -> int:
+    """Blocks that those who decode in the step begin: their slots come after the prompts'."""
+    ours, batch = scheduler_of(adder), adder.running_batch
+    going = [i for i, req in enumerate(batch.reqs) if not req.finished()]
+    if not (ours.scheduler.is_mixed_chunk and going):
+        return 0
+    tokens = batch.new_tokens_required_next_decode(ours.stepping(batch, going))
+    return int(tokens // adder.page_size)
 
 
 def _limit_rows(adder: PrefillAdder, req: Req) -> bool:
@@ -183,9 +194,7 @@ def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, req: Req
     _limit_rows(adder, req)
     tokens = _first_tokens(adder, req)
     # SGLang itself lets a chunk go on where its slots are all spoken for.
-    slots = adder.token_to_kv_pool_allocator.available_size() + ours.reclaimable()
-    begin = adapter().prefix_tokens(req)
-    further = prompts.further(begin, tokens, ours.under_way().own, slots)
+    further = prompts.further(adapter().prefix_tokens(req), tokens, ours.under_way().own)
     if further < tokens:
         adder.rem_chunk_tokens = further  # nor does another prompt begin
     if further == 0:

@@ -68,12 +68,20 @@ def _fits(batch: ScheduleBatch, indices: Sequence[int], others: Sequence[int] = 
     Returns:
         Whether there is room, and one step can restore what it has to.
     """
-    iteration = scheduler_of(batch).iteration
+    ours = scheduler_of(batch)
+    if not _slots_fit(batch, indices):
+        return False
     tokens = batch.new_tokens_required_next_decode(indices)
     seq_ids = rows_of([batch.reqs[i] for i in indices])
-    return iteration.make_room(
-        tokens // iteration.elastic.table.shape.block_tokens, seq_ids, others
-    )
+    blocks = tokens // context_of(batch).table.shape.block_tokens
+    return ours.iteration.make_room(blocks, seq_ids, others)
+
+
+def _slots_fit(batch: ScheduleBatch, indices: Sequence[int]) -> bool:
+    """Whether there are slots for a token of each of these requests, whatever memory is behind
+    them: beside prompts SGLang does not look."""
+    slots = batch.token_to_kv_pool_allocator.available_size() + scheduler_of(batch).reclaimable()
+    return bool(batch.new_tokens_required_next_decode(indices) <= slots)
 
 
 def count_retractions(result: Any, batch: ScheduleBatch, *args: Any) -> Any:
@@ -91,7 +99,8 @@ def prepare_decode(batch: ScheduleBatch) -> None:
 
     SGLang does not check a mixed step's memory. As many requests decode beside a prompt as there
     is room for in the device pool and in one pass, those that miss least first; and one at least,
-    whose token may have to do without a unit and be recomputed in the next step.
+    whose token may have to do without a unit and be recomputed in the next step. Where slots are
+    short, those that need none come first.
     """
     ours = scheduler_of(batch)
     context_of(batch).may_evict = True
@@ -121,7 +130,10 @@ def _beside_prompts(batch: ScheduleBatch, indices: list[int], prompts: Sequence[
         return indices
     seq_ids = rows_of([batch.reqs[i] for i in indices])
     missing = context_of(batch).table.uncached_tokens(seq_ids)
-    fewest_first = [indices[i] for i in np.argsort(missing, kind="stable").tolist()]
+    begins = np.zeros(len(indices), bool)
+    if not _slots_fit(batch, indices):
+        begins = np.array([batch.new_tokens_required_next_decode([i]) > 0 for i in indices])
+    fewest_first = [indices[i] for i in np.lexsort((missing, begins)).tolist()]
     while len(fewest_first) > 1 and not _fits(batch, fewest_first, prompts):
         fewest_first.pop()
     return fewest_first

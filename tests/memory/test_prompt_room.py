@@ -45,12 +45,16 @@ def test_a_chunk_gets_smaller_down_to_a_block_and_then_waits() -> None:
     assert further(math.inf) == 8 * BLOCK
 
 
-def test_a_chunk_takes_no_more_slots_than_there_are() -> None:
+def test_prompts_take_no_more_slots_than_there_are() -> None:
     """Where much is missing, there may be memory for more blocks than requests can have."""
-    room = PromptRoom(40, growth=0, block_tokens=BLOCK)
-    assert room.further(3, 8 * BLOCK, own=4, slots=2 * BLOCK) == 1 + 2 * BLOCK
-    alone = PromptRoom(math.inf, growth=0, block_tokens=BLOCK)
-    assert alone.further(0, 8 * BLOCK, own=0, slots=0) == 0
+    room = PromptRoom(40, growth=0, block_tokens=BLOCK, slots=6)
+    assert room.has(6 * BLOCK, 0.5) and not room.has(7 * BLOCK, 0.5)
+    assert not room.has(6 * BLOCK, 0.5, prefix=1)
+    room.take(3 * BLOCK, 0.5, prefix=1)
+    assert room.further(3, 8 * BLOCK, own=4) == 1 + 2 * BLOCK
+    assert room.further(0, 8 * BLOCK, own=4) == 0
+    alone = PromptRoom(math.inf, growth=0, block_tokens=BLOCK, slots=0)
+    assert alone.further(0, 8 * BLOCK, own=0) == 0
 
 
 @given(ROOM, st.integers(0, 9), st.integers(0, 9), st.integers(1, 200), st.integers(0, 50))
