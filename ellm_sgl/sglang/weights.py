@@ -90,9 +90,13 @@ def pause(
 ) -> None:
     """Around the scheduler's `pause_generation`: what the pause is to those who wait and to the
     clock that times steps."""
+    ours = scheduler_of(scheduler)
+    if request.mode == "retract":
+        # The last step's tokens are those of who had a part in it. By the next one's report these
+        # may have gone, and others have their entries.
+        ours.iteration.report()
     before = set(scheduler.waiting_queue)
     original(scheduler, request)
-    ours = scheduler_of(scheduler)
     if ours.released is not None:
         ours.released = replace(ours.released, paused=True)
     ours.retracted([req for req in scheduler.waiting_queue if req not in before])

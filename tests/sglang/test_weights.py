@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,34 +134,41 @@ class Request:
         self.output_ids = [1] * output
 
 
-def test_a_pause_that_retracts_is_told_to_book_and_clock(ours: Context) -> None:
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_is_told_to_book_and_clock(ours: Context, mode: str) -> None:
+    from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
     waiting: Any = Request(0)
     running: Any = Request(5)
     scheduler = scheduler_of(
-        ours,
-        waiting_queue=[waiting],
-        schedule_low_priority_values_first=False,
+        ours, waiting_queue=[waiting], schedule_low_priority_values_first=False
     )
     now = [100.0]
     steps = StepLog(RooflineLatencyModel(TINY, GPU), lambda: now[0])
     loop: Any = SimpleNamespace(steps=steps)
-    iteration = Iteration(loop, ours.elastic, unit_bytes=1)
+    iteration = Iteration(loop, ours.elastic, 1, lambda: now[0])
     ours.scheduler = side = EllmScheduler(iteration, scheduler)
     slots = side.entries([waiting, running])
     column = iteration.requests._columns
     column["waiting_since_s"][slots] = -1e6
     steps.start(StepWork(1, 4))
+    iteration.in_step(slots[1:], np.array([15]))
     now[0] += 2
+    retracts = mode == "retract"
 
-    def retract(*_: Any) -> None:
-        scheduler.waiting_queue.append(running)
+    def pause(*_: Any) -> None:
+        assert (column["last_token_s"][slots[1]] == now[0]) == retracts, "before it is retracted"
+        if retracts:
+            scheduler.waiting_queue.append(running)
 
-    anything: Any = None
-    weights.pause(retract, scheduler, anything)
+    weights.pause(pause, scheduler, PauseGenerationReqInput(mode=mode))
 
-    assert column["tokens"][slots].tolist() == [10, 15]
-    assert column["waiting_since_s"][slots[0]] == -1e6 < column["waiting_since_s"][slots[1]]
+    assert (column["waiting_since_s"][slots] == -1e6).tolist() == [True, not retracts]
+    came = now[0]
     now[0] += 3600
+    iteration.report()
+    assert column["last_token_s"][slots[1]] == (came if retracts else now[0])
+    assert column["tokens"][slots].tolist() == [10, 15]
     steps.start(StepWork(1, 4))
     assert [step.seconds for step in steps.reports] == [2.0]
 
