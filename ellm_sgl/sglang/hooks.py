@@ -180,6 +180,9 @@ HOOKS: tuple[Hook, ...] = (
          _ENABLED, "ask the policy, once per iteration"),
     Hook(f"{_QUEUE}.calc_priority", "AFTER", "scheduler:order_waiting",
          _ENABLED, "requests that the policy admits come first"),
+    Hook(f"{_SCHEDULER}.process_input_requests", "BEFORE", "resting:rest",
+         _ENABLED, "SGLang's loops do not sleep while generation is paused; stands first, since it "
+                   "comes last"),
     Hook(f"{_SCHEDULER}.process_input_requests", "BEFORE", "scheduler:resume_paused",
          _ENABLED, "paused requests are back before anybody may abort or count them"),
     Hook(f"{_SCHEDULER}.process_input_requests", "BEFORE", "scheduler:resize",
@@ -278,6 +281,7 @@ USED = (
     f"{_SRT}.managers.schedule_batch.Req.set_finish_with_abort",
     f"{_SCHEDULER}._add_request_to_queue",
     f"{_SCHEDULER}.init_req_max_new_tokens",
+    f"{_SCHEDULER}.maybe_sleep_on_idle",
     f"{_SRT}.managers.io_struct.sock_send",
     f"{_SRT}.utils.broadcast_pyobj",
     f"{_SRT}.models.llama.LlamaModel.forward",

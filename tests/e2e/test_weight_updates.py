@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, DEMO_MODEL, ServerProcess
@@ -254,7 +255,7 @@ def test_memory_is_released_and_comes_back_while_requests_are_under_way(
     assert state["resize"]["wanted_tokens"] == POOL and state["resize"]["outcome"] == "applied"
 
 
-@pytest.mark.parametrize(
+AWAY_AND_BACK = pytest.mark.parametrize(
     ("away", "back", "body"),
     [
         ("pause_generation", "continue_generation", {"mode": "retract"}),
@@ -262,6 +263,29 @@ def test_memory_is_released_and_comes_back_while_requests_are_under_way(
     ],
     ids=["pause", "release"],
 )
+
+
+@AWAY_AND_BACK
+def test_a_server_without_anything_to_do_leaves_its_core_to_others(
+    small: ServerProcess, away: str, back: str, body: dict[str, Any]
+) -> None:
+    expected = token_ids(ask(small.url, BODIES))
+    streams = under_way(small)
+    post(small, away, **body).raise_for_status()
+    streams.settled()
+    scheduler = psutil.Process(small.pid)
+    before = scheduler.cpu_times()
+    time.sleep(PAUSED_S)
+    after = scheduler.cpu_times()
+    assert after.user + after.system - before.user - before.system < PAUSED_S / 4
+    begin = time.monotonic()
+    post(small, "set_internal_state", server_args={}).raise_for_status()
+    assert time.monotonic() - begin < PAUSED_S / 4, "it wakes when it is asked"
+    post(small, back, **body if back.startswith("resume") else {}).raise_for_status()
+    assert streams.end() == expected
+
+
+@AWAY_AND_BACK
 def test_who_goes_back_to_a_short_queue_is_not_turned_away(
     brief: ServerProcess, away: str, back: str, body: dict[str, Any]
 ) -> None:
