@@ -184,7 +184,10 @@ HOOKS: tuple[Hook, ...] = (
          _ENABLED, "SGLang's loops do not sleep while generation is paused; stands first, since it "
                    "comes last"),
     Hook(f"{_SCHEDULER}.process_input_requests", "BEFORE", "scheduler:resume_paused",
-         _ENABLED, "paused requests are back before anybody may abort or count them"),
+         _ENABLED, "paused requests are back before anybody may abort or count them",
+         until="0.5.17"),
+    Hook(f"{_SCHEDULER}.ingest_requests", "BEFORE", "scheduler:resume_paused",
+         _ENABLED, "same; it also looks for those that have run too long", since="0.5.20"),
     Hook(f"{_SCHEDULER}.process_input_requests", "BEFORE", "scheduler:resize",
          _ENABLED, "the pool shrinks and grows between two steps, in turns that all ranks share"),
     Hook(f"{_CHECKER}.self_check_during_busy", "BEFORE", "scheduler:resume_paused",

@@ -372,8 +372,8 @@ def order_waiting(_: Any, policy: Any, waiting_queue: list[Req], *args: Any, **k
 
 
 def resume_paused(scheduler_or_checker: Any, *_: Any, **__: Any) -> None:
-    """Before `Scheduler.process_input_requests` (and SGLang's check of a busy server): those who
-    were paused are running requests like any other, for instance to be aborted."""
+    """Before the scheduler takes requests (and SGLang's check of a busy server): those who were
+    paused are running requests like any other, for instance to be aborted."""
     scheduler_of(scheduler_or_checker).paused.bring_back()
 
 
