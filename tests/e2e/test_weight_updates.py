@@ -273,11 +273,12 @@ def test_a_server_without_anything_to_do_leaves_its_core_to_others(
     streams = under_way(small)
     post(small, away, **body).raise_for_status()
     streams.settled()
-    scheduler = psutil.Process(small.pid)
+    children = psutil.Process(small.pid).children(recursive=True)
+    [scheduler] = [p for p in children if "sglang::scheduler" in " ".join(p.cmdline())]
     before = scheduler.cpu_times()
     time.sleep(PAUSED_S)
     after = scheduler.cpu_times()
-    assert after.user + after.system - before.user - before.system < PAUSED_S / 4
+    assert after.user + after.system - before.user - before.system < PAUSED_S / 10
     begin = time.monotonic()
     post(small, "set_internal_state", server_args={}).raise_for_status()
     assert time.monotonic() - begin < PAUSED_S / 4, "it wakes when it is asked"

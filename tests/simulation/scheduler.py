@@ -286,6 +286,9 @@ class SimulatedScheduler(Scheduler):
     def _record_step_counters(self, batch: ScheduleBatch, result: Any) -> None:
         pass
 
+    def maybe_sleep_on_idle(self) -> None:
+        """Nobody waits for the clock here."""
+
     def on_idle(self) -> None:
         """SGLang checks its pools here; `accounting` does, always."""
         if self.is_fully_idle():
