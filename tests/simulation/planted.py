@@ -73,23 +73,6 @@ FAULTS: tuple[Fault, ...] = (
         "if True:",
     ),
     Fault(
-        "a block that two paused requests share is fetched ahead for each of them",
-        f"{_ELASTIC}.fetch_ahead",
-        """\
-                table.place(placed)
-                blocks.append(placed[rows])
-                columns.append(groups_lacked)
-                room -= len(placed)
-""",
-        """\
-                blocks.append(placed[rows])
-                columns.append(groups_lacked)
-                room -= len(placed)
-        table.place(np.concatenate([np.unique(each) for each in blocks]))
-""",
-        first=1300,
-    ),
-    Fault(
         "a prompt's blocks are evicted before any step has computed them",
         f"{_ELASTIC}._evictable",
         " & self.table.computed_in_full(blocks)",
