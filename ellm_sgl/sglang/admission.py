@@ -193,7 +193,6 @@ def continue_chunked(original: Callable[..., Any], adder: PrefillAdder, req: Req
     prompts: PromptRoom = getattr(adder, _PROMPTS)
     _limit_rows(adder, req)
     tokens = _first_tokens(adder, req)
-    # SGLang itself lets a chunk go on where its slots are all spoken for.
     further = prompts.further(adapter().prefix_tokens(req), tokens, ours.under_way().own)
     if further < tokens:
         adder.rem_chunk_tokens = further  # nor does another prompt begin

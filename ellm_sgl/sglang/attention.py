@@ -137,10 +137,10 @@ class EllmAttention(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        if plan is None and is_in_breakable_cuda_graph():
-            # What lies around attention is captured of a prompt; attention runs in each replay.
-            return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
         if plan is None:
+            if is_in_breakable_cuda_graph():
+                # What lies around it is captured of a prompt; attention runs in each replay.
+                return q.new_zeros(len(q), layer.tp_q_head_num * layer.v_head_dim)
             assert self._graphs is not None, "attention outside of a planned step"
             if self._fetch is not None and begins_group:
                 self._fetch.wait(group)

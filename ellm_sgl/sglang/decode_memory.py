@@ -68,20 +68,19 @@ def _fits(batch: ScheduleBatch, indices: Sequence[int], others: Sequence[int] = 
     Returns:
         Whether there is room, and one step can restore what it has to.
     """
-    ours = scheduler_of(batch)
-    if not _slots_fit(batch, indices):
+    ours, tokens = scheduler_of(batch), batch.new_tokens_required_next_decode(indices)
+    if not _has_slots(batch, tokens):
         return False
-    tokens = batch.new_tokens_required_next_decode(indices)
     seq_ids = rows_of([batch.reqs[i] for i in indices])
     blocks = tokens // context_of(batch).table.shape.block_tokens
     return ours.iteration.make_room(blocks, seq_ids, others)
 
 
-def _slots_fit(batch: ScheduleBatch, indices: Sequence[int]) -> bool:
-    """Whether there are slots for a token of each of these requests, whatever memory is behind
-    them: beside prompts SGLang does not look."""
+def _has_slots(batch: ScheduleBatch, tokens: int) -> bool:
+    """Whether there are so many slots, whatever memory is behind them: beside prompts SGLang does
+    not look."""
     slots = batch.token_to_kv_pool_allocator.available_size() + scheduler_of(batch).reclaimable()
-    return bool(batch.new_tokens_required_next_decode(indices) <= slots)
+    return bool(tokens <= slots)
 
 
 def count_retractions(result: Any, batch: ScheduleBatch, *args: Any) -> Any:
@@ -131,7 +130,7 @@ def _beside_prompts(batch: ScheduleBatch, indices: list[int], prompts: Sequence[
     seq_ids = rows_of([batch.reqs[i] for i in indices])
     missing = context_of(batch).table.uncached_tokens(seq_ids)
     begins = np.zeros(len(indices), bool)
-    if not _slots_fit(batch, indices):
+    if not _has_slots(batch, batch.new_tokens_required_next_decode(indices)):
         begins = np.array([batch.new_tokens_required_next_decode([i]) > 0 for i in indices])
     fewest_first = [indices[i] for i in np.lexsort((missing, begins)).tolist()]
     while len(fewest_first) > 1 and not _fits(batch, fewest_first, prompts):

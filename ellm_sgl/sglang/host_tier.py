@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ellm_sgl.config import DEVICE, MIXED, ConfigError, EllmConfig
 from ellm_sgl.host_file import check_space, file_of
 from ellm_sgl.kernels.choose import choose_copy
@@ -214,13 +216,20 @@ def _bytes_kept(
     return kv, HiddenPool.units_of(groups, blocks) * hidden_unit
 
 
-def _sizes(settings: EllmConfig, model: Any, tp_size: int) -> tuple[PoolShape, int, int]:
-    """Of one process's pools in the model's dtype: their shape, the bytes of a unit of KV, and
-    those of a token's hidden state in one layer."""
-    shape = pool_shape(settings, model.num_hidden_layers)
+def pool_sizes(
+    settings: EllmConfig, model: Any, tp_size: int, layers: int, kv_type: torch.dtype
+) -> tuple[PoolShape, int, int]:
+    """Of one process's pools: their shape, the bytes of a unit of KV, and those of a token's hidden
+    state in one layer."""
+    shape = pool_shape(settings, layers)
     heads = model.get_num_kv_heads(tp_size)
-    unit_bytes = KVPool.bytes_per_unit(shape, heads, model.head_dim, model.dtype)
+    unit_bytes = KVPool.bytes_per_unit(shape, heads, model.head_dim, kv_type)
     return shape, unit_bytes, model.hidden_size * model.dtype.itemsize
+
+
+def _sizes(settings: EllmConfig, model: Any, tp_size: int) -> tuple[PoolShape, int, int]:
+    """`pool_sizes` with KV in the model's dtype, before SGLang has looked at its layers."""
+    return pool_sizes(settings, model, tp_size, model.num_hidden_layers, model.dtype)
 
 
 def make_streamer(

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from ellm_sgl.config import RECOMPUTE, ConfigError, EllmConfig
-from ellm_sgl.memory import Arena, CpuArena, KVPool, OutOfBlocksError, PageTable, PoolShape
+from ellm_sgl.memory import Arena, CpuArena, KVPool, OutOfBlocksError, PageTable
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.host_memory import tokens_within
 from ellm_sgl.sglang.host_tier import (
@@ -23,6 +23,7 @@ from ellm_sgl.sglang.host_tier import (
     make_streamer,
     most_host_bytes,
     pool_shape,
+    pool_sizes,
 )
 from ellm_sgl.sglang.sizing import make_sizing
 from ellm_sgl.sglang.token_slots import Integers, PagedSlots
@@ -56,7 +57,12 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     block = settings.block_tokens
     chosen = settings.device_kv_tokens or config.max_total_num_tokens
     if configurator.device == "cpu":
-        shape, unit_bytes, hidden_bytes = _sizes(configurator)
+        from sglang.srt.runtime_context import get_parallel
+
+        shape, unit_bytes, hidden_bytes = pool_sizes(
+            settings, configurator.model_config, get_parallel().attn_tp_size,
+            configurator.layer_info.num_effective_layers, configurator.kv_cache_dtype,
+        )  # fmt: skip
         token_bytes = unit_bytes * shape.num_groups // shape.block_tokens
         host_bytes = most_host_bytes(settings, shape, unit_bytes, hidden_bytes)
         chosen = tokens_within(settings, chosen, token_bytes, host_bytes, configurator)
@@ -159,18 +165,6 @@ def build_allocator(
         token_to_kv_pool,
         need_sort=False,
     )
-
-
-def _sizes(configurator: Any) -> tuple[PoolShape, int, int]:
-    """Of one rank's pools: their shape, the bytes of a unit of KV, and those of a token's hidden
-    state in one layer."""
-    from sglang.srt.runtime_context import get_parallel
-
-    settings, model = _settings(), configurator.model_config
-    shape = pool_shape(settings, configurator.layer_info.num_effective_layers)
-    heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
-    unit_bytes = KVPool.bytes_per_unit(shape, heads, model.head_dim, configurator.kv_cache_dtype)
-    return shape, unit_bytes, model.hidden_size * model.dtype.itemsize
 
 
 def _max_restored_tokens(configurator: Any) -> int:

@@ -221,9 +221,10 @@ class EllmScheduler:
         self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
         if stored is not None and decision.admit:
             self.fetching = stored.fetch(self._admitted(), len(running))
-        # SGLang stops looking at its queue once a batch is full.
+        # SGLang stops looking at its queue once a batch is full; only then does room matter here.
+        room = self.reclaimable_on_device() if batch.batch_is_full else 0
         batch.batch_is_full = self.iteration.queue_closed(
-            batch.batch_is_full, bool(self.scheduler.waiting_queue), self.reclaimable_on_device()
+            batch.batch_is_full, bool(self.scheduler.waiting_queue), room
         )
 
     def _tell(self, batch: ScheduleBatch, idle: bool = False) -> None:

@@ -170,8 +170,8 @@ class Sizing:
         )
 
     def at_once(self, resizer: Resizer) -> int:
-        """Units that may be asked for without a debit: those that have been debited. On rank 0;
-        there alone it is known that the ledger is of no use any more."""
+        """Units that may be asked for without a debit: those that have been debited. Ranks differ:
+        that the ledger is of no use any more is known on rank 0 alone."""
         if not self.shares:
             return self.sizes.most_units
         if self.problem is not None and self.standing is not None:

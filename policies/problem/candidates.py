@@ -234,7 +234,7 @@ def step_limit_s(state: SystemState, admit: Sequence[int] = ()) -> float:
     """
     waited = float(state.running.waited_s.max(initial=0.0))
     running = attainable_slo_s(state, state.running)
-    admitted = attainable_slo_s(state, state.waiting)[list(admit)]
+    admitted = attainable_slo_s(state, state.waiting, list(admit))
     return min(float(running.min(initial=np.inf)), float(admitted.min(initial=np.inf))) - waited
 
 
@@ -242,21 +242,23 @@ def slos_s(state: SystemState, most: int) -> FloatArray:
     """The least TPOT SLO of the first b candidates (`attainable_slo_s`), [b] from 0: the running
     requests count for every b."""
     least = float(attainable_slo_s(state, state.running).min(initial=np.inf))
-    waiting = attainable_slo_s(state, state.waiting)[:most] if most else np.zeros(0)
+    waiting = attainable_slo_s(state, state.waiting, slice(most))
     run = np.full(len(state.running) + 1, least)
     return np.minimum.accumulate(np.concatenate((run, waiting)))
 
 
-def attainable_slo_s(state: SystemState, requests: Requests) -> FloatArray:
+def attainable_slo_s(
+    state: SystemState, requests: Requests, which: slice | list[int] = slice(None)
+) -> FloatArray:
     """The TPOT SLO of each of these requests, its own or the server's, whichever is less, but for
     one that it would miss even alone: nobody is held back for the sake of what cannot be."""
-    slo_s = requests.tpot_slo_s, np.full(len(requests), state.tpot_slo_s)
-    if not (np.isfinite(slo_s[0]).any() or np.isfinite(state.tpot_slo_s)):
-        return slo_s[0]
-    ones = np.ones(len(requests))
-    alone_s = state.latency.step_seconds(StepWork(ones, requests.tokens.astype(np.float64)))
+    own_s, tokens = requests.tpot_slo_s[which], requests.tokens[which]
+    if not len(own_s) or not (np.isfinite(own_s).any() or np.isfinite(state.tpot_slo_s)):
+        return own_s
+    alone_s = state.latency.step_seconds(StepWork(np.ones(len(tokens)), tokens.astype(np.float64)))
     least_s = state.pace * alone_s / SLO_SHARE
-    return np.minimum(*(np.where(each < least_s, np.inf, each) for each in slo_s))
+    slos_s = own_s, np.full(len(own_s), state.tpot_slo_s)
+    return np.minimum(*(np.where(each < least_s, np.inf, each) for each in slos_s))
 
 
 def slack_s(state: SystemState, share: float) -> FloatArray:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ellm_sgl.kernels.torch_paged import copy_units
-from ellm_sgl.memory import KVPool, Outcome, Resizer, resize
+from ellm_sgl.memory import KVPool, Outcome, Resizer
 from ellm_sgl.memory.resize import RETRY_STEPS
 from ellm_sgl.worker import Worker
 from tests.engine.scene import BLOCK, GROUPS, SHAPE, Scene
@@ -387,24 +387,3 @@ def test_what_committing_takes_is_measured() -> None:
     server.ask(12)
     server.steps()
     assert 0 < server.resizer.commit_s_per_unit < 1
-
-
-@pytest.mark.parametrize(("blocks", "outcome"), [(3, Outcome.CEILING), (8, Outcome.APPLIED)])
-def test_growth_leaves_the_next_step_its_activations(blocks: int, outcome: Outcome) -> None:
-    """The machine has room for 3 more blocks, or for as many as are asked for."""
-    server = Server(start=4, spare=lambda: (blocks * GROUPS + 1) * UNIT)
-    server.ask(12)
-    assert server.steps()
-    assert server.resizer.outcome is outcome
-    assert server.table.unit_limit <= (4 + blocks) * GROUPS
-
-
-def test_growth_ends_where_others_take_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is room for all when it begins, and for nothing after two blocks."""
-    monkeypatch.setattr(resize, "COMMIT_BYTES", GROUPS * UNIT)
-    left = [100 * GROUPS * UNIT] * 3
-    server = Server(start=4, spare=lambda: left.pop() if left else 0)
-    server.ask(12)
-    assert server.steps()
-    assert server.resizer.outcome is Outcome.CEILING
-    assert server.table.unit_limit == 6 * GROUPS

@@ -16,8 +16,8 @@ from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.step import DeviceStreamer
 
 declare()
-from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
-from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402 (after `declare`)
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (  # noqa: E402 (same)
     enable_breakable_cuda_graph,
 )
 

@@ -41,6 +41,7 @@ def test_paused_requests_are_back_when_sglang_looks_who_has_run_too_long(
     from sglang.srt.managers.scheduler import Scheduler
 
     if not hasattr(Scheduler, "_poll_timeout_aborts"):
+        # 0.5.17: after those who were paused are back.
         pytest.skip("this SGLang looks as it makes a batch")
     ingest = inspect.getsource(inspect.unwrap(Scheduler.ingest_requests))
     assert ingest.index("self._poll_timeout_aborts()") < ingest.index("self.process_input_requests")

@@ -1,0 +1,31 @@
+"""A pool grows as far as the machine has memory beside a step's activations."""
+
+from __future__ import annotations
+
+import pytest
+
+from ellm_sgl.memory import Outcome
+from tests.engine.scene import GROUPS
+from tests.memory.fake_arena import small_steps
+from tests.memory.test_resize import UNIT, Server
+
+
+@pytest.mark.parametrize(("blocks", "outcome"), [(3, Outcome.CEILING), (8, Outcome.APPLIED)])
+def test_growth_leaves_the_next_step_its_activations(blocks: int, outcome: Outcome) -> None:
+    """The machine has room for 3 more blocks, or for as many as are asked for."""
+    server = Server(start=4, spare=lambda: (blocks * GROUPS + 1) * UNIT)
+    server.ask(12)
+    assert server.steps()
+    assert server.resizer.outcome is outcome
+    assert server.table.unit_limit <= (4 + blocks) * GROUPS
+
+
+def test_growth_ends_where_others_take_what_was_there() -> None:
+    """There is room for all when it begins, and for nothing after two blocks."""
+    left = [100 * GROUPS * UNIT] * 3
+    server = Server(start=4, spare=lambda: left.pop() if left else 0)
+    with small_steps(GROUPS * UNIT):
+        server.ask(12)
+        assert server.steps()
+    assert server.resizer.outcome is Outcome.CEILING
+    assert server.table.unit_limit == 6 * GROUPS
