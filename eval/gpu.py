@@ -20,7 +20,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,8 +28,8 @@ from typing import Any
 
 import click
 
-from ellm_sgl.client.process import ServerError, ServerProcess
-from ellm_sgl.client.replay import Request, replay
+from ellm_sgl.client.process import ServerError, ServerProcess, stop_on_signals
+from ellm_sgl.client.replay import Request, replay_to_end
 from ellm_sgl.client.summary import summarize
 from ellm_sgl.config.click_types import FiniteRange
 from ellm_sgl.eval.bench.report import versions
@@ -122,7 +122,13 @@ def run_serve(budgets_gb: Sequence[float]) -> dict[str, Any]:
                     served += serve(name, arguments, budget or None)
                 except ServerError as error:
                     served.append({"server": name, "budget_gb": budget, "failed": str(error)})
-    return {"ok": not any("failed" in s for s in served), "served": served}
+    return {"ok": all(map(_served_well, served)), "served": served}
+
+
+def _served_well(run: Mapping[str, Any]) -> bool:
+    """Whether a server started, answered every request, and eLLM's page table is whole."""
+    whole = run.get("state", {}).get("integrity", "ok") == "ok"
+    return "failed" not in run and run["summary"]["failed"] == 0 and whole
 
 
 def servers(model: str, budget_gb: float | None) -> dict[str, list[str]]:
@@ -148,10 +154,10 @@ def serve(name: str, arguments: Sequence[str], budget_gb: float | None) -> list[
     """
     served = []
     with ServerProcess(arguments, {EXPERIMENTAL: "1"}) as server:
-        replay(server.url, requests(exact=True, seed=0)[:4])
+        replay_to_end(server.url, requests(exact=True, seed=0)[:4])
         for exact in (True, False):
             with sampler() as beside:
-                summary = asdict(summarize(replay(server.url, requests(exact, seed=1))))
+                summary = asdict(summarize(replay_to_end(server.url, requests(exact, seed=1))))
             state = server.state() if name == "ellm" else {}
             served.append({"server": name, "budget_gb": budget_gb, "exact": exact,
                            "summary": summary, "state": state,
@@ -228,7 +234,8 @@ def main(out: Path, parts: tuple[str, ...], budgets: tuple[float, ...]) -> None:
 
     if not torch.cuda.is_available():
         raise click.ClickException("no CUDA device here; see docs/gpu.md")
-    passed = measure(out, parts or PARTS, budgets, lambda line: click.echo(line, err=True))
+    with stop_on_signals():
+        passed = measure(out, parts or PARTS, budgets, lambda line: click.echo(line, err=True))
     sys.exit(0 if passed else 1)
 
 

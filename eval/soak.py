@@ -11,7 +11,6 @@ beginning.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import random
 import statistics
@@ -25,8 +24,9 @@ import click
 import psutil
 from rich.console import Console
 
-from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess, stop_on_signals
 from ellm_sgl.config.click_types import LAYERS, TOKENS_OR_NONE, FiniteRange
+from ellm_sgl.config.commands import json_text
 from ellm_sgl.eval.soak_load import Known, Tally, Until, known_answers, load
 
 TOKENS_EACH = 200
@@ -243,10 +243,10 @@ def main(
 ) -> None:
     """Soak a server on the demo model; the exit status is 1 if anything is wrong after it."""
     asked = Load(at_once, host_tokens, layer_group, max_queued, policy)
-    with asked.server() as server:
+    with stop_on_signals(), asked.server() as server:
         parts = soak(server, asked, minutes_in_parts(minutes), Console(stderr=True))
         report = inspect(server, asked, parts)
-    click.echo(json.dumps(asdict(report)) if as_json else _told(report))
+    click.echo(json_text(asdict(report)) if as_json else _told(report))
     raise SystemExit(bool(report.problems))
 
 

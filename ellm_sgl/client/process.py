@@ -79,7 +79,9 @@ class ServerProcess:
     ) -> None:
         self._arguments = list(arguments)
         self._environment = environment_with(environment or {})
-        self.log = Path(tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")[1])
+        descriptor, log = tempfile.mkstemp(prefix="ellm-sgl-", suffix=".log")
+        os.close(descriptor)
+        self.log = Path(log)
         # SGLang would take the second of the ephemeral range, which any connection may take first.
         self._held = hold_port(), hold_port()
         self.port = port_of(self._held[0])
@@ -253,23 +255,28 @@ class ServerProcess:
             self._http.close()
             self.log.unlink(missing_ok=True)
             return
-        if self._serves:
-            # To the main process alone: SGLang takes workers that end by themselves for a crash.
-            self._process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=15)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
-        self._http.close()
-        self.log.unlink(missing_ok=True)
+        try:
+            if self._serves:
+                # To the main process alone: SGLang takes workers that end by themselves for a
+                # crash.
+                self._process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=15)
+        finally:  # whoever presses Ctrl-C again does not want to wait
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+            self._http.close()
+            self.log.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP (a closed terminal) clean up as Ctrl-C does."""
-    signals = (signal.SIGTERM, signal.SIGHUP)
+    """Let SIGTERM and SIGHUP (a closed terminal) clean up as Ctrl-C does; not one that is ignored
+    (nohup)."""
+    both = (signal.SIGTERM, signal.SIGHUP)
+    signals = [number for number in both if signal.getsignal(number) != signal.SIG_IGN]
     before = [signal.signal(number, signal.default_int_handler) for number in signals]
     try:
         yield

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from ellm_sgl.config.ranges import read_json, shown
+from ellm_sgl.config.ranges import as_json_value, read_json, shown
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -49,10 +49,15 @@ def policy_options(text: str) -> Callable[[Command], Command]:
     )
 
 
+def json_text(document: Mapping[str, Any]) -> str:
+    """The document, with null for figures that are none: JSON has no NaN."""
+    return json.dumps(as_json_value(document), allow_nan=False)
+
+
 def answer(as_json: bool, document: Mapping[str, Any], *parts: RenderableType) -> None:
     """What a command found, on stdout: the document, or what people read; strings as they are."""
     if as_json:
-        click.echo(json.dumps(document))
+        click.echo(json_text(document))
         return
     for part in parts:
         if isinstance(part, str):

@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from ellm_sgl.latency.base import FloatArray, LatencyModel, Quantity, StepWork
+from ellm_sgl.latency.base import FloatArray, LatencyModel, Quantity, StepWork, larger, smaller
 from ellm_sgl.latency.online import Correction
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
 
@@ -80,7 +80,7 @@ class RooflineLatencyModel(LatencyModel):
         for factor, part in zip(self._correction.factors.tolist(), parts, strict=True):
             total = total + factor * part
         if isinstance(work.swap_tokens, np.ndarray) or work.swap_tokens:
-            total = np.maximum(total, self._swap_seconds(work))
+            total = larger(total, self._swap_seconds(work))
         return np.asarray(total, np.float64)
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -104,11 +104,11 @@ class RooflineLatencyModel(LatencyModel):
         profile, share, restored = self._profile, work.recompute_share, work.restored_tokens
         rows = work.decode_rows + work.prefill_rows + share * restored
         # Logits: one row per request that decodes, and one for a prompt.
-        head_rows = work.decode_rows + _smaller(work.prefill_rows, 1)
+        head_rows = work.decode_rows + smaller(work.prefill_rows, 1)
         read = self._weights_read_s(rows)
         compute = self._row_s * rows + self._head_row_s * head_rows
-        hidden = _smaller(compute, read)
-        more_rows = _smaller(rows - _smaller(rows, 1), 1)
+        hidden = smaller(compute, read)
+        more_rows = smaller(rows - smaller(rows, 1), 1)
         return (
             profile.step_overhead_s,
             profile.row_overhead_s * work.decode_rows + profile.reduce_row_s * rows,
@@ -119,8 +119,8 @@ class RooflineLatencyModel(LatencyModel):
             self._token_s * work.decode_tokens,
             self._pair_s * (share * work.restored_pairs + work.prefill_pairs),
             self._fetch_token_s * work.swap_tokens * (1.0 - share),
-            profile.restore_overhead_s * _smaller(restored, 1)
-            + profile.recompute_overhead_s * _smaller(share * restored, 1),
+            profile.restore_overhead_s * smaller(restored, 1)
+            + profile.recompute_overhead_s * smaller(share * restored, 1),
             profile.phase_change_s * work.phase_changes,
         )
 
@@ -128,7 +128,7 @@ class RooflineLatencyModel(LatencyModel):
         """Time of the transfer from host memory; Eq. (6) with l1 / L = 1 - φ."""
         tokens = work.swap_tokens
         wire = self._swap_token_s * tokens * (1.0 - work.recompute_share)
-        return wire + self._profile.link_latency_s * _smaller(tokens, 1)
+        return wire + self._profile.link_latency_s * smaller(tokens, 1)
 
     def _weights_read_s(self, rows: Quantity) -> Quantity:
         """Time to read the weights once; of experts, those that some row goes through.
@@ -139,10 +139,3 @@ class RooflineLatencyModel(LatencyModel):
         if self._experts == 1:
             return self._read_s
         return self._read_s - self._experts_read_s * np.exp(self._log_missed * rows)
-
-
-def _smaller(a: Quantity, b: Quantity) -> Quantity:
-    """`np.minimum`, which takes ten times as long for two numbers: each step asks for one."""
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return np.minimum(a, b)
-    return min(a, b)

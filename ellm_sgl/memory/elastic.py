@@ -8,13 +8,13 @@ looks ahead: blocks leave when units are needed, oldest first, and return when u
 from __future__ import annotations
 
 import functools
-import heapq
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ellm_sgl.memory.admission import AdmissionRoom
+from ellm_sgl.memory.eviction import OWNER_AND_ONE_SEQUENCE, Evictor, Save
 from ellm_sgl.memory.page_table import PageTable
 from ellm_sgl.memory.prompt_room import NOTHING_UNDER_WAY
 from ellm_sgl.memory.shape import NONE, IntArray
@@ -23,17 +23,11 @@ from ellm_sgl.memory.totals import Totals
 from ellm_sgl.policies import MemoryState
 from ellm_sgl.policies.planned import evictable
 
-OWNER_AND_ONE_SEQUENCE = 2
-"""References of a block that no other request uses (`PageTable.references`)."""
-
 GROWING = 4
 """Of so many requests one grows by a block while what they miss comes back: to leave room for each
 would have them restore in every step what there is room for."""
 
 TokenCounts = npt.NDArray[np.int64]
-
-Save = Callable[[IntArray, IntArray], None]
-"""Copies device units to host units, one to one."""
 
 Reclaim = Callable[[int], int]
 """Frees the memory of about so many tokens of cached prefixes that nobody uses; returns tokens."""
@@ -60,10 +54,11 @@ class ElasticMemory:
         slots: int = 2,
     ) -> None:
         self.table = table
-        self.slots, self._save = min(slots, table.shape.num_groups), save
+        self.slots, self._has_host = min(slots, table.shape.num_groups), save is not None
         self.max_restored_tokens = max_restored_tokens
         self.room = StepRoom(Activations(), table.shape.block_tokens)
         self.totals = Totals()
+        self._evictor = Evictor(table, self.totals, save)
         self.under_way = NOTHING_UNDER_WAY
         """Room that it has yet to take neither policies nor what comes back shall take first."""
         self._reclaim = reclaim
@@ -89,10 +84,10 @@ class ElasticMemory:
             return True
         several = len(seq_ids) > 1
         most = self.restorable_tokens(len(seq_ids)) if several else self.max_restored_tokens
-        missing, each = self.table.missing_of_each(seq_ids), self.table.shape.block_tokens
-        if each * len(missing) <= most:  # wherever they are
+        each = self.table.shape.block_tokens
+        if each * int(self.table.lacking_blocks(seq_ids).sum()) <= most:  # wherever they are
             return True
-        blocks, rows = np.unique(missing, return_counts=True)
+        blocks, rows = np.unique(self.table.missing_of_each(seq_ids), return_counts=True)
         lost = self.table.lost(blocks)  # recomputed for each request, but fetched once
         fetched = max(self.table.free_units - units, 0) // self.slots  # first, as they are planned
         recomputed = int(rows[lost].sum()) + int(rows[~lost][fetched:].sum())
@@ -114,7 +109,7 @@ class ElasticMemory:
         """M_o: room, in tokens of KV, that a step needs in the pool to restore one token. What is
         computed again lives in buffers beside the pool, which the pool's size allows for. The same
         for all (l1, l2): of a block of which any group is fetched, a step holds a unit per slot."""
-        return 0.0 if self._save is None else self.slots / self.table.shape.num_groups
+        return self.slots / self.table.shape.num_groups if self._has_host else 0.0
 
     def memory_state(self, running: Collection[int] = (), reclaimable: int = 0) -> MemoryState:
         """Memory as policies see it.
@@ -158,7 +153,7 @@ class ElasticMemory:
             short = units - self.table.free_units
             if short <= 0:
                 return True
-            self._evict_units(short, shared)
+            self._evictor.units(short, shared, self._targets)
         return self.table.free_units >= units
 
     def reclaim_prefixes(self, units: int) -> None:
@@ -178,7 +173,7 @@ class ElasticMemory:
         fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
         short = units + self.slots * fetched - self.table.free_units
         gain = self.table.shape.num_groups - self.slots
-        if self._save is not None and short > 0 and gain > 0:
+        if self._has_host and short > 0 and gain > 0:
             self.make_room(units + self.slots * (fetched + -(-short // gain)))
         return self.make_room(units)
 
@@ -224,16 +219,18 @@ class ElasticMemory:
         room = self.restorable_tokens(len(seq_ids)) - int(uncached.sum())
         if paused:
             room = sum(map(self.table.length_of, seq_ids))
+        leaving: list[IntArray] = []
         for seq_id, ratio, lacking in zip(seq_ids, ratios, uncached.tolist(), strict=True):
             target = int(ratio * self.table.length_of(seq_id)) // block_tokens * block_tokens
             self._targets[seq_id] = target
             count = min(target - lacking, room) // block_tokens
             if count <= 0:
                 continue
-            blocks = self._evictable(seq_id, shared=False)
-            for block in blocks[~self.table.misses_units(blocks)][:count]:
-                self.totals.evicted_units += self._evict(int(block), slice(None))
-                room -= block_tokens
+            blocks = self._evictor.evictable(seq_id, shared=False)
+            leaving.append(blocks[~self.table.misses_units(blocks)][:count])
+            room -= len(leaving[-1]) * block_tokens
+        if leaving:
+            self._evictor.blocks(np.concatenate(leaving))
 
     def comes_back(self, seq_ids: Sequence[int]) -> bool:
         """Whether any of these requests misses more than its target."""
@@ -260,7 +257,7 @@ class ElasticMemory:
         # Besides growth, room for what this step fetches; less by what is placed for good.
         growth = (-(-len(seq_ids) // GROWING) + self.under_way.coming) * groups
         growth += self.slots * self._fetched_blocks(missing)
-        less = self.slots if self._save is not None and groups > self.slots else 0
+        less = self.slots if self._has_host and groups > self.slots else 0
         self.reclaim_prefixes(growth + wanted)
         restored: list[int] = []
         before = self.table.used_units
@@ -339,62 +336,6 @@ class ElasticMemory:
 
         return yields
 
-    def _evict_units(self, count: int, shared: bool) -> None:
-        """Evict `count` units, one block at a time from the request that misses least beyond its
-        target, so that what memory demands falls on all alike, and on those first whose target
-        is not reached; of the last block only the lowest groups needed."""
-        seq_ids = self.table.sequence_ids
-        targets = [self._targets.get(s, 0) for s in seq_ids]
-        beyond = (self.table.uncached_tokens(seq_ids) - np.array(targets, np.int64)).tolist()
-        # Of equal ones the first that came, whatever its number.
-        heap = sorted((excess, place, 0) for place, excess in enumerate(beyond))
-        queues: dict[int, list[int]] = {}  # of those only from whom memory demands something
-        while heap and count > 0:
-            excess, place, position = heapq.heappop(heap)
-            if place not in queues:
-                queues[place] = self._evictable(seq_ids[place], shared).tolist()
-            if position < len(queues[place]):
-                freed = self._evict_lowest(queues[place][position], count)
-                count -= freed
-                self.totals.evicted_units += freed
-                excess += self.table.shape.block_tokens
-                heapq.heappush(heap, (excess, place, position + 1))
-
-    def _evict_lowest(self, block: int, count: int) -> int:
-        """Up to `count` units of a block: the layers recomputed must be a prefix of the stack."""
-        held = np.flatnonzero(self.table.units[block] != NONE)
-        groups = slice(0, int(held[min(count, len(held)) - 1]) + 1) if len(held) else slice(0)
-        return self._evict(block, groups)
-
-    def _evict(self, block: int, groups: slice) -> int:
-        """Take a block's units from the device; what the host can take, it keeps a copy of.
-        Returns units freed."""
-        if self._save is not None:
-            leaving = np.zeros(self.table.shape.num_groups, bool)
-            leaving[groups] = True
-            leaving &= self.table.units[block] != NONE
-            unsaved = leaving & (self.table.host.units[block] == NONE)
-            unsaved[: self.table.host.hidden_groups] = False  # captured as they were computed
-            wanted = np.flatnonzero(unsaved).astype(np.int32)
-            kept = self.table.keep_copies(block, wanted)
-            if len(kept):
-                self._save(self.table.units[block, kept], self.table.host.units[block, kept])
-                self.totals.saved_units += len(kept)
-        return self.table.evict(block, groups)
-
     def _fetched_blocks(self, missing: IntArray) -> int:
         """How many of these missing blocks a step can fetch from the host."""
-        return 0 if self._save is None else int(np.count_nonzero(~self.table.lost(missing)))
-
-    def _evictable(self, seq_id: int, shared: bool) -> IntArray:
-        """Blocks of a request that hold units and may lose them, oldest first.
-
-        Only those that have been computed: a prompt's are mapped before its step, and a mixed step
-        makes room for decoding in between. Unless `shared`, only those no other request uses.
-        """
-        full = self.table.length_of(seq_id) // self.table.shape.block_tokens
-        blocks = self.table.blocks_of(seq_id)[:full]
-        held = self.table.holds_units(blocks) & self.table.computed_in_full(blocks)
-        if not shared:
-            held &= self.table.references(blocks) <= OWNER_AND_ONE_SEQUENCE
-        return blocks[held]
+        return int(np.count_nonzero(~self.table.lost(missing))) if self._has_host else 0

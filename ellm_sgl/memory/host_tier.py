@@ -81,8 +81,8 @@ class HostTier:
 
     # -- KV ---------------------------------------------------------------------------------
 
-    def keep(self, block: int, groups: IntArray, device: IntArray) -> IntArray:
-        """Take host units for the KV of `groups` of one block, as far as there are any.
+    def keep(self, blocks: IntArray, groups: IntArray, device: IntArray) -> IntArray:
+        """Take host units for the KV of (block, group) pairs, as far as there are any.
 
         When none is free, copies of what is on the device too make way, then those that nobody
         uses.
@@ -91,16 +91,16 @@ class HostTier:
             device: the page table's `units`: device units of every (block, group).
 
         Returns:
-            The leading groups that got a unit, to be filled by the caller. Groups that have a
-            copy already, and hidden groups, must not be among `groups`.
+            The groups of the leading pairs that got a unit, to be filled by the caller. Groups
+            that have a copy already, and hidden groups, must not be among `groups`.
         """
         if len(groups) > len(self._free):
-            self._drop_duplicates(len(groups) - len(self._free), block, device)
+            self._drop_duplicates(len(groups) - len(self._free), blocks, device)
         if len(groups) > len(self._free):
             self.make_way(self._has_kv, lambda: len(groups) <= len(self._free))
         kept = groups[: len(self._free)]
-        self._units[block, kept] = self._free.take(len(kept))
-        self._suspects[block] = True
+        self._units[blocks[: len(kept)], kept] = self._free.take(len(kept))
+        self._suspects[blocks] = True
         return kept
 
     def came_back(self, blocks: IntArray | int) -> None:
@@ -183,11 +183,12 @@ class HostTier:
         slots: IntArray = np.where(kept == NONE, self.filling[blocks], kept // self.hidden_groups)
         return slots
 
-    def _drop_duplicates(self, count: int, leaving: int, device: IntArray) -> None:
-        """Drop so many copies of what is on the device, too; but not of the block that leaves it:
-        soon they are all that there is of it."""
-        suspects = np.flatnonzero(self._suspects)
-        suspects = suspects[suspects != leaving]
+    def _drop_duplicates(self, count: int, leaving: IntArray, device: IntArray) -> None:
+        """Drop so many copies of what is on the device, too; but not of blocks that leave it: soon
+        they are all that there is of them."""
+        staying = self._suspects.copy()
+        staying[leaving] = False
+        suspects = np.flatnonzero(staying)
         for first in range(0, len(suspects), _AT_ONCE):
             some = suspects[first : first + _AT_ONCE]
             both = self._duplicates(some, device)

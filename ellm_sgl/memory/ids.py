@@ -61,12 +61,14 @@ class FreeList:
 class Sequence:
     """Blocks and length of one request; the block array grows by doubling."""
 
-    __slots__ = ("_blocks", "count", "length")
+    __slots__ = ("_blocks", "count", "lacking", "length")
 
     def __init__(self, blocks: IntArray, length: int) -> None:
         self._blocks = blocks.copy()
         self.count = len(blocks)
         self.length = length
+        self.lacking = 0
+        """Of its blocks, those without a device unit in some group: see `LackingBlocks`."""
 
     @property
     def blocks(self) -> IntArray:

@@ -39,6 +39,7 @@ import numpy.typing as npt
 
 from ellm_sgl.memory.host_tier import HostTier
 from ellm_sgl.memory.ids import FreeList, Sequence
+from ellm_sgl.memory.lacking import LackingBlocks
 from ellm_sgl.memory.shape import NONE, IntArray, PoolShape, PoolStatistics, read_only
 
 Blocks = IntArray | SequenceABC[int]
@@ -111,6 +112,7 @@ class PageTable:
         self.host = HostTier(num_blocks, shape.num_groups, host_units, hidden_groups)
         self._starts: IntArray = np.zeros(num_blocks + 1, np.int32)
         self._sequences: dict[int, Sequence] = {}
+        self._lacking = LackingBlocks(self._sequences, self._missing_groups)
         self.missing_units = 0
         """(block, group) pairs of allocated blocks without a unit. 0: nothing to restore."""
         self.sharing_version = 0
@@ -260,6 +262,7 @@ class PageTable:
         ids = ids[:fitting]
         rows, groups = np.nonzero(self.units[ids] == NONE)
         self._units[ids[rows], groups] = self._free_units.take(len(rows))
+        self._lacking.came(ids[self._missing_groups[ids] > 0])
         self._missing_groups[ids] = 0
         self.missing_units -= len(rows)
         self.host.came_back(ids)
@@ -294,9 +297,27 @@ class PageTable:
         self._free_units.give(held)
         row[row != NONE] = NONE
         self.layout_version += 1
+        if len(held) and self._missing_groups[block] == 0:
+            self._lacking.went(np.array([block], np.int32))
         self._missing_groups[block] += len(held)
         self.missing_units += len(held)
         return len(held)
+
+    def evict_each(self, blocks: IntArray) -> int:
+        """Drop all units of each of these blocks: `evict`, in one go.
+
+        Returns:
+            Units freed.
+        """
+        _refuse_repeated(blocks, "evict")
+        if not self._refs[blocks].all():
+            raise IntegrityError(f"evict of a block that is not allocated: {blocks.tolist()}")
+        freed = len(blocks) * self.shape.num_groups - int(self._missing_groups[blocks].sum())
+        self._lacking.went(blocks[self._missing_groups[blocks] == 0])
+        self._give_back_units(blocks)
+        self.layout_version += 1
+        self.missing_units += freed
+        return freed
 
     def adopt(self, destination: int, source: int) -> int:
         """Move units of `source` into the groups that `destination` lacks.
@@ -316,27 +337,38 @@ class PageTable:
         self._units[source, gaps] = NONE
         self.layout_version += 1
         moved = int(np.count_nonzero(gaps))
+        pair = np.array([destination, source], np.int32)
+        lacked = self.misses_units(pair)
         self._missing_groups[destination] -= moved
         self._missing_groups[source] += moved
+        lacks = self.misses_units(pair)
+        self._lacking.came(pair[lacked & ~lacks])
+        self._lacking.went(pair[lacks & ~lacked])
         self.host.came_back(destination)
         return moved
 
-    def keep_copies(self, block: int, groups: IntArray) -> IntArray:
-        """Take host units for the KV of these groups of one block: groups that have a unit to copy
-        from, and no copy yet (`HostTier.keep`).
+    def keep_copies(self, blocks: Blocks | int, groups: IntArray) -> IntArray:
+        """Take host units for the KV of these (block, group) pairs: there is a unit to copy from,
+        and no copy yet (`HostTier.keep`).
+
+        Args:
+            blocks: one for each of `groups`, or the same for all.
 
         Returns:
-            The leading groups that got one, to be filled by the caller.
+            The groups of the leading pairs that got one, to be filled by the caller.
         """
         if len(groups) == 0:
             return groups
-        if not self.computed_in_full([block]).all():
-            raise IntegrityError(f"copy of block {block}, which has not been computed in full")
-        if np.any(self.units[block, groups] == NONE):
-            raise IntegrityError(f"copy of block {block}, which has no units in {groups.tolist()}")
-        if np.any(self.host.units[block, groups] != NONE):
-            raise IntegrityError(f"copy of block {block}, which has one of {groups.tolist()}")
-        return self.host.keep(block, groups, self.units)
+        ids = np.broadcast_to(np.asarray(blocks, np.int32), groups.shape)
+        for wrong, what in (
+            (~self.computed_in_full(ids), "has not been computed in full"),
+            (self.units[ids, groups] == NONE, "has no unit"),
+            (self.host.units[ids, groups] != NONE, "has one"),
+        ):
+            if wrong.any():
+                at = int(wrong.argmax())
+                raise IntegrityError(f"copy of block {ids[at]}, group {groups[at]}, which {what}")
+        return self.host.keep(ids, groups, self.units)
 
     def computed_in_full(self, blocks: Blocks) -> npt.NDArray[np.bool_]:
         """Of each block, whether forward passes have computed the KV of all its tokens."""
@@ -408,6 +440,7 @@ class PageTable:
     def clear(self) -> None:
         """Forget every sequence and free every block."""
         self._sequences.clear()
+        self._lacking.clear()
         self._refs[:] = 0
         self._computed[:] = 0
         self._units[1:] = NONE
@@ -435,7 +468,8 @@ class PageTable:
         self._refs[ids] += 1
         self.sharing_version += 1
         self.unmap(seq_id)
-        self._sequences[seq_id] = Sequence(ids, length)
+        self._sequences[seq_id] = sequence = Sequence(ids, length)
+        self._lacking.mapped(seq_id, sequence, ids)
         self.layout_version += 1
         self._starts[ids] = np.arange(len(ids)) * self.shape.block_tokens
 
@@ -458,6 +492,7 @@ class PageTable:
             self._refs[ids] += 1
             self._starts[ids] = np.arange(sequence.count, count) * self.shape.block_tokens
             sequence.append(ids)
+            self._lacking.mapped(seq_id, sequence, ids)
         sequence.length = length
 
     def extend_each(self, seq_ids: SequenceABC[int], blocks: IntArray) -> None:
@@ -487,6 +522,7 @@ class PageTable:
         for i in begun:
             self._starts[blocks[i]] = sequences[i].length
             sequences[i].append(blocks[i : i + 1])
+            self._lacking.mapped(seq_ids[i], sequences[i], blocks[i : i + 1])
         if begun:
             np.add.at(self._refs, blocks[begun], 1)
         for sequence in sequences:
@@ -517,6 +553,7 @@ class PageTable:
         """Forget a request; its blocks lose one reference each. Unknown ids are ignored."""
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
+            self._lacking.unmapped(seq_id, sequence.blocks)
             self.release(sequence.blocks)
 
     @property
@@ -539,34 +576,35 @@ class PageTable:
         lengths = [self._sequences[s].length for s in seq_ids]
         return np.array(lengths, np.int64)
 
+    def lacking_blocks(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
+        """Blocks of each request that lack a device unit in some group."""
+        if self.missing_units == 0:
+            return np.zeros(len(seq_ids), np.int64)
+        self._lacking.bring_up_to_date()
+        return np.array([self._sequences[s].lacking for s in seq_ids], np.int64)
+
     def uncached_tokens(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
         """Tokens of each request in blocks that lack a device unit: what a step must restore."""
-        if self.missing_units == 0 or not seq_ids:
-            return np.zeros(len(seq_ids), np.int64)
-        sequences = [self._sequences[s] for s in seq_ids]
-        counts = np.array([s.count for s in sequences])
-        lacks = self.misses_units(np.concatenate([s.blocks for s in sequences]))
-        ends = counts.cumsum()
-        tokens = _counted(lacks, ends) * self.shape.block_tokens
-        # A request's last block holds what is left of its length.
-        lengths = np.array([s.length for s in sequences])
-        mapped = counts > 0
-        places = (counts * self.shape.block_tokens - lengths)[mapped]
-        tokens[mapped] -= lacks[ends[mapped] - 1] * places
+        each = self.shape.block_tokens
+        tokens = self.lacking_blocks(seq_ids) * each
+        for i in tokens.nonzero()[0].tolist():
+            sequence = self._sequences[seq_ids[i]]
+            # A request's last block holds what is left of its length.
+            if self._missing_groups[sequence.last]:
+                tokens[i] -= sequence.count * each - sequence.length
         return tokens
 
     def uncached_on_host(self, seq_ids: SequenceABC[int]) -> npt.NDArray[np.int64]:
         """Those of `uncached_tokens` whose KV the host has wherever the device does not: a step can
         fetch them and has to recompute none of their layers."""
-        nothing_kept = self.host.free_units == self.host.num_units
-        if self.missing_units == 0 or not seq_ids or nothing_kept:
-            return np.zeros(len(seq_ids), np.int64)
-        blocks = [self._sequences[s].blocks for s in seq_ids]
-        every = np.concatenate(blocks)
-        kept = self.misses_units(every)
-        kept[kept] = ~self.lost(every[kept])  # full blocks: no others are copied
-        ends = np.array([len(b) for b in blocks]).cumsum()
-        return _counted(kept, ends) * self.shape.block_tokens
+        tokens = np.zeros(len(seq_ids), np.int64)
+        if self.host.free_units == self.host.num_units:  # nothing is kept
+            return tokens
+        lacking = self.lacking_blocks(seq_ids)
+        if lacking.any():
+            kept = ~self.lost(self.missing_of_each(seq_ids))  # full blocks: no others are copied
+            tokens[:] = _counted(kept, lacking.cumsum()) * self.shape.block_tokens
+        return tokens
 
     def missing_blocks(self, seq_ids: Iterable[int]) -> IntArray:
         """Blocks of these requests that lack a device unit, ascending, each once."""
@@ -577,7 +615,10 @@ class PageTable:
 
     def missing_of_each(self, seq_ids: Iterable[int]) -> IntArray:
         """Blocks that lack a device unit, once for each of these requests that has them."""
-        blocks = [self.blocks_of(s) for s in seq_ids] if self.missing_units else []
+        if self.missing_units == 0:
+            return np.empty(0, np.int32)
+        self._lacking.bring_up_to_date()
+        blocks = [s.blocks for s in map(self._sequences.__getitem__, seq_ids) if s.lacking]
         if not blocks:
             return np.empty(0, np.int32)
         every = np.concatenate(blocks)
@@ -656,6 +697,8 @@ class PageTable:
             raise IntegrityError("blocks: a sequence maps a block it holds no reference to")
         if np.any(self._refs - mapped > 1):
             raise IntegrityError("blocks: some reference is neither a sequence's nor the owner's")
+        if wrong := self._lacking.contradiction():
+            raise IntegrityError(wrong)
 
     # -- internals --------------------------------------------------------------------------
 

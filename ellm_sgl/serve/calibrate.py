@@ -21,7 +21,7 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from ellm_sgl.client.process import DEMO_MODEL, ServerError, ServerProcess
+from ellm_sgl.client.process import DEMO_MODEL, ServerError, ServerProcess, stop_on_signals
 from ellm_sgl.config.commands import (
     answer,
     json_flag,
@@ -118,11 +118,13 @@ def measure(model_path: str | None, dtype: str) -> CalibrationReport:
     arguments = ["--model-path", path, "--dtype", dtype, "--skip-tokenizer-init"]
     arguments += ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", str(_POOL_TOKENS)]
     progress_lines("starting a server, which calibrates itself")
-    with ServerProcess(arguments) as server:
+    with stop_on_signals(), ServerProcess(arguments) as server:
         hardware = HardwareProfile(**server.state()["hardware"])
         start_up = len(server.steps())
         rng = random.Random(0)
         loads = _affordable(shape, hardware)
+        if not loads:
+            raise ServerError(f"no load has steps of {_LONGEST_STEP_S:g} s here: too large a model")
         rng.shuffle(loads)
         for number, load in enumerate(loads, 1):
             shape_of_load = f"b = {load.requests}, s = {load.tokens}, r = {load.ratio}"
@@ -139,15 +141,16 @@ def compare(
     shape: ModelShape, hardware: HardwareProfile, steps: Sequence[Step], start_up: int
 ) -> tuple[ModelError, ...]:
     """Errors of each model of a server that started with the profile `hardware`, in all its
-    `steps` but those of `start_up`."""
+    `steps` but those of `start_up`; of the one that learns, if there were steps enough for that."""
     served, learnt = steps[start_up:], steps[start_up + LEARNING_STEPS :]
     works = [StepWork(**{name: s[name] for name in _WORK_FIELDS}) for s in served]
     model = RooflineLatencyModel(shape, hardware)
     by_profile = [float(model.step_seconds(w)) for w in works]
     on_line = [s["predicted_s"] for s in learnt]
+    online = [_error(f"online, after {LEARNING_STEPS} steps", on_line, learnt)] if learnt else []
     return (
         _error("calibrated profile", by_profile, served),
-        _error(f"online, after {LEARNING_STEPS} steps", on_line, learnt),
+        *online,
         _error("paper, Eq. (4)", [s["paper_s"] for s in served], served),
     )
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ellm_sgl.client.process import DEMO_MODEL, ServerError, ServerProcess
+from ellm_sgl.client.process import DEMO_MODEL, ServerError, ServerProcess, stop_on_signals
 from ellm_sgl.config.click_types import MILLISECONDS, TOKENS
 from ellm_sgl.config.commands import (
     FILE,
@@ -104,7 +104,8 @@ def _here(path: Path) -> Machine:
     dtype = "float32" if shape.kv_bytes == 4 else "auto"
     progress_lines("starting a server, which measures this machine")
     arguments = ["--model-path", str(path), "--dtype", dtype, "--skip-tokenizer-init"]
-    with ServerProcess([*arguments, "--ellm-policy", "fixed-ratio"]) as server:
+    arguments += ["--ellm-policy", "fixed-ratio"]
+    with stop_on_signals(), ServerProcess(arguments) as server:
         state = server.state()
     profile = HardwareProfile(**state["hardware"])
     tokens = state["resize"]["start_tokens"]

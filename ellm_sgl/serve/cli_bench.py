@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from ellm_sgl.client.process import ServerError
 from ellm_sgl.config import ConfigError
-from ellm_sgl.config.commands import FILE, json_flag, told_in_a_line
+from ellm_sgl.config.commands import FILE, json_flag, json_text, told_in_a_line
 from ellm_sgl.eval.bench import report
 from ellm_sgl.eval.bench.result import MeasurementError
 from ellm_sgl.eval.bench.runner import run
@@ -100,7 +99,7 @@ def _measure(name: str, scenario: Scenario, file: Path | None, as_json: bool) ->
     if file is not None:
         report.plot(scenario, result, file)
     if as_json:
-        click.echo(json.dumps(begun | report.document(name, scenario, result)))
+        click.echo(json_text(begun | report.document(name, scenario, result)))
         return
     parts, console = list(report.render(scenario, result)), Console()
     # Rather lines that a narrow terminal breaks than columns cut off.

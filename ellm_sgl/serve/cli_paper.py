@@ -59,6 +59,8 @@ def paper(
     from ellm_sgl.eval.plotting import require_matplotlib
 
     with told_in_a_line(ConfigError):
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(f"{out}: its folder does not exist; create it, or give another")
         require_matplotlib("ellm-sgl paper")
         known = read_measured(measured)
     with Progress(console=Console(stderr=True)) as bar:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -34,7 +35,6 @@ from ellm_sgl.config.commands import (
     policy_options,
     told_in_a_line,
 )
-from ellm_sgl.config.ranges import as_json_value
 
 if TYPE_CHECKING:
     from ellm_sgl.eval.simulator import Machine, SimReport
@@ -149,6 +149,7 @@ def simulate(
     from ellm_sgl.eval.simulator import Load, Settings
     from ellm_sgl.eval.simulator import simulate as run
 
+    _refuse_idle()
     with told_in_a_line(ValueError):
         machine, trace = _machine(given), _trace(given)
         slo, ttft_slo = _seconds(given["tpot_slo_ms"]), _seconds(given["ttft_slo_ms"])
@@ -179,9 +180,26 @@ def simulate(
     document = {
         "machine": asdict(machine),
         "requests": len(load),
-        "reports": [as_json_value(asdict(report)) for report in reports],
+        "reports": [asdict(report) for report in reports],
     }
     answer(as_json, document, _table(machine, reports))
+
+
+def _refuse_idle() -> None:
+    """Options on the command line that would change nothing, because of what else is there."""
+    ctx = click.get_current_context()
+
+    def said(name: str) -> bool:
+        return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+    no_config = ctx.params["config"] is None
+    for names, when, why in (
+        (("rate", "lengths", "seed"), said("trace"), "with --trace, which has all that"),
+        (("preset_name",), said("config"), "with --config, which is in its place"),
+        (("device", "ranks"), no_config, "without --config: presets have theirs"),
+    ):
+        if when and (idle := [f"--{name.removesuffix('_name')}" for name in names if said(name)]):
+            raise click.UsageError(f"{', '.join(idle)} changes nothing {why}; leave it out")
 
 
 def _machine(given: dict[str, Any]) -> Machine:

@@ -77,11 +77,11 @@ def verify(
     every greedy token, with log-probabilities within 1e-4; in 16 bits log-probabilities that
     differ by no more than rounding, which is measured on stock SGLang.
     """
-    from ellm_sgl.client.process import ServerError
+    from ellm_sgl.client.process import ServerError, stop_on_signals
     from ellm_sgl.serve.verify import runner  # imports PyTorch, which takes seconds
     from ellm_sgl.sglang.versions import check_known
 
-    with told_in_a_line(ServerError, OSError, ValueError):
+    with told_in_a_line(ServerError, OSError, ValueError), stop_on_signals():
         check_known()
         report = runner.verify(
             model_path,

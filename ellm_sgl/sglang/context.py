@@ -15,7 +15,7 @@ from ellm_sgl.config import EllmConfig
 from ellm_sgl.engine import Iteration
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
-from ellm_sgl.memory.elastic import Save
+from ellm_sgl.memory.eviction import Save
 from ellm_sgl.memory.host_tier import Has
 from ellm_sgl.sglang.known_tokens import ids_of
 from ellm_sgl.sglang.projections import Projections

@@ -68,7 +68,7 @@ class Planner:
         elastic, share = self._elastic, split.recompute_share
         if not share or not elastic.table.missing_units or not elastic.table.host.num_units:
             return share
-        rows = len(elastic.table.missing_of_each(seq_ids)) * elastic.table.shape.block_tokens
+        rows = int(elastic.table.lacking_blocks(seq_ids).sum()) * elastic.table.shape.block_tokens
         return share if rows <= elastic.restorable_tokens(len(seq_ids)) else 0.0
 
     def _plan(

@@ -96,6 +96,18 @@ def replayed(where: ServerProcess, requests: Sequence[Request]) -> list[Outcome]
     return outcomes
 
 
+def served(where: ServerProcess, requests: Sequence[Request], setting: str) -> list[Outcome]:
+    """`replayed`, where figures mean nothing unless all requests are answered.
+
+    Raises:
+        ServerError: some failed.
+    """
+    outcomes = replayed(where, requests)
+    if failed := sum(not o.complete for o in outcomes):
+        raise ServerError(f"{setting}: {failed} requests failed\n{where.last_words()}")
+    return outcomes
+
+
 def short_replay(where: ServerProcess, requests: Sequence[Request]) -> None:
     """A few of the requests at once, with short answers: warms a server up."""
     few = requests[:WARM_UP_REQUESTS]

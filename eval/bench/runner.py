@@ -77,12 +77,12 @@ def _round(
 def samples(
     taken: Mapping[str, Taken], reference: str | None, cell: Any, number: int
 ) -> Iterator[Sample]:
-    """Of one load in one round, by setting. Where there is a reference, with the figure
-    `SAME_OUTPUT`; that is 1 throughout where the reference was left out."""
+    """Of one load in one round, by setting. Where the reference was measured, with the figure
+    `SAME_OUTPUT`."""
     for name, one in taken.items():
         figures = dict(one.figures)
-        if reference is not None:
-            right = taken.get(reference, one).outputs
+        if reference is not None and reference in taken:
+            right = taken[reference].outputs
             alike = [list(a) == list(b) for a, b in zip(one.outputs, right, strict=True)]
             figures[SAME_OUTPUT] = sum(alike) / max(len(alike), 1)
         yield Sample(cell, name, number, figures, one.detail)

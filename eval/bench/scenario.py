@@ -145,12 +145,16 @@ class Scenario(ABC):
         """What else to find out of servers (those of the last round) before they stop."""
         return {}
 
+    def _unheld(self, name: str, result: Result) -> bool:
+        """Whether a setting's tokens are held against nobody's."""
+        return name == self.reference or self.reference not in result.settings
+
     def rows(self, result: Result, cell: Any) -> Iterator[tuple[str, ...]]:
         for name in (s.name for s in self.settings() if s.name in result.settings):
             other = self.against.get(name)
             other = other if other in result.settings else None
             yield name, *(
-                "" if column.figure == SAME_OUTPUT and name == self.reference
+                "" if column.figure == SAME_OUTPUT and self._unheld(name, result)
                 else column.show(result, cell, name, other)
                 for column in self.columns
             )  # fmt: skip

@@ -32,8 +32,8 @@ class Gain:
 
     load: str
     best: str
-    tokens_per_s: float
-    """Of eLLM, over the baseline's."""
+    slo_tokens_per_s: float
+    """Of eLLM, over the baseline's: tokens of requests within their SLO."""
     ttft: float
     """Of the baseline, over eLLM's."""
 
@@ -54,8 +54,8 @@ class Measured:
     validated: dict[str, Validated] = field(default_factory=dict)
     """The simulator against real servers, by model."""
     gains: tuple[Gain, ...] = ()
-    goodput_gains: tuple[float, ...] = ()
-    """Goodput of eLLM over stock SGLang's, by seed."""
+    goodputs: tuple[tuple[float, float], ...] = ()
+    """Goodput of eLLM and of stock SGLang, by seed."""
     fragmentation: dict[int, float] = field(default_factory=dict)
     """By F; of the page table, with requests of the paper's lengths."""
     table_shares: dict[int, float] = field(default_factory=dict)
@@ -101,8 +101,7 @@ def _with(found: Measured, document: Any) -> Measured:
             return replace(found, gains=found.gains + tuple(_gain(model, r) for r in ratios))
         case {"goodput": {"ellm": ours, "stock": theirs}}:
             pairs = zip(ours["by_seed"], theirs["by_seed"], strict=True)
-            gains = tuple(_figure(a) / _figure(b) for a, b in pairs if b)
-            return replace(found, goodput_gains=gains)
+            return replace(found, goodputs=tuple((_figure(a), _figure(b)) for a, b in pairs))
         case {"server": servers, "table": table}:
             shares = {
                 s["layer_group"]: _figure(s["page_table_share"]) for s in servers if s["ratio"]
@@ -128,7 +127,7 @@ def _gain(model: str, ratios: dict[str, Any]) -> Gain:
     return Gain(
         load=f"{model}, {cell['factor']:g} x memory, output lengths {cell['outputs']}",
         best=ratios["best"],
-        tokens_per_s=_figure(ratios["of_best"]),
+        slo_tokens_per_s=_figure(ratios["of_best"]),
         ttft=1 / _figure(ratios["ttft_mean_of_best"]),
     )
 

@@ -180,11 +180,4 @@ class Elastic(Mode):
     def _missing(self, requests: Sequence[int]) -> Span:
         """What a step with these requests restores: their blocks that lack a unit. As
         `PageTable.uncached_tokens`, but for a tail block, which counts as full."""
-        table = self.table
-        if table.missing_units == 0 or not requests:
-            return Span()
-        blocks = [table.blocks_of(i) for i in requests]
-        lacking = table.misses_units(np.concatenate(blocks))
-        starts = np.cumsum([0, *map(len, blocks[:-1])])
-        counts = np.add.reduceat(lacking.astype(np.int64), starts)
-        return Span.of(counts * table.shape.block_tokens)
+        return Span.of(self.table.lacking_blocks(requests) * self.table.shape.block_tokens)

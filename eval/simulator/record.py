@@ -38,6 +38,10 @@ class Record:
     """Σ s_i over decode steps: what `restored_tokens` is a share of."""
     rows_s: float = 0.0
     """Running requests times seconds, over decode steps."""
+    rows: int = 0
+    """Running requests, summed over decode steps: the tokens that these gave."""
+    running_most: int = 0
+    """Requests that decoded together, at the most."""
     held_tokens: float = 0.0
     """Tokens whose KV decoding requests have, summed over iterations."""
     held_places: float = 0.0
@@ -69,6 +73,8 @@ class Record:
         self._steps += [(end, True) for end in ends.tolist()]
         self.decode_s += seconds
         self.rows_s += rows * seconds
+        self.rows += rows * steps
+        self.running_most = max(self.running_most, rows)
         restored, read = float(np.sum(work.restored_tokens)), float(np.sum(work.decode_tokens))
         self.decode_steps += steps
         self.restored_tokens += restored

@@ -45,7 +45,9 @@ class SimReport:
     classes: tuple[ClassSummary, ...]
     """By priority, the most urgent first."""
     running_mean: float
-    """Requests that decode together, averaged over decoding time."""
+    """Requests that decode together, averaged over decoding time;"""
+    running_most: int
+    """and at the most."""
     uncached_share: float
     """Restored tokens over all tokens that decode steps read."""
     retractions: int
@@ -54,6 +56,8 @@ class SimReport:
     decode_steps: int
     decode_step_s: float
     """Mean time of a decode step."""
+    decode_tokens_per_s: float
+    """Tokens of decode steps, per second of these."""
     fragmentation: float
     """Share of the token places in decoding requests' blocks that hold no token."""
     recomputed_prompt_share: float
@@ -87,11 +91,13 @@ def sum_up(simulation: Simulation) -> SimReport:
         summary=_summary(simulation, found),
         classes=_classes(simulation.load, found),
         running_mean=_over(record.rows_s, record.decode_s),
+        running_most=record.running_most,
         uncached_share=_over(record.restored_tokens, record.decoded_tokens),
         retractions=record.retractions,
         refused=int(simulation.progress.refused.sum()),
         decode_steps=record.decode_steps,
         decode_step_s=_over(record.decode_s, record.decode_steps),
+        decode_tokens_per_s=_over(record.rows, record.decode_s),
         fragmentation=1 - _over(record.held_tokens, record.held_places),
         recomputed_prompt_share=_over(record.prefill_rows, prompts) - 1,
         fallbacks=dict(failures),

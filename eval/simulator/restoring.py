@@ -10,7 +10,7 @@ import numpy as np
 
 from ellm_sgl.eval.simulator.machines import Machine
 from ellm_sgl.latency import LatencyModel, StepWork
-from ellm_sgl.latency.base import FloatArray, Quantity
+from ellm_sgl.latency.base import FloatArray, Quantity, larger
 from ellm_sgl.policies.work_split import CONFIGURATIONS
 
 RESTORATIONS = {
@@ -58,6 +58,8 @@ class RestoringModel(LatencyModel):
     def step_seconds(self, work: StepWork) -> FloatArray:
         if not np.any(work.restored_tokens):
             return self._inner.step_seconds(work)
+        if len(self._shares) == 1:
+            return np.asarray(self._seconds(work, self._limited(float(self._shares[0]), work)))
         return np.asarray(self._candidates(work).min(axis=0), np.float64)
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -67,26 +69,29 @@ class RestoringModel(LatencyModel):
         """One step's work, told as a server tells it: how its recomputed rows came back."""
         if not work.restored_tokens:
             return work
-        shares = self._shares_of(np.asarray(work.restored_tokens, np.float64))
-        share = float(shares[int(self._candidates(work).argmin())])
+        share = float(self._shares_of(work)[int(self._candidates(work).argmin())])
         fetched = work.restored_tokens if share < 1 else 0.0
         return dataclasses.replace(work, swap_tokens=fetched, recompute_share=share)
 
     def _candidates(self, work: StepWork) -> FloatArray:
         """Seconds for each share (first axis) and each step."""
-        rows = np.asarray(work.restored_tokens, np.float64)
-        shares = self._shares_of(rows)
-        swapped = (1 - shares) * rows
+        return np.asarray(self._seconds(work, self._shares_of(work)))
+
+    def _seconds(self, work: StepWork, shares: Quantity) -> Quantity:
+        """Seconds of steps whose restored tokens come back in these shares."""
+        swapped = (1 - shares) * work.restored_tokens
         link = self._token_s * swapped + self._latency_s * (swapped > 0)
         compute = self._compute_seconds(work, shares) + self._beside_s * swapped
-        if self._overlapped:
-            return np.asarray(np.maximum(compute, link))
-        return np.asarray(compute + link)
+        return larger(compute, link) if self._overlapped else compute + link
 
-    def _shares_of(self, rows: FloatArray) -> FloatArray:
-        """The shares to choose from (first axis): what the host cannot hold is recomputed."""
-        shares = self._shares.reshape((-1,) + (1,) * rows.ndim)
-        return np.asarray(np.maximum(shares, 1 - self._host_tokens / np.maximum(rows, 1)))
+    def _shares_of(self, work: StepWork) -> FloatArray:
+        """The shares to choose from (first axis), each for every step."""
+        shares = self._shares.reshape((-1,) + (1,) * np.ndim(work.restored_tokens))
+        return np.asarray(self._limited(shares, work))
+
+    def _limited(self, shares: Quantity, work: StepWork) -> Quantity:
+        """Shares, but that what the host cannot hold is recomputed."""
+        return larger(shares, 1 - self._host_tokens / larger(work.restored_tokens, 1))
 
     def _compute_seconds(self, work: StepWork, shares: Quantity) -> FloatArray:
         span = {

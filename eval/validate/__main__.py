@@ -11,7 +11,6 @@ About 8 minutes for the demo model, 14 for larger ones; nothing else should run.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -20,7 +19,7 @@ from rich.console import Console
 from ellm_sgl.client.process import DEMO_MODEL, ServerError
 from ellm_sgl.config import ConfigError
 from ellm_sgl.config.click_types import ROUNDS
-from ellm_sgl.config.commands import json_flag, progress_lines, told_in_a_line
+from ellm_sgl.config.commands import json_flag, json_text, progress_lines, told_in_a_line
 from ellm_sgl.eval.validate.configurations import CONFIGURATIONS
 from ellm_sgl.eval.validate.measure import validate
 from ellm_sgl.eval.validate.results import overall, table
@@ -59,7 +58,7 @@ def main(model_paths: tuple[Path, ...], only: int | None, rounds: int, as_json: 
             err.print(table(found[-1]))
     summed = overall(found)
     if as_json:
-        click.echo(json.dumps(summed))
+        click.echo(json_text(summed))
         return
     mape = summed["mape"]
     click.echo(

@@ -7,7 +7,9 @@
 #include <memory>
 #include <vector>
 
+#ifdef __SSE2__
 #include <emmintrin.h>
+#endif
 
 #include "attention.h"
 #include "convert.h"
@@ -230,6 +232,7 @@ void attend(const Plan& plan, Call call, int64_t rows, const Kernels& kernels) {
 
 namespace {
 
+#ifdef __SSE2__
 // Past the caches, which a copy of many units would only empty; and memcpy takes ten times as long
 // on some processors where both ends lie alike in their pages, as units do (Zen: rep movsb).
 void copy_unit(char* to, const char* from, int64_t bytes) {
@@ -246,6 +249,14 @@ void copy_unit(char* to, const char* from, int64_t bytes) {
   }
 }
 
+// Before others are told that the units are there.
+void finish_copies() { _mm_sfence(); }
+#else
+void copy_unit(char* to, const char* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+
+void finish_copies() {}
+#endif
+
 }  // namespace
 
 void copy_units(char* to, const int64_t* to_units, const char* from, const int64_t* from_units,
@@ -255,7 +266,7 @@ void copy_units(char* to, const int64_t* to_units, const char* from, const int64
     for (int64_t i; (i = next.fetch_add(1)) < count;) {
       copy_unit(to + to_units[i] * unit_bytes, from + from_units[i] * unit_bytes, unit_bytes);
     }
-    _mm_sfence();
+    finish_copies();
   });
 }
 

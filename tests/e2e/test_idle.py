@@ -75,7 +75,9 @@ def test_memory_goes_back_after_a_while_and_comes_again(keep: str) -> None:
             assert time.monotonic() < deadline, f"{warm} warm, {loaded} loaded, {rested} idle"
             time.sleep(0.2)
         if keep == "on":
-            assert 0 <= state["device_units_total"] - used < 64
+            # A question about health has a block while it is answered.
+            resting = state["device_units_total"] - state["device_units_free"]
+            assert abs(resting - used) < 16 and state["device_units_free"] < 64
         else:
             assert state["resize"]["wanted_tokens"] == 16 and kept < 3
         assert token_ids(ask(server.url, BODIES)) == expected

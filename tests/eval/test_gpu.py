@@ -68,3 +68,14 @@ def test_without_a_device_one_sentence() -> None:
     assert answer.exit_code == 1 and "no CUDA device" in answer.output
     answer = CliRunner().invoke(bench, ["--device", "cuda", "--json"])
     assert answer.exit_code == 1 and "--device cuda" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("failed", "integrity", "ok"), [(0, "ok", True), (1, "ok", False), (0, "unit 3 twice", False)]
+)
+def test_a_server_that_fails_requests_has_not_passed(
+    monkeypatch: pytest.MonkeyPatch, failed: int, integrity: str, ok: bool
+) -> None:
+    run = {"server": "ellm", "summary": {"failed": failed}, "state": {"integrity": integrity}}
+    monkeypatch.setattr(gpu, "serve", lambda *_: [run])
+    assert gpu.run_serve([2.0])["ok"] is ok

@@ -79,6 +79,13 @@ def test_nothing_is_set_aside_for_outputs():
     small = L4.limited(3000, None)
     one, both = (simulate(small, Settings("recompute", admission=a), load) for a in ADMISSIONS[:2])
     assert (one.running_mean, both.running_mean) == (1.0, 2.0)
+    assert (one.running_most, both.running_most) == (1, 2)
+
+    decoded = [
+        found.decode_tokens_per_s * found.decode_steps * found.decode_step_s
+        for found in (one, both)
+    ]
+    assert decoded == pytest.approx([98, 98])
 
 
 def test_a_prompt_under_way_keeps_the_blocks_of_its_rest():

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ellm_sgl.memory import NONE
-from ellm_sgl.memory.elastic import GROWING, OWNER_AND_ONE_SEQUENCE
+from ellm_sgl.memory.elastic import GROWING
+from ellm_sgl.memory.eviction import OWNER_AND_ONE_SEQUENCE
 from tests.engine.scene import BLOCK, GROUPS, SHAPE, Scene
 
 RATIOS = st.sampled_from([0.0, 0.25, 0.5, 0.9])

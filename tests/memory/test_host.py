@@ -281,7 +281,7 @@ def test_what_no_forward_pass_has_computed_is_not_copied() -> None:
 def test_a_copy_needs_a_unit_to_copy_from_and_is_made_once() -> None:
     table, (block, other, *_) = table_with(host_units=12)
     table.evict(block)
-    with pytest.raises(IntegrityError, match="has no units"):
+    with pytest.raises(IntegrityError, match="has no unit"):
         table.keep_copies(block, BOTH)
     table.keep_copies(other, BOTH)
     with pytest.raises(IntegrityError, match="which has one"):

@@ -103,3 +103,15 @@ def test_a_wrong_count_of_units_that_a_block_lacks(table: PageTable) -> None:
     table._missing_groups[1] += 1
     with pytest.raises(IntegrityError, match="count of units that a block lacks"):
         table.check_integrity()
+
+
+def test_a_wrong_count_of_blocks_that_a_request_lacks(table: PageTable) -> None:
+    table._sequences[0].lacking += 1
+    with pytest.raises(IntegrityError, match="sequence 0: lacks 0 blocks, and not 1"):
+        table.check_integrity()
+
+
+def test_a_block_mapped_by_another_than_counted(table: PageTable) -> None:
+    table._lacking._mapper[1] += 1
+    with pytest.raises(IntegrityError, match="who maps them is not as counted"):
+        table.check_integrity()

@@ -26,6 +26,8 @@ def test_each_model_is_judged_on_its_own_steps() -> None:
     assert profile.mape == pytest.approx(0.2) and profile.median_ape == pytest.approx(0.2)
     assert on_line.mape == pytest.approx(0.1)
     assert paper.mape == pytest.approx(1.0)
+    few = compare(TINY, CPU, steps[: LEARNING_STEPS + 10], start_up=10)
+    assert [e.model for e in few] == [profile.model, paper.model]
 
 
 def test_unevenness_is_that_of_equal_steps_in_a_row() -> None:

@@ -55,8 +55,9 @@ def test_a_trace_and_a_configuration_are_read(tmp_path: Path):
         "2023-11-16 18:15:47,50,5\n"
     )
     config = Path(__file__).parents[2] / "ellm_sgl" / "demo_model" / "config.json"
-    found = report("--trace", str(trace), "--config", str(config), "--device", "l4",
-                   "--scale-lengths", "1", "--baselines", "none")  # fmt: skip
+    done = run("simulate", "--json", "--trace", str(trace), "--config", str(config),
+               "--device", "l4", "--baselines", "none")  # fmt: skip
+    found = json.loads(done.stdout)
     assert found["requests"] == 2
     assert found["reports"][0]["summary"]["output_tokens"] == 10
     assert found["machine"]["shape"]["hidden"] == 192
@@ -72,7 +73,6 @@ def test_a_trace_and_a_configuration_are_read(tmp_path: Path):
         (["--lengths", "/none.csv"], "cannot be read"),
         (["--scale-rate", "-1"], "above 0"),
         (["--kv-tokens", "3"], "less than one block"),
-        (["--config", "/none.json"], "cannot be read"),
         (["--kv-tokens", "2000000000"], "give fewer --kv-tokens"),
         (["--scale-lengths", "1000000"], "give a smaller factor"),
         (["--rate", "1e-300"], "give a larger factor"),
@@ -82,6 +82,11 @@ def test_bad_input_is_one_message(arguments, message):
     done = run(*SMALL, *arguments)
     assert done.exit_code != 0 and message in done.output
     assert "Traceback" not in done.output
+
+
+def test_a_configuration_that_is_not_there_is_one_message():
+    done = run("simulate", "--config", "/none.json")
+    assert done.exit_code == 1 and "/none.json: cannot be read" in done.output
 
 
 def test_the_papers_figures_all_have_jobs():
@@ -143,8 +148,8 @@ def test_measured_figures_are_read(measured: list[Path]):
     load = "some, 3 x memory, output lengths known"
     assert read_measured(measured) == Measured(
         validated={"a": Validated(1, errors(1)), "b": Validated(12, errors(12))},
-        gains=(Gain(load, "stock", tokens_per_s=1.5, ttft=4.0),),
-        goodput_gains=(2.0, 3.0),
+        gains=(Gain(load, "stock", slo_tokens_per_s=1.5, ttft=4.0),),
+        goodputs=((6.0, 3.0), (9.0, 3.0)),
         fragmentation={4: 0.0625},
         table_shares={4: 0.125},
         fused={"1 x 64 tokens": 0.8},
@@ -201,3 +206,21 @@ def test_the_report_needs_no_network_and_names_all_figures(
                    *(f"Fig. {n} of the paper on elastic memory" for n in (9, 10, 11))):  # fmt: skip
         assert figure in text
     assert text.count("<svg") == text.count("<figcaption") == 25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--trace", "azure.csv", "--rate", "2", "--seed", "1"), "--rate, --seed changes nothing"),
+        (("--ranks", "4"), "--ranks changes nothing without --config"),
+        (("--config", "config.json", "--preset", "llama3-8b"), "--preset changes nothing with"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(arguments: tuple[str, ...], told: str):
+    done = run("simulate", *arguments)
+    assert done.exit_code == 2 and told in " ".join(done.output.split())
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_simulated(tmp_path: Path):
+    done = run("paper", "--out", str(tmp_path / "no" / "report.html"))
+    assert done.exit_code == 1 and "its folder does not exist" in done.output

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +15,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from ellm_sgl.client.process import CONNECTIONS, ServerProcess, hold_port, port_of
+from ellm_sgl.client.process import (
+    CONNECTIONS,
+    ServerProcess,
+    hold_port,
+    port_of,
+    stop_on_signals,
+)
 
 
 class Server(ThreadingHTTPServer):
@@ -105,3 +114,53 @@ def test_a_held_port_is_nobody_elses_but_a_server_can_listen_on_it() -> None:
             other.bind(("127.0.0.1", port))
         with Server(("127.0.0.1", port), Handler) as server:
             assert server.allow_reuse_address and server.server_port == port
+
+
+def test_whoever_presses_ctrl_c_again_leaves_nothing_behind() -> None:
+    """A server that does not end on the first is waited for; on the second it is killed."""
+
+    class Stubborn(ServerProcess):
+        def launch(self) -> None:
+            ignores = "import signal, time; signal.signal(2, signal.SIG_IGN)"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"{ignores}; print(flush=True); time.sleep(60)"],
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            assert self._process.stdout is not None
+            self._process.stdout.readline()
+            self._serves = True
+
+    server = Stubborn(())
+    server.launch()
+    child = server._process
+    assert child is not None
+    timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        server.stop()
+    assert child.poll() == -signal.SIGKILL and not server.log.exists()
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals():
+            signal.raise_signal(signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_servers_that_were_stopped_hold_no_files() -> None:
+    def held() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    ServerProcess(()).stop()
+    before = held()
+    for _ in range(5):
+        ServerProcess(()).stop()
+    assert held() == before

@@ -32,6 +32,7 @@ class Fault:
 
 
 _ELASTIC = "ellm_sgl.memory.elastic:ElasticMemory"
+_EVICTOR = "ellm_sgl.memory.eviction:Evictor"
 _TABLE = "ellm_sgl.memory.page_table:PageTable"
 _HOST = "ellm_sgl.memory.host_tier:HostTier"
 _RESTORATION = "ellm_sgl.step.restoration"
@@ -74,8 +75,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a prompt's blocks are evicted before any step has computed them",
-        f"{_ELASTIC}._evictable",
-        " & self.table.computed_in_full(blocks)",
+        f"{_EVICTOR}.evictable",
+        " & table.computed_in_full(blocks)",
         "",
     ),
     Fault(
@@ -93,9 +94,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "evicted units are copied to each other's places on the host",
-        f"{_ELASTIC}._evict",
-        "self._save(self.table.units[block, kept],",
-        "self._save(self.table.units[block, kept[::-1]],",
+        f"{_EVICTOR}._keep",
+        "self._save(table.units[pairs],",
+        "self._save(table.units[pairs][::-1],",
     ),
     Fault(
         "a block evicted in part is counted as evicted as a whole",

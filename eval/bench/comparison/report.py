@@ -33,14 +33,19 @@ def baselines(result: Result) -> list[str]:
 
 def best_baseline(result: Result, cell: Cell) -> str | None:
     """The one with the highest median of tokens/s within the SLO (where none has any, of all
-    tokens/s). None where eLLM, or every baseline, was left out."""
-    if ELLM not in result.settings:
+    tokens/s), of those that served all requests. None where there is none, or eLLM has not: a
+    server with less to do is no measure."""
+
+    def served(name: str) -> bool:
+        return not any(result.values(cell, name, "failed"))
+
+    if ELLM not in result.settings or not served(ELLM):
         return None
 
     def speed(name: str) -> list[float]:
         return [result.median(cell, name, figure) for figure in (SLO_TOKENS, TOKENS)]
 
-    return max(baselines(result), key=speed, default=None)
+    return max(filter(served, baselines(result)), key=speed, default=None)
 
 
 def best_table(

@@ -42,7 +42,7 @@ from ellm_sgl.eval.bench.result import SAME_OUTPUT, Column, Result, Table, Taken
 from ellm_sgl.eval.bench.scenario import Say, Scenario, Setting, option, rounds_option
 
 COUNTERS = ("recomputed_tokens", "fetched_units", "swap_stall_ms")
-FIGURES = ("longest_pause_s", "preempted", *COUNTERS, SAME_OUTPUT)
+FIGURES = ("longest_pause_s", "preempted", *COUNTERS)
 """Of a run in the JSON document, beside its `summary`."""
 
 
@@ -208,13 +208,21 @@ class Compare(Scenario):
         ]
         return [*found, *best_table(result, self.cells(), self.title)]
 
+    def notes(self, result: Result) -> list[str]:
+        failed = {name: 0.0 for name in (s.name for s in self.settings())}
+        for sample in result.samples:
+            failed[sample.setting] += sample.figures["failed"]
+        told = ", ".join(f"{count:.0f} of {name}" for name, count in failed.items() if count)
+        return [f"requests that failed: {told}; ratios leave out loads with any"] if told else []
+
     def document(self, result: Result) -> dict[str, Any]:
         """Without the arrival of every token."""
         whole = baselines(result)
         runs = [
             {"server": s.setting, "baseline": s.setting in whole, "cell": s.cell._asdict(),
              "round": s.round, "summary": s.detail["summary"],
-             **{name: s.figures[name] for name in FIGURES}}
+             **{name: s.figures[name] for name in FIGURES},
+             SAME_OUTPUT: s.figures.get(SAME_OUTPUT)}
             for s in result.samples
         ]  # fmt: skip
         return {

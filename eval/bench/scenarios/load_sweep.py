@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from ellm_sgl.client.process import ServerError, ServerProcess
+from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.client.replay import Request
 from ellm_sgl.client.summary import ATTAINMENT, goodput
 from ellm_sgl.client.workloads import to_requests
@@ -67,11 +67,7 @@ class LoadSweep(Scenario):
         loads.replayed(server, self.load(max(self.rates), self.rounds))
 
     def measure(self, server: ServerProcess, setting: Setting, load: list[Request]) -> Taken:
-        found = loads.figures(loads.replayed(server, load))
-        if found["failed"]:
-            failed = f"{setting.name}: {found['failed']:.0f} requests failed"
-            raise ServerError(f"{failed}\n{server.last_words()}")
-        return Taken(found)
+        return Taken(loads.figures(loads.served(server, load, setting.name)))
 
     def finish(
         self, servers: Mapping[str, ServerProcess], result: Result, say: Say

@@ -176,7 +176,8 @@ class Peers(Scenario):
 
     def notes(self, result: Result) -> list[str]:
         told = []
-        if self.dtype == "float32":  # in 16 bits near ties fall otherwise
+        # In 16 bits near ties fall otherwise.
+        if self.dtype == "float32" and self.reference in result.settings:
             for name in (n for n in self._names if n != self.reference):
                 same = [s.figures[SAME_OUTPUT] for s in result.samples if s.setting == name]
                 told.append(f"answers of {name} that are eLLM's: {sum(same) / len(same):.0%}")

@@ -79,7 +79,7 @@ class Priorities(Scenario):
     def measure(self, server: ServerProcess, setting: Setting, load: list[Request]) -> Taken:
         name, options = setting.value
         server.switch_policy(name, **options)
-        done = loads.replayed(server, load)
+        done = loads.served(server, load, setting.name)
         urgent = [o for o in done if o.request.priority == URGENT]
         others = [o for o in done if o.request.priority != URGENT]
         parts = {"": done, "urgent_": urgent, "others_": others}

@@ -81,14 +81,13 @@ class Rotation(Scenario):
     def measure(self, server: ServerProcess, setting: Setting, load: list[Request]) -> Taken:
         server.switch_policy("fcfs", **setting.value)
         before = loads.totals(server)
-        done = loads.replayed(server, load)
+        done = loads.served(server, load, setting.name)
         most, mean = under_way(done)
         found = {**loads.figures(done), **loads.since(server, before),
                  "most_under_way": most, "mean_under_way": mean}  # fmt: skip
         met = [o.complete and o.tpot_s * 1e3 <= self.slo_ms for o in done]
         found["within_slo"] = float(np.mean(met))
-        tokens = found["output_tokens"] / self.requests
-        found["last_token_s"] = found["ttft_mean"] + found["tpot_mean"] * tokens
+        found["last_token_s"] = float(np.mean([o.token_s[-1] - o.sent_s for o in done]))
         return Taken(found, [o.output_ids for o in done])
 
     def finish(

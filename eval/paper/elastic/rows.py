@@ -256,12 +256,12 @@ def total(done: Done) -> float:
 
 def decode(done: Done) -> float:
     """Tokens per second of decode steps."""
-    return over(done.sim.running_mean, done.sim.decode_step_s) or 0.0
+    return done.sim.decode_tokens_per_s
 
 
 def largest(done: Done) -> float:
     """Requests that decode together, at the most."""
-    return float(max((s.running for s in done.sim.series), default=0))
+    return float(done.sim.running_most)
 
 
 def _jamba() -> Iterator[Row]:

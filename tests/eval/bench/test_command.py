@@ -88,7 +88,7 @@ def test_the_paper_command_understands_the_documents(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps(report.provenance() | document))
     read = read_measured([tmp_path / name for name in found])
     assert read.fused["4 x 64 tokens"] == 1.0 and len(read.fused) == 6
-    assert read.goodput_gains == (2.0, 3.0, 1.0)
+    assert read.goodputs == ((6.0, 3.0), (9.0, 3.0), (3.0, 3.0))
     assert read.table_shares == dict.fromkeys((1, 2, 4, 8), 1.0)
     assert all(0 < share < 0.0128 for share in read.fragmentation.values())
 

@@ -19,7 +19,7 @@ from ellm_sgl.eval.bench.loads import LENGTHS
 from ellm_sgl.eval.bench.report import document, plot, render
 from ellm_sgl.eval.bench.result import Result, Sample
 from ellm_sgl.eval.bench.runner import samples
-from ellm_sgl.eval.bench.scenarios.compare import Compare
+from ellm_sgl.eval.bench.scenarios.compare import COUNTERS, Compare
 from ellm_sgl.eval.paper.measured import read_measured
 from ellm_sgl.serve.cli import main
 
@@ -127,8 +127,8 @@ def run(server: str, seconds: tuple[float, float], number: int = 0) -> Sample:
     counted = {"retracted": 1, "pauses": 2, "recomputed_tokens": 0, "fetched_units": 0,
                "swap_stall_ms": 0}  # fmt: skip
     taken = SCENARIO.taken([outcome(each) for each in seconds], counted)
-    (sample,) = samples({server: taken}, AMPLE, CELL, number)
-    return sample
+    both = samples({AMPLE: taken, server: taken}, AMPLE, CELL, number)
+    return next(sample for sample in both if sample.setting == server)
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_table_plot_and_json(found: Result, tmp_path: Path) -> None:
     assert [run["baseline"] for run in said["runs"][:4]] == [False, False, True, True]
     (tmp_path / "compare.json").write_text(json.dumps(said))
     (gain,) = read_measured([tmp_path / "compare.json"]).gains
-    assert gain.best == "swap" and gain.tokens_per_s == pytest.approx(5.556, rel=1e-3)
+    assert gain.best == "swap" and gain.slo_tokens_per_s == pytest.approx(5.556, rel=1e-3)
 
 
 def test_a_server_that_does_not_exist_is_named() -> None:
@@ -229,3 +229,21 @@ def test_a_trace_that_cannot_be_used_is_told_before_servers_start(tmp_path: Path
     result = CliRunner().invoke(main, ["compare", "--trace", str(tmp_path / "none.csv")])
     assert result.exit_code == 1
     assert "none.csv: cannot be read" in result.output
+
+
+def test_a_server_that_failed_some_requests_is_no_measure(found: Result) -> None:
+    """It had less to do: here it is the fastest within the SLO."""
+    lost = SCENARIO.taken(
+        [outcome(0.2), Outcome(outcome(0.2).request, 0.0, [], [], "HTTP 400")],
+        dict.fromkeys(("retracted", "pauses", *COUNTERS), 0),
+    )
+    (broken,) = samples({"stock": lost}, None, CELL, 0)
+    result = Result((*found.samples, broken))
+    assert result.median(CELL, "stock", "slo_tokens_per_s") > 11
+    assert SCENARIO.document(result)["ratios"][0]["best"] == "swap"
+    assert SCENARIO.notes(result) == [
+        "requests that failed: 1 of stock; ratios leave out loads with any"
+    ]
+    assert SCENARIO.notes(found) == []
+    ours = samples({ELLM: lost}, None, CELL, 2)
+    assert SCENARIO.document(Result((*found.samples, *ours)))["ratios"] == []

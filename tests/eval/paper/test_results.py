@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from ellm_sgl.eval.paper.claims import LONG_13B
+from ellm_sgl.eval.paper.end_to_end import under_load
 from ellm_sgl.eval.paper.jobs import Done, Job, LoadSpec, run_job
-from ellm_sgl.eval.paper.results import Comparison, Sweep
+from ellm_sgl.eval.paper.measured import Measured
+from ellm_sgl.eval.paper.overheads import Lookup, Overheads
+from ellm_sgl.eval.paper.results import Comparison, Results, Sweep
 from ellm_sgl.eval.paper.row import Row, over
 from ellm_sgl.eval.simulator import Settings
 
@@ -55,3 +58,10 @@ def test_what_is_not_known_is_shown_as_nothing():
     assert (row.cell(row.simulated), row.cell(row.measured), row.ratio(2.0)) == ("2x", "–", "")
     assert Row("§1", "tokens/s", 4.0, 2.0).ratio(2.0) == "0.50"
     assert over(1.0, 0.0) is None
+
+
+def test_goodput_over_none_is_not_taken_for_a_ratio() -> None:
+    measured = Measured(goodputs=((6.0, 0.0), (7.0, 0.0), (8.0, 6.0)))
+    results = Results([], [], Overheads([], Lookup(0, 0, 0), {}), "roofline", 1.0, measured)
+    (row,) = (r for r in under_load(results) if "goodput of eLLM over stock" in r.quantity)
+    assert row.measured is None and "In 2 of 3 seeds stock's is 0." in row.why
