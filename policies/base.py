@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.latency import HardwareProfile, LatencyModel, ModelShape, StepWork
+from ellm_sgl.latency import NO_WORK, HardwareProfile, LatencyModel, ModelShape, StepWork
 from ellm_sgl.policies.lengths import OutputLengths
 
 ALL_THREADS = 1024
@@ -149,6 +149,8 @@ class SystemState:
     quantile of means over some dozen steps. 1 at first."""
     lengths: OutputLengths
     """How long answers get, by what the server has seen."""
+    prefill_left: StepWork = NO_WORK
+    """What is left to compute of the prompts under way: those who decode wait for it."""
 
 
 @dataclass(frozen=True)

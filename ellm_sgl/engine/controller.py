@@ -10,7 +10,7 @@ from ellm_sgl.engine.decision import Decision
 from ellm_sgl.engine.host_buffer import HostBuffer
 from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.engine.step_log import KEPT_STEPS, StepLog
-from ellm_sgl.latency import HardwareProfile, ModelShape
+from ellm_sgl.latency import NO_WORK, HardwareProfile, ModelShape, StepWork
 from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState, WorkSplit
 from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
@@ -92,6 +92,7 @@ class Controller:
         prefilling: Requests,
         memory: MemoryState,
         lengths: OutputLengths,
+        prefill_left: StepWork = NO_WORK,
     ) -> SystemState:
         """The state a policy is asked about."""
         if self.host_buffer is not None:
@@ -110,12 +111,13 @@ class Controller:
             last_step=self.steps.last,
             pace=self.steps.pace.ratio,
             lengths=lengths,
+            prefill_left=prefill_left,
         )
 
     def decide(self, state: SystemState) -> Decision:
         """Ask about one iteration; never fails, never takes much longer than the budget."""
         began, failures = time.perf_counter(), self.guard.failures.total()
-        answer, last = self.guard.answer(state), self.steps.last
+        answer, last = self.guard.answer(state), self.steps.last_decode
         seconds = time.perf_counter() - began
         self.decision_s.append(seconds)
         self.decisions += 1

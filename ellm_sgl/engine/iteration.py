@@ -24,7 +24,7 @@ from ellm_sgl.engine.attainment import TPOT, TTFT, Attainment
 from ellm_sgl.engine.controller import Controller
 from ellm_sgl.engine.decision import Decision, InForce
 from ellm_sgl.engine.request_table import NO_ENTRIES, Entries, RequestTable
-from ellm_sgl.latency import StepWork
+from ellm_sgl.latency import NO_WORK, StepWork
 from ellm_sgl.memory import ElasticMemory
 from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.policies import SystemState
@@ -91,14 +91,17 @@ class Iteration:
         on_host = elastic.table.uncached_on_host(seq_ids)
         shared = elastic.shared_tokens(seq_ids)
         decoding = requests.running(running, lengths, shared, uncached, on_host, now)
-        to_lack = elastic.under_way.uncached_blocks * elastic.table.shape.block_tokens
+        under_way = elastic.under_way
+        to_lack = under_way.uncached_blocks * elastic.table.shape.block_tokens
+        coming = requests.prefilling(prefilling, to_lack, now)
         return self.controller.state(
             now,
             decoding,
             requests.waiting(waiting, now),
-            requests.prefilling(prefilling, to_lack, now),
+            coming,
             dataclasses.replace(elastic.memory_state(seq_ids, reclaimable), growth=self.growth),
             requests.lengths(decoding),
+            _left(int(coming.tokens.sum()), under_way.left) if len(coming) else NO_WORK,
         )
 
     # -- decide -----------------------------------------------------------------------------
@@ -274,3 +277,9 @@ class Iteration:
     def retracted(self, entry: int, tokens: int) -> None:
         """A running request waits again, with so many tokens of prompt and output."""
         self.requests.wait_again(entry, tokens, self.clock())
+
+
+def _left(tokens: int, left: int) -> StepWork:
+    """The last so many tokens of a prompt."""
+    pairs = left * (tokens - left) + left * (left + 1) / 2
+    return StepWork(0, 0, prefill_rows=left, prefill_pairs=pairs)

@@ -58,15 +58,18 @@ class RequestTable:
 
     Static columns are written once, when a request arrives: a decode iteration with 1,000
     requests waiting gathers them with a few array operations instead of visiting each request.
+
+    Args:
+        first_id: `request_id` of the first one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_id: int = 1) -> None:
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(64, np.float64 if name.endswith("_s") else np.int64)
             for name in (*_OF_ARRIVAL, *_OURS)
         }
         self._free = list(range(63, -1, -1))
-        self._ids = count(1)
+        self._ids = count(first_id)
         self.answers = Answers()
         """Those that have ended; the simulator may put others in their place."""
 
@@ -169,10 +172,12 @@ class RequestTable:
     ) -> Requests:
         """Requests that decode, as a policy sees them. Lengths, in tokens, are the caller's, and
         so are the shared, the uncached and, of these, those on the host."""
-        last_s = self._columns["last_token_s"]
+        column, last_s = self._columns, self._columns["last_token_s"]
         # Of those seen for the first time the first token has just come, with the prompt.
-        newly = entries[np.isnan(last_s[entries])]
-        last_s[newly] = self._columns["answered_s"][newly] = now_s
+        new = np.isnan(last_s[entries])
+        newly = entries[new]
+        last_s[newly] = column["answered_s"][newly] = column["first_token_s"][newly] = now_s
+        column["tokens"][newly] = column["first_length"][newly] = lengths[new]
         waited = now_s - last_s[entries]
         return self._requests(entries, lengths, shared, uncached, on_host, waited)
 

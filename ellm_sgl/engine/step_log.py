@@ -39,6 +39,8 @@ class StepLog:
     def __init__(self, model: LatencyModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self.model = model
         self.reports: deque[StepReport] = deque(maxlen=KEPT_STEPS)
+        self.last_decode: StepReport | None = None
+        """Of those in which no prompt was computed."""
         self.steps = 0
         self.pace = Pace()
         self._clock = clock
@@ -75,6 +77,9 @@ class StepLog:
         report = StepReport(work, (now - began) / steps, predicted, self._stall_s)
         self._started, self._stall_s = None, 0.0
         self.reports.append(report)
+        if work.decode_rows and not work.prefill_rows:
+            self.last_decode = report
         self.pace.note(work, now - began, predicted, steps)
         self.steps += steps
-        self.model.observe(work, report.seconds)
+        # Waiting for the link says nothing about how long reading and computing take.
+        self.model.observe(work, report.seconds - report.swap_stall_s / steps)

@@ -6,7 +6,13 @@ No torch, no SGLang in here.
 from collections.abc import Callable, Mapping
 
 from ellm_sgl.config import LATENCY_MODELS
-from ellm_sgl.latency.base import FetchingLatencyModel, HostCopies, LatencyModel, StepWork
+from ellm_sgl.latency.base import (
+    NO_WORK,
+    FetchingLatencyModel,
+    HostCopies,
+    LatencyModel,
+    StepWork,
+)
 from ellm_sgl.latency.paper import PaperLatencyModel
 from ellm_sgl.latency.partition import hidden_layers
 from ellm_sgl.latency.profile import HardwareProfile, ModelShape
@@ -19,6 +25,7 @@ BY_NAME: Mapping[str, Callable[[ModelShape, HardwareProfile], LatencyModel]] = d
 
 __all__ = [
     "BY_NAME",
+    "NO_WORK",
     "FetchingLatencyModel",
     "HardwareProfile",
     "HostCopies",

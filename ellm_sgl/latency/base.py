@@ -63,6 +63,9 @@ class StepWork:
         return self.restored_prefix + (self.restored_squares + self.restored_tokens) / 2
 
 
+NO_WORK = StepWork(0, 0)
+
+
 class LatencyModel(ABC):
     """Predicts the time of one step; may learn from measured ones."""
 

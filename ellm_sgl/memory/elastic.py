@@ -265,8 +265,8 @@ class ElasticMemory:
             if (spare := self.table.free_units - growth) < groups - less:
                 break
             # Anew: blocks may have returned for another request that shares them.
-            blocks, count = self.table.blocks_of(seq_id), int(self._excess_blocks([seq_id])[0])
-            own = blocks[self.table.misses_units(blocks)][::-1][:count]
+            lacking = self.table.missing_of_each([seq_id])[::-1]
+            own = lacking[: max(len(lacking) - self._target_blocks(seq_id), 0)]
             fetched = ~self.table.lost(own)
             fits = (groups - less * fetched).cumsum().searchsorted(spare, side="right")
             growth -= less * int(fetched[:fits].sum())
@@ -295,10 +295,9 @@ class ElasticMemory:
         blocks, columns = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         for seq_id in np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist():
             # Anew: blocks may have returned for another request that shares them.
-            count = min(int(self._excess_blocks([seq_id])[0]), room)
+            lacking = table.missing_of_each([seq_id])
+            count = min(len(lacking) - self._target_blocks(seq_id), room)
             if count > 0:
-                own = table.blocks_of(seq_id)
-                lacking = own[table.misses_units(own)]
                 placed = lacking[~table.lost(lacking)][:count]
                 rows, groups_lacked = np.nonzero(table.units[placed] == NONE)
                 table.place(placed)
@@ -314,9 +313,12 @@ class ElasticMemory:
 
     def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Blocks that each request misses beyond its policy's target."""
-        targets = np.array([self._targets.get(s, 0) for s in seq_ids], np.int64)
-        excess = np.maximum(self.table.uncached_tokens(seq_ids) - targets, 0)
-        return np.asarray(-(-excess // self.table.shape.block_tokens), np.int64)
+        lacking, targets = self.table.lacking_blocks(seq_ids), map(self._target_blocks, seq_ids)
+        return np.maximum(lacking - np.fromiter(targets, np.int64, len(seq_ids)), 0)
+
+    def _target_blocks(self, seq_id: int) -> int:
+        """Blocks of a request that are to be missing."""
+        return self._targets.get(seq_id, 0) // self.table.shape.block_tokens
 
     def _yields(self) -> Callable[[float], int]:
         """Tokens that all requests lose beyond their targets when brought to a ratio; as of now."""

@@ -65,6 +65,10 @@ class LackingBlocks:
                 sequence.lacking = int(lacking)
             self._outdated = False
 
+    def may_lack(self, sequence: Sequence) -> bool:
+        """Whether a request lacks a block, as far as that is known without counting again."""
+        return self._outdated or sequence.lacking > 0
+
     def contradiction(self) -> str | None:
         """What is wrong with the counts, or None."""
         mappers, mapper = np.zeros_like(self._mappers), np.zeros_like(self._mapper)

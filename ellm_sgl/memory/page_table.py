@@ -617,8 +617,8 @@ class PageTable:
         """Blocks that lack a device unit, once for each of these requests that has them."""
         if self.missing_units == 0:
             return np.empty(0, np.int32)
-        self._lacking.bring_up_to_date()
-        blocks = [s.blocks for s in map(self._sequences.__getitem__, seq_ids) if s.lacking]
+        sequences = map(self._sequences.__getitem__, seq_ids)
+        blocks = [s.blocks for s in sequences if self._lacking.may_lack(s)]
         if not blocks:
             return np.empty(0, np.int32)
         every = np.concatenate(blocks)

@@ -143,6 +143,8 @@ class UnderWay:
     """Blocks for which it will take units."""
     missing: int
     """Blocks of it that have been computed, and lack units."""
+    left: int = 0
+    """Tokens that have yet to be computed."""
 
     @property
     def uncached_blocks(self) -> int:
@@ -157,7 +159,8 @@ class UnderWay:
         missing = int(np.count_nonzero(table.misses_units(there)))
         own = max(int(ratio * blocks) - missing, 0)
         own = min(own, max(blocks - len(there), 0))
-        return UnderWay(own, max(blocks - len(there) - own, 0), missing)
+        left = max(tokens - table.length_of(seq_id), 0)
+        return UnderWay(own, max(blocks - len(there) - own, 0), missing, left)
 
 
 NOTHING_UNDER_WAY = UnderWay(0, 0, 0)

@@ -29,10 +29,10 @@ def map_decoded(out_cache_loc: Any, batch: ScheduleBatch, token_per_req: int) ->
     """After `alloc_for_decode`: each request has a token more."""
     scheduler, table = scheduler_of(batch), context_of(batch).table
     seq_ids = rows_of(batch.reqs)
-    scheduler.iteration.in_step(scheduler.entries(batch.reqs), table.lengths_of(seq_ids))
     slots = out_cache_loc.cpu().numpy()
     with scheduler.iteration.elastic.totals.bookkeeping():
         table.extend_each(seq_ids, slots // table.shape.block_tokens)
+    scheduler.iteration.in_step(scheduler.entries(batch.reqs), table.lengths_of(seq_ids))
     return out_cache_loc
 
 

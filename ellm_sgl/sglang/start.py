@@ -114,13 +114,14 @@ def warm_up(iteration: Iteration) -> None:
     elastic, controller = iteration.elastic, iteration.controller
     memory = elastic.memory_state(elastic.table.sequence_ids)
     tokens = memory.device_tokens
-    table = RequestTable()
-    arrival = Arrival(tokens // 2, tokens // 2, 64, 0.0, 0, math.inf, math.inf)
+    # What a policy remembers of these shall fit no request to come.
+    table, now = RequestTable(first_id=-6), iteration.clock()
+    arrival = Arrival(tokens // 2, tokens // 2, 64, now, 0, math.inf, math.inf)
     entries = entries_array(
-        [table.add(dataclasses.replace(arrival, priority=i), 0.0) for i in range(6)]
+        [table.add(dataclasses.replace(arrival, priority=i), now) for i in range(6)]
     )
     lengths, none = np.full(4, tokens // 2), np.zeros(4, np.int64)
-    running = table.running(entries[:4], lengths, none, none, none, 0.0)
-    waiting, nobody = (table.waiting(some, 0.0) for some in (entries[4:], entries[:0]))
-    state = controller.state(0.0, running, waiting, nobody, memory, table.lengths(running))
+    running = table.running(entries[:4], lengths, none, none, none, now)
+    waiting, nobody = (table.waiting(some, now) for some in (entries[4:], entries[:0]))
+    state = controller.state(now, running, waiting, nobody, memory, table.lengths(running))
     controller.guard.warm_up(state)

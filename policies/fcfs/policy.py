@@ -10,7 +10,7 @@ from ellm_sgl.policies.base import Batch, Policy, Ratios, SystemState, WorkSplit
 from ellm_sgl.policies.fcfs.growth import inflated
 from ellm_sgl.policies.fcfs.relaxation import Relaxation
 from ellm_sgl.policies.pausing.choice import Pausing
-from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision, can_rotate
+from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision
 from ellm_sgl.policies.problem.batch_size import BatchProblem
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
@@ -104,7 +104,12 @@ class Fcfs(Policy):
         state = inflated(state)
         count = len(state.running)
         self._rotated = None
-        if count and self._rotation is not None and can_rotate(state):
+        if (
+            count
+            and self._rotation
+            and self._pausing
+            and self._rotation.applies(state, self._pausing)
+        ):
             self._rotated = self._rotation.decide(state)
             return self._rotated.batch()
         if count and self._pausing is not None:

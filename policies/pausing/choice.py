@@ -44,8 +44,7 @@ class Pausing:
     """Remembers from one iteration to the next who is paused."""
 
     def __init__(self) -> None:
-        self._paused: IntArray = np.zeros(0, np.int64)
-        """Their ids."""
+        self.paused_ids: IntArray = np.zeros(0, np.int64)
         self._counted: Standing[None] | None = None
         """It stands who takes part."""
         self._order: IntArray = np.zeros(0, np.int64)
@@ -60,7 +59,7 @@ class Pausing:
             level: int64 [running]; the higher ones are less urgent and pause first.
         """
         ids = state.running.request_id
-        paused = np.isin(ids, self._paused)
+        paused = np.isin(ids, self.paused_ids)
         short = max(short_tokens(state, Candidates.of(state)), 0)
         restores = bool(state.running.uncached_tokens[~paused].any())
         given = ids, state.memory.device_tokens, short.bit_length(), restores
@@ -69,8 +68,12 @@ class Pausing:
             self._evicted = None
             if short > 0 or paused.any():
                 self._choose(state, paused, np.zeros_like(ids) if level is None else level)
-        self._paused = ids[paused]
+        self.paused_ids = ids[paused]
         return np.flatnonzero(paused)
+
+    def take_over(self, paused_ids: IntArray) -> None:
+        """These pause now, by somebody else's choice."""
+        self.paused_ids, self._counted = paused_ids, None
 
     def evicted(self, state: SystemState, paused: int) -> IntArray:
         """n_i of the running requests, while so many pause; more as the others grow."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import Batch, BoolArray, FloatArray, IntArray, Ratios, SystemState
+from ellm_sgl.policies.pausing.choice import Pausing
 from ellm_sgl.policies.pausing.limits import (
     AHEAD,
     Deadlines,
@@ -31,7 +32,7 @@ from ellm_sgl.policies.pausing.limits import (
     excess_share,
     full_step_s,
 )
-from ellm_sgl.policies.problem.candidates import SLO_SHARE, Candidates, ratios_of
+from ellm_sgl.policies.problem.candidates import SLO_SHARE, Candidates, ratios_of, under_way_s
 from ellm_sgl.policies.problem.even_share import EvenShare
 from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
@@ -51,6 +52,9 @@ SOLVE_EVERY = 16
 LOOSE = 2.0
 """Steps of a full device that the SLO is long at least: where it is tighter, requests get ahead of
 it so slowly that whoever has paused once for more than was foreseen misses it."""
+STILL_LOOSE = 1.9
+"""Those who rotate go on while it is so long: to change the way costs evictions, and a step's time
+is known only so well."""
 NOBODY = -1
 
 
@@ -103,6 +107,17 @@ class Rotation:
         self._excess_share = 0.0
         self._turns: Standing[int] | None = None
         """How many may run: it hardly changes with a step's tokens."""
+        self._applies = False
+
+    def applies(self, state: SystemState, pausing: Pausing) -> bool:
+        """Whether requests rotate now; whoever pauses in the one way goes on in the other."""
+        before = self._applies
+        self._applies = can_rotate(state, STILL_LOOSE if before else LOOSE)
+        if self._applies and not before:
+            self._paused = pausing.paused_ids
+        elif before and not self._applies:
+            pausing.take_over(self._paused)
+        return self._applies
 
     def decide(self, state: SystemState, urgency: Urgency | None = None) -> RotationDecision:
         """Who is active in the next step, and how many are admitted.
@@ -152,7 +167,10 @@ class Rotation:
     def _is_back(self, state: SystemState, resuming: int) -> bool:
         """All its KV is there; or nothing more of it comes, because the host does not have it."""
         missing = int(state.running.uncached_tokens[resuming])
-        self._waits = self._waits + 1 if missing >= self._missing else 0
+        if missing < self._missing:
+            self._waits = 0
+        elif not len(state.prefilling):  # while a prompt is computed nothing is fetched
+            self._waits += 1
         self._missing = missing
         return missing == 0 or self._waits >= MOST_WAITS
 
@@ -286,10 +304,10 @@ class RotationDecision:
         return self._deadlines.spare_s(paused & (self._urgency.running <= level))
 
     def _prefill_seconds(self, tokens: IntArray) -> FloatArray:
-        """Time of the prompts up to each of these."""
+        """Time of prompts under way, and up to each of these."""
         pairs = np.cumsum(tokens * (tokens + 1.0) / 2)
         work = StepWork(0, 0, prefill_rows=np.cumsum(tokens), prefill_pairs=pairs)
-        return self._state.latency.step_seconds(work)
+        return self._state.latency.step_seconds(work) + under_way_s(self._state)
 
     def _next(self) -> int:
         """Of the most urgent who are paused, the one whose deadline is the earliest."""
@@ -326,13 +344,13 @@ class RotationDecision:
         return by_slack[:count]
 
 
-def can_rotate(state: SystemState) -> bool:
+def can_rotate(state: SystemState, loose: float = LOOSE) -> bool:
     """Whether requests can rotate at all: the host keeps the KV of those that pause, every running
-    request has a TPOT SLO, and all of these are loose."""
+    request has a TPOT SLO, and all of these are so many steps long."""
     slo = np.minimum(state.running.tpot_slo_s, state.tpot_slo_s)
     if state.memory.host_tokens == 0 or not np.isfinite(slo).all():
         return False
-    return bool(slo.min() >= LOOSE * full_step_s(state))
+    return bool(slo.min() >= loose * full_step_s(state))
 
 
 def _all_fit(state: SystemState) -> bool:

@@ -207,6 +207,12 @@ def work_of(candidates: Candidates, evicted: IntArray) -> StepWork:
     )
 
 
+def under_way_s(state: SystemState) -> float:
+    """Time for which those who decode have yet to wait for prompts under way."""
+    left = state.prefill_left
+    return float(state.latency.step_seconds(left)) if left.prefill_rows else 0.0
+
+
 def prompts_s(state: SystemState, waiting: slice | IntArray) -> FloatArray:
     """Time to compute the prompts of the first, the first two, ... of these waiting requests."""
     tokens, shared = state.waiting.tokens[waiting], state.waiting.shared_tokens[waiting]
@@ -266,7 +272,7 @@ def slack_s(state: SystemState, share: float) -> FloatArray:
     negative: behind; inf: it has none. All of a pause counts at once."""
     running = state.running
     slo_s = share * np.minimum(running.tpot_slo_s, state.tpot_slo_s)
-    further = np.maximum(running.tokens - running.prompt_tokens - 1, 0)  # tokens after the first
+    further = np.maximum(running.tokens - running.prompt_tokens, 0)  # the last one has no KV
     allowed_s = np.full(len(running), np.inf)
     np.multiply(slo_s, further, out=allowed_s, where=np.isfinite(slo_s))
     tpot_s = np.where(np.isnan(running.tpot_s), 0.0, running.tpot_s)

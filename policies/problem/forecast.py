@@ -26,6 +26,7 @@ from ellm_sgl.policies.problem.candidates import (
     prompts_s,
     slack_s,
     slos_s,
+    under_way_s,
     unowned_tokens,
 )
 from ellm_sgl.policies.problem.left_over import rate_of_all
@@ -67,7 +68,7 @@ class Forecast:
     prefix: FloatArray
     """Σ p_i e_i a_i."""
     prompts_s: FloatArray
-    """Time to compute the prompts of those who wait, [b]."""
+    """Time to compute the rest of prompts under way, and those of who is admitted, [b]."""
     slo_s: FloatArray
     """The least SLO on the time per token, [b]."""
     ahead_s: FloatArray
@@ -124,7 +125,8 @@ class Forecast:
         )
         deviation = np.sqrt(DEVIATIONS**2 * variance + (state.lengths.doubt * in_doubt) ** 2)
         free = state.memory.device_tokens - unowned_tokens(state)
-        prompts = np.append(np.zeros(len(state.running) + 1), prompts_s(state, slice(waiting)))
+        nobody = np.zeros(len(state.running) + 1)
+        prompts = np.append(nobody, prompts_s(state, slice(waiting))) + under_way_s(state)
         slack = slack_s(state, 1.0)
         order = np.argsort(slack)
         return cls(

@@ -30,6 +30,8 @@ PREFILL_SHARE = 0.125
 more urgent requests decode."""
 MOST_SAVED_S = 10.0
 """A longer prompt need not save up more: it waits this / PREFILL_SHARE at most."""
+MOST_STEPS = 16
+"""A time that is longer than so many steps was nobody's: the server had nothing to do."""
 PATIENCE = 2.0
 """A prompt that takes longer than the more urgent requests are ahead of their SLO saves up so many
 times its time: most of them have got further by then. A request that has just begun is ahead by
@@ -48,6 +50,7 @@ class PrefillBudget:
     def __init__(self) -> None:
         self._saved_s = 0.0
         self._until_s = math.inf
+        self._several = False
         self._contended_s = -math.inf
         self._offered: dict[int, float] = {}
 
@@ -57,13 +60,17 @@ class PrefillBudget:
         Args:
             several: some requests are more urgent than others.
         """
-        if several:
+        if several and self._several:
             passed = max(state.now_s - self._until_s, 0.0)
+            if state.last_step is not None:
+                passed = min(passed, MOST_STEPS * state.last_step.seconds)
             self._saved_s = min(self._saved_s + PREFILL_SHARE * passed, MOST_SAVED_S)
+        if several:
             self._contended_s = state.now_s
-        self._until_s = state.now_s
+        self._until_s, self._several = state.now_s, several
         if self._offered:
-            admitted = self._offered.keys() & set(state.running.request_id.tolist())
+            begun = np.concatenate((state.running.request_id, state.prefilling.request_id))
+            admitted = self._offered.keys() & set(begun.tolist())
             self._saved_s = max(self._saved_s - sum(self._offered[i] for i in admitted), 0.0)
             self._offered = {}
 

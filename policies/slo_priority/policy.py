@@ -19,7 +19,7 @@ from ellm_sgl.policies.base import (
     WorkSplit,
 )
 from ellm_sgl.policies.pausing.choice import Pausing
-from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision, Urgency, can_rotate
+from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision, Urgency
 from ellm_sgl.policies.planned import evictable_tokens, running_and, select
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
@@ -106,7 +106,7 @@ class SloPriority(Policy):
         levels = self._levels(state)
         aged = replace(levels, running=self._overtaken.aged(state, levels.running))
         self._rotated = None
-        if len(state.running) and can_rotate(state):
+        if len(state.running) and self._rotation.applies(state, self._pausing):
             return self._rotate(state, aged)
         out = self._out_of_room(state, aged)
         admitted = self._admit(state, aged, int(aged.running[out].min(initial=LEVELS)))

@@ -14,6 +14,7 @@ from ellm_sgl.engine import Controller, ServerLimits, StepLog
 from ellm_sgl.engine.decision import FETCH_ALL, Decision
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
 from ellm_sgl.policies import Batch, Fcfs, FixedRatio, Policy, Stock, SystemState, WorkSplit
+from ellm_sgl.policies.pausing.limits import LINK_SHARE
 from ellm_sgl.policies.testing.generate import make_state, requests
 from tests.latency.machines import GPU, TINY
 
@@ -76,3 +77,16 @@ def decided(policy: Policy) -> Decision:
         return loop.decide(STATE)
     finally:
         loop.guard.close()
+
+
+def test_what_is_fetched_ahead_takes_half_of_a_step_that_decodes() -> None:
+    """Not of the prompt that was computed last, beside whose successor it would be fetched."""
+    moments = iter([0.0, 0.03, 1.23])
+    steps = StepLog(RooflineLatencyModel(TINY, GPU), clock=lambda: next(moments))
+    loop = Controller(Stock(), 30.0, steps, ServerLimits(TINY, GPU, 8, math.inf, 4096))
+    assert loop.decide(STATE).fetch_ahead_s == 0.0
+    steps.start(StepWork(2, 300))
+    steps.start(StepWork(0, 0, prefill_rows=9000, prefill_pairs=9000 * 4500))
+    steps.idle()
+    assert loop.decide(STATE).fetch_ahead_s == pytest.approx(LINK_SHARE * 0.03)
+    loop.guard.close()

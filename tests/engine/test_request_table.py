@@ -132,3 +132,20 @@ def test_policies_cannot_write_to_it() -> None:
     for array in vars(view).values():
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 7
+
+
+def test_the_time_to_the_second_token_counts_where_the_first_was_seen() -> None:
+    """It comes with the prompt; then others' prompts hold it up."""
+    book = RequestTable()
+    slot = book.add(ARRIVAL, 0.0)
+    assert math.isnan(one(book, slot, 10, now=10.0))
+    for length, now in ((11, 14.0), (12, 14.5)):
+        book.decoded(entries_array([slot]), np.array([length]), now)
+        assert one(book, slot, length, now) == pytest.approx((now - 10) / (length - 10))
+    assert book.measured(slot, 14.5).tpot_s == pytest.approx(2.25)
+
+
+def test_ids_of_requests_that_are_made_up_are_those_of_no_other() -> None:
+    book = RequestTable(first_id=-2)
+    entries = entries_array([book.add(ARRIVAL, 0.0) for _ in range(2)])
+    assert book.request_ids(entries).tolist() == [-2, -1]

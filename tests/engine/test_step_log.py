@@ -80,3 +80,23 @@ def test_nothing_is_reported_before_the_first_step_ends() -> None:
     assert log.last is None
     log.start(WORK)
     assert log.last is None
+
+
+def test_waiting_for_the_link_teaches_the_model_nothing() -> None:
+    log = log_at(1.0, 2.0, 3.0)
+    log.start(WORK)
+    log.stalled(0.25)
+    log.start(WORK)
+    log.start(WORK)
+    assert isinstance(log.model, Recording)
+    assert [seconds for _, seconds in log.model.seen] == [0.75, 1.0]
+    assert [r.seconds for r in log.reports] == [1.0, 1.0]
+
+
+def test_the_last_step_that_decoded_is_known_behind_a_prompt() -> None:
+    log = log_at(1.0, 2.0, 5.0, 6.0)
+    mixed = StepWork(decode_rows=2, decode_tokens=20, prefill_rows=5, prefill_pairs=15)
+    for work in (WORK, StepWork(0, 0, prefill_rows=5, prefill_pairs=15), mixed):
+        log.start(work)
+    log.idle()
+    assert log.last is log.reports[-1] and log.last_decode is log.reports[0]

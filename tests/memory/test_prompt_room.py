@@ -75,7 +75,7 @@ def test_what_a_prompt_under_way_lacks_is_nobody_elses() -> None:
     blocks = scene.request(0, tokens=4 * BLOCK)
     scene.evict(blocks[:1])
     under_way = UnderWay.of(scene.table, 0, tokens=10 * BLOCK, ratio=0.3)
-    assert under_way == UnderWay(own=2, coming=4, missing=1)
+    assert under_way == UnderWay(own=2, coming=4, missing=1, left=6 * BLOCK)
     before = scene.elastic.memory_state()
     scene.elastic.under_way = under_way
     after = scene.elastic.memory_state()

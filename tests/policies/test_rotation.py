@@ -263,4 +263,4 @@ def test_slack_is_what_a_reader_at_the_slos_pace_has_in_store() -> None:
     )
     state = make_state(running, device_tokens=999, host_tokens=99, tpot_slo_s=0.1)
     found = Deadlines.of(state, np.ones(2, bool)).slack_s
-    assert found == pytest.approx([SLO_SHARE * 0.1 * 10 - 9 * 0.02 - 0.05, SLO_SHARE * 0.1 - 0.03])
+    assert found == pytest.approx([SLO_SHARE * 0.1 * 11 - 10 * 0.02 - 0.05, SLO_SHARE * 0.2 - 0.03])

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ellm_sgl.policies import Fcfs, Policy, SystemState
+from ellm_sgl.latency import StepWork
+from ellm_sgl.policies import Fcfs, Policy, StepReport, SystemState
 from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.slo_priority.admission import (
     CONTENDED_S,
@@ -104,3 +105,26 @@ def _slowest_urgent(policy: Policy) -> float:
     served = Simulation(policy, trace, device_tokens=8192).run()
     assert len(served.finished) == len(trace)
     return max(r.tpot_s for r in served.of(1))
+
+
+def test_a_prompt_computed_in_chunks_has_to_be_paid_for_too() -> None:
+    """When time is noted next, it is under way and does not decode yet."""
+    budget, state = PrefillBudget(), scene(0.0)
+    budget.note(state, several=True)
+    later = replace(state, now_s=1.0 / PREFILL_SHARE)
+    budget.note(later, several=True)
+    budget.offer(state.waiting, np.full(3, 0.75))
+    budget.note(replace(later, prefilling=requests([LONG], request_id=8)), several=True)
+    assert budget.affords(0.25) and not budget.affords(0.3)
+
+
+def test_nothing_is_saved_up_while_all_are_alike_or_nobody_is_there() -> None:
+    alike, idle = PrefillBudget(), PrefillBudget()
+    state = scene(0.0)
+    for several, now_s in ((False, 0.0), (False, 50.0), (True, 100.0)):
+        alike.note(replace(state, now_s=now_s), several)
+    assert alike.affords(0.0) and not alike.affords(0.01)
+    step = StepReport(StepWork(2, 200), seconds=0.02, predicted_s=0.02)
+    for now_s in (0.0, 100.0):
+        idle.note(replace(state, now_s=now_s, last_step=step), several=True)
+    assert not idle.affords(0.1)

@@ -102,6 +102,7 @@ def test_without_an_slo_the_last_pause() -> None:
 def test_slack_is_the_time_by_which_a_request_is_ahead_of_its_slo() -> None:
     state = told([0.01, 0.02, 0.03, np.nan])
     state.running.waited_s[:] = [0.0, 0.0, 0.0, 0.5]
-    expected = 79 * 0.02 - 79 * np.array([0.01, 0.02, 0.03, 0.0]) - [0, 0, 0, 0.5]
+    # The prompt, and 80 of the 81 tokens after it: the last one's KV comes with the next step.
+    expected = 80 * 0.02 - 80 * np.array([0.01, 0.02, 0.03, 0.0]) - [0, 0, 0, 0.5]
     assert slack_s(state, 1.0) == pytest.approx(expected)
-    assert slack_s(state, 0.5) == pytest.approx(expected - 79 * 0.01)
+    assert slack_s(state, 0.5) == pytest.approx(expected - 80 * 0.01)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Batch, Fcfs, Policy, SystemState
 from ellm_sgl.policies.checks import InvalidAnswer, check_batch
 from ellm_sgl.policies.pausing.rotation import can_rotate
@@ -14,6 +15,7 @@ from ellm_sgl.policies.problem.candidates import unowned_tokens
 from ellm_sgl.policies.problem.under_way import as_running
 from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
+from tests.policies.slo_server import CpuServer
 
 MEMORY, LONG, SHORT = 56_112, 49_168, 16_752
 """L-Eval on an A100 that holds Llama2-13B: one fits, both do not."""
@@ -101,3 +103,20 @@ def test_memory_that_nobody_owns_stays_what_it_is() -> None:
         assert (seen is state) == (len(state.prefilling) == 0)
         count = len(state.running)
         assert np.array_equal(seen.running.tokens[:count], state.running.tokens)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_those_who_decode_wait_for_the_rest_of_it(policy: type[Policy]) -> None:
+    """One that fits is not admitted where the prompt under way uses up what is left of an SLO."""
+    state = make_state(
+        requests([256] * 2, prompt_tokens=250, max_new_tokens=16, tpot_s=0.02),
+        requests([4000], request_id=7, max_new_tokens=16),
+        prefilling=requests([2048], request_id=5, max_new_tokens=16),
+        device_tokens=100_000,
+        max_running=64,
+        latency=CpuServer(),
+        tpot_slo_s=0.1,
+    )
+    assert policy().batch(state).admit == (0,)
+    left = StepWork(0, 0, prefill_rows=10_000, prefill_pairs=1)
+    assert policy().batch(replace(state, prefill_left=left)).admit == ()

@@ -27,3 +27,6 @@ def test_a_policy_is_warmed_up_by_a_question_under_pressure() -> None:
     (state,) = policy.states
     assert len(state.running) == 4 and len(state.waiting) == 2
     assert state.running.tokens.sum() > state.memory.device_tokens
+    # What it remembers of them fits no request to come.
+    assert state.running.request_id.max() < 0 and state.waiting.request_id.max() < 0
+    assert state.now_s == iteration.clock() == state.waiting.arrival_s[0]

@@ -100,7 +100,6 @@ def test_policies_are_held_against_the_best_baseline() -> None:
 PAPER = (
     Cell("llama2-13b", 0.5, "unknown", "loose", 32, "both"),
     Cell("llama2-13b", 1.0, "shifting", "tight", 32, "both"),
-    Cell("llama2-13b", 3.0, "known", "tight", 32, "both"),
     Cell("llama2-13b", 3.0, "shifting", "loose", 32, "both"),
     Cell("llama2-70b", 3.0, "known", "none", 16, "swap"),
     Cell("llama2-70b", 3.0, "unknown", "loose", 16, "swap"),
@@ -110,6 +109,8 @@ PAPER = (
     Cell("llama2-70b", 3.0, "shifting", "tight", 16, "swap"),
 )
 """Cells that show every kind of lengths, SLO and load."""
+CLOSE = (Cell("llama2-13b", 3.0, "known", "tight", 32, "both"),)
+"""Seeds differ by more (fcfs of the best baseline: 0.97, 1.03, 1.06) than it is above its floor."""
 DEMO = (
     Cell("demo", 3.0, "shifting", "tight", 16, "recompute", 0),
     Cell("demo", 3.0, "known", "tight", 16, "both", 1),
@@ -126,7 +127,9 @@ class Part(Regret):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cells", "seeds"), [(PAPER, 1), (DEMO, 3)], ids=["paper", "demo"])
+@pytest.mark.parametrize(
+    ("cells", "seeds"), [(PAPER, 1), (CLOSE, 3), (DEMO, 3)], ids=["paper", "close", "demo"]
+)
 def test_a_part_of_the_grid_keeps_its_floor(cells: tuple[Cell, ...], seeds: int) -> None:
     made = Part(rounds=seeds, taken=cells)
     verdicts = made.verdicts(run(made, lambda _: None, lambda: None))
