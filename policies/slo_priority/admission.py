@@ -31,7 +31,7 @@ more urgent requests decode."""
 MOST_SAVED_S = 10.0
 """A longer prompt need not save up more: it waits this / PREFILL_SHARE at most."""
 MOST_STEPS = 16
-"""A time that is longer than so many steps was nobody's: the server had nothing to do."""
+"""No more counts of a time that is longer than so many steps: the server had nothing to do."""
 PATIENCE = 2.0
 """A prompt that takes longer than the more urgent requests are ahead of their SLO saves up so many
 times its time: most of them have got further by then. A request that has just begun is ahead by

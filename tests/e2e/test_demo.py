@@ -1,4 +1,4 @@
-"""`ellm-sgl demo` with a small load, as its user runs it; and stopped half-way."""
+"""`ellm-sgl demo` with a small load; and stopped half-way, as its user does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from ellm_sgl.serve.cli import main
 from tests.servers import still_there
 
 pytestmark = pytest.mark.slow
@@ -21,17 +24,18 @@ MIB = 1 << 20
 DEMO = (sys.executable, "-m", "ellm_sgl.serve.cli", "demo")
 
 
+def demo(*arguments: str) -> tuple[dict[str, Any], str]:
+    """The report and what was said meanwhile, of the command in this process: its servers are
+    copies of what all tests' are."""
+    runner = CliRunner(env={"OMP_NUM_THREADS": "1"})
+    done = runner.invoke(main, ["demo", *arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.stdout + done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
 def test_outputs_are_those_of_ample_memory() -> None:
     """24 chats of 128 + 128 tokens, and room for a third of that."""
-    done = subprocess.run(
-        [*DEMO, "--output-tokens", "128", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    report, said = demo("--output-tokens", "128")
     assert report["ok"] is True and report["outputs_identical"] == 24
     ample, stock, ellm = report["runs"]
     assert ample["completed"] == ellm["completed"] == stock["completed"] == 24
@@ -40,22 +44,14 @@ def test_outputs_are_those_of_ample_memory() -> None:
     assert ellm["restoration"]["integrity"] == "ok"
     assert ellm["restoration"]["evicted_units"] > 0
     assert ellm["restoration"]["fetched_units"] > 0
-    assert "\x1b" not in done.stderr
+    assert "\x1b" not in said
     for line in ("1/3 stock, ample", "2/3 eLLM, small", "3/3 stock, small"):
-        assert line in done.stderr
+        assert line in said
 
 
 def test_two_servers_share_a_budget() -> None:
     """Outputs are the same whoever has how much memory; each gets nearly all of it in its turn."""
-    done = subprocess.run(
-        [*DEMO, "--colocated", "--output-tokens", "64", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
+    report, said = demo("--colocated", "--output-tokens", "64")
     assert report["ok"] is True and report["failures"] == []
     alone, halves, shared = report["runs"]
     for run in (alone, halves, shared):
@@ -64,7 +60,7 @@ def test_two_servers_share_a_budget() -> None:
     assert min(shared["most_bytes"]) > 1.2 * min(halves["most_bytes"])
     assert shared["most_together_bytes"] <= report["memory_bytes"]
     assert set(report["ratios"]) == set(shared["servers"]) == {"model A", "model B"}
-    assert "\x1b" not in done.stderr
+    assert "\x1b" not in said
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

@@ -78,6 +78,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_EVICTOR}.evictable",
         " & table.computed_in_full(blocks)",
         "",
+        first=164,
     ),
     Fault(
         "ranks map one file for their host tiers",
@@ -115,7 +116,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_TABLE}.adopt",
         "gaps = (self.units[destination] == NONE) & (self.units[source] != NONE)",
         "gaps = self.units[source] != NONE",
-        first=300,
+        first=1128,
     ),
     Fault(
         "a request's blocks gain no reference when it is mapped",
@@ -267,6 +268,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_GRAPH}.wait",
         "self._stream.wait_stream(computing)",
         "pass",
+        first=48,
     ),
     Fault(
         "in a graph, layers do not wait for their units",
@@ -279,12 +281,14 @@ FAULTS: tuple[Fault, ...] = (
         f"{_GRAPH}.done",
         "self._stream.wait_event(self._left[group])",
         "pass",
+        first=92,
     ),
     Fault(
         "a graph fetches once more what the step before did",
         f"{_GRAPH}.load",
         "if not transfers and self._empty:",
         "if not transfers:",
+        first=81,
     ),
     Fault(
         "fetched units are read from nowhere",
@@ -370,12 +374,14 @@ FAULTS: tuple[Fault, ...] = (
         "ellm_sgl.store.chain:Chain.extend",
         "blake2b(last + block",
         "blake2b(block",
+        first=70,
     ),
     Fault(
         "blocks read from the store are filled in the wrong order",
         f"{_STORED}._read",
         "self._table.units[placed], data",
         "self._table.units[placed[::-1]], data",
+        first=66,
     ),
     Fault(
         "blocks that the tree has already stay allocated beside it",
@@ -388,6 +394,7 @@ FAULTS: tuple[Fault, ...] = (
         "ellm_sgl.sglang.decode_memory:place_decoded",
         "if count := running_batch.batch_size():",
         "if count := 0:",
+        first=77,
     ),
     Fault(
         "paused requests do not resume",

@@ -128,7 +128,12 @@ class Part(Regret):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cells", "seeds"), [(PAPER, 1), (CLOSE, 3), (DEMO, 3)], ids=["paper", "close", "demo"]
+    ("cells", "seeds"),
+    [
+        *(pytest.param((cell,), 1, id="-".join(map(str, cell))) for cell in PAPER),
+        pytest.param(CLOSE, 3, id="close"),
+        pytest.param(DEMO, 3, id="demo"),
+    ],
 )
 def test_a_part_of_the_grid_keeps_its_floor(cells: tuple[Cell, ...], seeds: int) -> None:
     made = Part(rounds=seeds, taken=cells)
