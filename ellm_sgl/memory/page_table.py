@@ -252,17 +252,15 @@ class PageTable:
             The leading blocks that are now complete. A block is completed or left as it was.
         """
         ids = np.asarray(blocks, np.int32)
-        _refuse_repeated(ids, "place")
-        if not self._refs[ids].all():
-            raise IntegrityError(f"place of a block that is not allocated: {ids.tolist()}")
-        wanted = np.cumsum(self._missing_groups[ids])
-        fitting = int(np.searchsorted(wanted, max(self.free_units, 0), side="right"))
+        self._refuse_unallocated(ids, "place")
+        missing = self._missing_groups[ids]
+        fitting = int(np.searchsorted(missing.cumsum(), max(self.free_units, 0), side="right"))
         if fitting == 0:
             return ids[:0]
         ids = ids[:fitting]
         rows, groups = np.nonzero(self.units[ids] == NONE)
         self._units[ids[rows], groups] = self._free_units.take(len(rows))
-        self._lacking.came(ids[self._missing_groups[ids] > 0])
+        self._lacking.came(ids[missing[:fitting] > 0])
         self._missing_groups[ids] = 0
         self.missing_units -= len(rows)
         self.host.came_back(ids)
@@ -309,11 +307,10 @@ class PageTable:
         Returns:
             Units freed.
         """
-        _refuse_repeated(blocks, "evict")
-        if not self._refs[blocks].all():
-            raise IntegrityError(f"evict of a block that is not allocated: {blocks.tolist()}")
-        freed = len(blocks) * self.shape.num_groups - int(self._missing_groups[blocks].sum())
-        self._lacking.went(blocks[self._missing_groups[blocks] == 0])
+        self._refuse_unallocated(blocks, "evict")
+        missing = self._missing_groups[blocks]
+        freed = len(blocks) * self.shape.num_groups - int(missing.sum())
+        self._lacking.went(blocks[missing == 0])
         self._give_back_units(blocks)
         self.layout_version += 1
         self.missing_units += freed
@@ -460,7 +457,7 @@ class PageTable:
             ValueError: the blocks do not fit the length.
         """
         ids = np.asarray(blocks, np.int32)
-        self._refuse_unmappable(ids)
+        self._refuse_unallocated(ids, "map")
         if len(ids) != self.shape.blocks_for(length):
             raise ValueError(
                 f"{length} tokens need {self.shape.blocks_for(length)} blocks, got {len(ids)}"
@@ -487,7 +484,7 @@ class PageTable:
             )
         if len(blocks):
             ids = np.asarray(blocks, np.int32)
-            self._refuse_unmappable(ids)
+            self._refuse_unallocated(ids, "map")
             _refuse_mapped(ids, sequence.blocks)
             self._refs[ids] += 1
             self._starts[ids] = np.arange(sequence.count, count) * self.shape.block_tokens
@@ -518,7 +515,7 @@ class PageTable:
                 )
         begun = [i for i, place in enumerate(places) if place == 0]
         if begun:
-            self._refuse_unmappable(blocks[begun])
+            self._refuse_unallocated(blocks[begun], "map")
         for i in begun:
             self._starts[blocks[i]] = sequences[i].length
             sequences[i].append(blocks[i : i + 1])
@@ -708,10 +705,10 @@ class PageTable:
         self._units[blocks] = NONE
         self._missing_groups[blocks] = self.shape.num_groups
 
-    def _refuse_unmappable(self, blocks: IntArray) -> None:
-        _refuse_repeated(blocks, "map")
+    def _refuse_unallocated(self, blocks: IntArray, what: str) -> None:
+        _refuse_repeated(blocks, what)
         if not self._refs[blocks].all():
-            raise IntegrityError(f"map of a block that is not allocated: {blocks.tolist()}")
+            raise IntegrityError(f"{what} of a block that is not allocated: {blocks.tolist()}")
 
 
 def _counted(found: npt.NDArray[np.bool_], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
