@@ -6,8 +6,12 @@ have the same addresses, and each server is to have its own; nor have they warme
 
 ```
  this process ──requests──→ preloaded process ──fork──→ server ──fork──→ its workers
-              ←──answers──┘  (serve.preloaded)   as `python -m ellm_sgl.serve.launch`
+     │        ←──answers──┘  (serve.preloaded)   as `python -m ellm_sgl.serve.launch`
+     │                          │ fork
+     └───the same with──→ one with eLLM's hooks ──fork──→ server with eLLM ──fork──→ its workers
 ```
+
+SGLang looks for each hook's function in all modules there are: for all of eLLM's that is a second.
 
 Only for servers whose environment is that of the preloaded process but for variables that nobody
 reads while importing; all others are started as ever.
@@ -30,13 +34,16 @@ from typing import Any, Protocol
 
 import psutil
 
+from ellm_sgl.config import OFF
+
 MODULE = "ellm_sgl.serve.preloaded"
 READ_LATE = ("ELLM_SGL_", "SGLANG_CPU_OMP_", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION",
              "SGLANG_ENABLE_STRICT_MEM_CHECK", "PYTEST_")  # fmt: skip
 """Beginnings of names of variables that are read once a server starts, or by no server."""
 NO_WARM_UP = "--skip-server-warmup"
 """SGLang's own is a request, after it has slept for a second."""
-SHORT_START = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "ELLM_SGL_CALIBRATION_S": "1"}
+SHORT_START = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "ELLM_SGL_CALIBRATION_S": "1",
+               "ELLM_SGL_CPU_PREFETCH": "t0:1"}  # fmt: skip
 """Unless the environment says otherwise: without the second that SGLang waits in each answer about
 its health, and most of those for which a server measures its machine. No output depends on it."""
 POLL_S = 0.05
@@ -57,22 +64,19 @@ class Process(Protocol):
 
 
 class Preloaded:
-    """The process that servers are copies of: it starts with the first of them, and ends, and they
-    with it, when `close` is called or this process is no more.
+    """The processes that servers are copies of: they start with the first of them, and end, and
+    all servers with them, when `close` is called or this process is no more.
 
     Args:
-        environment: its own, and but for `READ_LATE` its servers'.
+        environment: their own, and but for `READ_LATE` their servers'.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(ANSWER_S)
+        self._stock, self._elastic = Channel(), Channel()
+        """To the process that stock servers are copies of; to the one with eLLM's hooks."""
         self._lock = threading.Lock()
-        self._asked = 0
-        self._ready = False
-        """It has answered once."""
 
     def takes(self, environment: Mapping[str, str]) -> bool:
         """Whether a server with this environment may be a copy."""
@@ -89,44 +93,57 @@ class Preloaded:
                 self._process = self._launched()
         asked = {"argv": list(argv), "environment": dict(environment), "log": str(log),
                  "folder": str(Path.cwd())}  # fmt: skip
+        channel = self._elastic if enables_ellm(argv) else self._stock
         try:
-            pid = self._ask(asked)
+            pid = channel.ask(asked)
         except TimeoutError:  # a copy that comes after all would be a second server
             self._process.kill()
             raise
         if pid is None:
             raise ChildProcessError(f"{MODULE} cannot copy itself")
-        return _Copy(self, int(pid))
+        return _Copy(channel, int(pid))
 
     def _launched(self) -> subprocess.Popen[bytes]:
-        with self._theirs as theirs:
+        with self._stock.theirs as stock, self._elastic.theirs as elastic:
+            passed = stock.fileno(), elastic.fileno()
             return subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno())],
+                [sys.executable, "-m", MODULE, *map(str, passed)],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # that is the command's own
                 stderr=subprocess.DEVNULL,  # where it fails, a server that is started says why
-                pass_fds=[theirs.fileno()],
+                pass_fds=passed,
                 start_new_session=True,
             )
 
-    def status(self, pid: int) -> int | None:
-        """How a server ended, as `Popen.returncode` has it; None: it has not."""
-        try:
-            found = self._ask({"pid": pid})
-        except OSError:  # its parent is gone, and with that how it ended
-            found = None if _runs(pid) else -signal.SIGKILL
-        return None if found is None else int(found)
-
     def close(self) -> None:
-        self._theirs.close()
-        self._socket.close()
+        channels = self._stock, self._elastic
+        for channel in channels:
+            channel.close()
         if self._process is not None:
-            if not self._ready:  # it imports, and has no copy that would have to end
+            # Until it has answered it imports, and has no copy that would have to end.
+            if not any(channel.answered for channel in channels):
                 self._process.kill()
             self._process.wait()
 
-    def _ask(self, asked: dict[str, Any]) -> Any:
+
+class Channel:
+    """Requests to one process, and its answers. From whichever thread."""
+
+    def __init__(self) -> None:
+        self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(ANSWER_S)
+        self._lock = threading.Lock()
+        self._asked = 0
+        self.answered = False
+        """Once, at least."""
+
+    def ask(self, asked: dict[str, Any]) -> Any:
+        """The answer.
+
+        Raises:
+            OSError: nobody is there, or nobody answered in time.
+        """
         with self._lock:
             self._asked += 1
             self._socket.send(json.dumps(asked | {"number": self._asked}).encode())
@@ -136,8 +153,28 @@ class Preloaded:
                 if not received:
                     raise ConnectionError(f"{MODULE} has ended")
                 answer = json.loads(received)
-            self._ready = True
+            self.answered = True
         return answer["answer"]
+
+    def status(self, pid: int) -> int | None:
+        """How a server ended, as `Popen.returncode` has it; None: it has not."""
+        try:
+            found = self.ask({"pid": pid})
+        except OSError:  # its parent is gone, and with that how it ended
+            found = None if _runs(pid) else -signal.SIGKILL
+        return None if found is None else int(found)
+
+    def close(self) -> None:
+        self.theirs.close()
+        self._socket.close()
+
+
+def enables_ellm(argv: Sequence[str]) -> bool:
+    """Whether a server with these arguments has eLLM enabled, or ends with what is wrong with
+    them. Where it cannot be told, as of a flag that is abbreviated, no: such a server starts too,
+    and has its hooks later."""
+    off = any(each.endswith(OFF) for each in argv)
+    return not {"--ellm-policy", "--ellm-mode"}.isdisjoint(argv) and not off
 
 
 def _runs(pid: int) -> bool:
@@ -149,7 +186,7 @@ def _runs(pid: int) -> bool:
 class _Copy:
     """A server that is another process's child."""
 
-    def __init__(self, parent: Preloaded, pid: int) -> None:
+    def __init__(self, parent: Channel, pid: int) -> None:
         self.pid = pid
         self._parent = parent
         self._status: int | None = None

@@ -31,6 +31,8 @@ Set: eLLM is enabled in this process and its children. Unset: SGLang is stock.
 LATENCY_MODELS = ("roofline", "paper")
 ELLM, RECOMPUTE, SWAP, HCACHE = MODES = ("ellm", "recompute", "swap", "hcache")
 """The first decides by a policy; the others are baselines and decide by themselves."""
+OFF = "off"
+"""Instead of a policy's name: stock SGLang."""
 HOST_KEEPS = ("kv", "hidden", MIXED := "mixed")
 HOST, DEVICE = HIDDEN_ON = ("host", "device")
 

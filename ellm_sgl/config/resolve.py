@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ellm_sgl.budget import check_budget
-from ellm_sgl.config import ELLM, HCACHE, RECOMPUTE, EllmConfig
+from ellm_sgl.config import ELLM, HCACHE, OFF, RECOMPUTE, EllmConfig
 from ellm_sgl.config.flags import POLICY, read_settings
 from ellm_sgl.policies import Policy, Stock
 from ellm_sgl.policies.baselines.whole_requests import WholeRequests
 from ellm_sgl.policies.registry import create
 
 DEFAULT_POLICY = "fcfs"
-OFF = "off"
-"""Instead of a policy's name: stock SGLang."""
 
 
 def settings_of(given: Mapping[str, object]) -> EllmConfig | None:

@@ -19,8 +19,9 @@ declare()
 
 def load() -> None:
     """Import what every server does, without deciding anything."""
-    for module in ("launch_server", "srt.entrypoints.http_server", "srt.managers.scheduler",
-                   "srt.models.registry", "srt.plugins"):  # fmt: skip
+    for module in ("launch_server", "srt.constrained.llguidance_backend",
+                   "srt.entrypoints.http_server", "srt.managers.scheduler", "srt.models.registry",
+                   "srt.plugins"):  # fmt: skip
         importlib.import_module(f"sglang.{module}")
 
 

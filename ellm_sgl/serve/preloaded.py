@@ -1,7 +1,8 @@
 """Imports all that a server needs, and makes copies of itself: see `client.preload`.
 
-`python -m ellm_sgl.serve.preloaded FD` answers requests from the socket FD until its other end is
-closed. It has one thread: a process with two may not be copied.
+`python -m ellm_sgl.serve.preloaded FD FD` is two processes: one for stock servers and one, its
+child, for those with eLLM, whose hooks it has. Each answers requests from one of the sockets FD
+until its other end is closed. They have one thread each: a process with two may not be copied.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from setproctitle import getproctitle, setproctitle
 from ellm_sgl.client.preload import MOST_BYTES
 from ellm_sgl.serve import launch
 from ellm_sgl.sglang.platform_entry import activate
+from ellm_sgl.sglang.processes import prepare
+from ellm_sgl.sglang.versions import VERSIONS, installed
+from ellm_sgl.sglang.versions.signatures import differences
 
 
 def copies(requests: socket.socket) -> list[str] | None:
@@ -103,8 +107,9 @@ def _become(argv: list[str], environment: dict[str, str], log: str, folder: str)
 
 
 def main() -> None:
-    requests = socket.socket(fileno=int(sys.argv[1]))
-    os.set_inheritable(requests.fileno(), False)
+    stock, elastic = (socket.socket(fileno=int(each)) for each in sys.argv[1:])
+    for each in (stock, elastic):
+        os.set_inheritable(each.fileno(), False)
     if activate() is None:  # a device's driver does not survive a copy
         return
     getproctitle()  # finds the place of titles, by an environment that copies replace
@@ -116,8 +121,16 @@ def main() -> None:
     gc.freeze()
     if len(os.listdir("/proc/self/task")) > 1:  # nor do threads
         return
+    child = os.fork()
+    requests, other = (stock, elastic) if child else (elastic, stock)
+    other.close()
+    if not child and installed() in VERSIONS and not differences():  # else eLLM will be off
+        prepare(enabled=True)
+        gc.freeze()
     if (argv := copies(requests)) is not None:
         launch.main(argv)
+    elif child:
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

@@ -23,19 +23,39 @@ from ellm_sgl.sglang.versions import VERSIONS, installed
 logger = logging.getLogger(__name__)
 
 
+_prepared_for: bool | None = None
+"""Whether the servers that copies of this process are may have eLLM; None: it is not prepared."""
+
+
 def may_be_copied() -> None:
     """This process does nothing but serve, and its arguments are known: let workers be copies of
-    it. A copy does not load SGLang's plugins again, so what workers need is installed here.
+    it, prepared for them, unless it was before its arguments were known.
+
+    Raises:
+        RuntimeError: it was, for servers with eLLM, and this one has none.
+    """
+    enabled = EllmConfig.from_env() is not None
+    if _prepared_for is None:
+        prepare(enabled)
+    elif _prepared_for and not enabled:
+        raise RuntimeError("a stock server cannot be a copy of a process that has eLLM's hooks")
+
+
+def prepare(enabled: bool) -> None:
+    """A copy does not load SGLang's plugins again, so what workers need is installed here.
 
     Does nothing where another plugin has hooks in the places of ours: SGLang applies all hooks on
     a function at once, and ours would be left out.
+
+    Args:
+        enabled: eLLM is, or will be in all copies.
     """
+    global _prepared_for
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     sglang = installed()
     if activate() is None or sglang not in VERSIONS:
         return
-    enabled = EllmConfig.from_env() is not None
     wanted = (When.COPIED, When.ENABLED) if enabled else (When.COPIED,)
     places = (hook.target for hook in hooks_of(sglang) if hook.when in wanted)
     if not HookRegistry._patched.isdisjoint(places):
@@ -44,6 +64,7 @@ def may_be_copied() -> None:
     if enabled:
         plugin.register_backends()
     HookRegistry.apply_hooks()
+    _prepared_for = enabled
 
 
 def fork_if_alone(_: Any, server_args: Any, *__: Any) -> None:

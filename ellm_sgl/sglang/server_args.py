@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ellm_sgl.config import ELLM, ConfigError, EllmConfig
+from ellm_sgl.config import ELLM, OFF, ConfigError, EllmConfig
 from ellm_sgl.config.flags import FLAGS, Flag
 from ellm_sgl.config.ranges import shown
-from ellm_sgl.config.resolve import OFF, resolve
+from ellm_sgl.config.resolve import resolve
 from ellm_sgl.sglang import cuda, enabling, unknown_version
 from ellm_sgl.sglang.arguments import refusal, table
 from ellm_sgl.sglang.platform_entry import ATTENTION_BACKEND, activate

@@ -96,12 +96,14 @@ class Turns(Policy):
 
 class Holds(Policy):
     """Requests that may have exactly `tokens` output tokens pause for every step in which `others`
-    other requests run, without `ratio` of their KV."""
+    other requests run, without `ratio` of their KV. Takes its time, so that those still run when
+    the test, on a machine that is busy, has seen who paused and has sent the next request."""
 
     def __init__(self, tokens: int, others: int = 1, ratio: float = 0.0) -> None:
         self.tokens, self.others, self.r = tokens, others, ratio
 
     def batch(self, state: SystemState) -> Batch:
+        time.sleep(0.005)
         pause = tuple(np.flatnonzero(self._paused(state)).tolist())
         return Batch(admit=tuple(range(len(state.waiting))), pause=pause)
 

@@ -14,13 +14,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("mode", "host", "more"),
-    [("recompute", 0, ()), ("swap", 256, ()), ("hcache", 8192, ("--ellm-host-keeps", "4"))],
+    [("recompute", 0, ()), ("swap", 48, ()), ("hcache", 8192, ("--ellm-host-keeps", "4"))],
     ids=["recompute", "swap, host full", "hcache"],
 )
 def test_preempted_requests_end_as_they_should(
     server: ServerProcess, mode: str, host: int, more: tuple[str, ...]
 ) -> None:
-    """16 requests of up to 328 tokens on a device that holds five of them."""
+    """16 requests of up to 328 tokens on a device that holds five of them. The host that is full
+    takes less than the shortest of them."""
     bodies = [greedy(p, 128) for p in prompts(16, 60, 200, seed=2)]
     expected = token_ids(ask(server.url, bodies))
     arguments = [*DEMO_ARGUMENTS, "--ellm-mode", mode, "--ellm-layer-group", "2", *EAGER,
