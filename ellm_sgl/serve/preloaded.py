@@ -15,6 +15,7 @@ import random
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from setproctitle import getproctitle, setproctitle
@@ -121,16 +122,31 @@ def main() -> None:
     gc.freeze()
     if len(os.listdir("/proc/self/task")) > 1:  # nor do threads
         return
+    if (argv := copies_of_two(stock, elastic, _with_ellm)) is not None:
+        launch.main(argv)
+
+
+def copies_of_two(
+    stock: socket.socket, elastic: socket.socket, prepare: Callable[[], None]
+) -> list[str] | None:
+    """`copies` of this process on the first socket, and of a child that `prepare` has been called
+    in on the second."""
     child = os.fork()
     requests, other = (stock, elastic) if child else (elastic, stock)
     other.close()
-    if not child and installed() in VERSIONS and not differences():  # else eLLM will be off
+    if not child:
+        prepare()
+    argv = copies(requests)
+    if child and argv is None:
+        os.waitpid(child, 0)
+    return argv
+
+
+def _with_ellm() -> None:
+    """Install eLLM's hooks, where servers will find that they fit."""
+    if installed() in VERSIONS and not differences():
         prepare(enabled=True)
         gc.freeze()
-    if (argv := copies(requests)) is not None:
-        launch.main(argv)
-    elif child:
-        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

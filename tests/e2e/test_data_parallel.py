@@ -72,7 +72,7 @@ def test_the_page_shows_the_replica_that_is_chosen(replicas: ServerProcess, tmp_
         pytest.skip(problem)
     choice = "document.getElementById('replica')"
     listed = "[...document.querySelectorAll('#list .rid')].map((one) => one.title.split(',')[0])"
-    long = greedy(prompts(1, 60, 60)[0], 2000) | {"rid": "of the second", "routed_dp_rank": 1}
+    long = greedy(prompts(1, 60, 60)[0], 8000) | {"rid": "of the second", "routed_dp_rank": 1}
     replicas.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
     with browser.chromium(tmp_path / "log") as window, ThreadPoolExecutor(1) as background:
         window.open(f"{replicas.url}/ellm/")
@@ -86,6 +86,7 @@ def test_the_page_shows_the_replica_that_is_chosen(replicas: ServerProcess, tmp_
         window.wait(f"return {listed}.length === 0")
         assert window.run(f"return {choice}.selectedIndex") == 0
         assert not running.done(), "it goes on: the first one has none"
+        httpx.post(f"{replicas.url}/abort_request", json={"rid": "of the second"}, timeout=60)
         running.result()
 
 

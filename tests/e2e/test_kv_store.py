@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.store import Chain
 from ellm_sgl.store.records import read
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.e2e.test_memory_pressure import wait_for
 from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
@@ -82,12 +82,15 @@ def test_prompts_and_conversations_survive_the_server(tmp_path: Path) -> None:
         assert state["integrity"] == "ok"
         # The pool holds two of them: a third comes from the disk.
         assert state["kv_store"]["fetched_tokens_total"] >= 1_700
-        # Killed in the middle of a prompt and of an answer.
-        late = threading.Thread(target=lost, args=(server.url, PROMPTS[3]))
-        late.start()
-        time.sleep(0.5)
-        os.killpg(server.pid, signal.SIGKILL)
-        late.join()
+        # Killed in the middle of an answer, when a prompt has come.
+        with ThreadPoolExecutor() as background:
+            late = [background.submit(lost, server.url, PROMPTS[3])]
+            wait_for(server, lambda s: s["pool"]["mapped_tokens"] > len(PROMPTS[3]) + 50)
+            late.append(background.submit(lost, server.url, PROMPTS[3][::-1]))
+            wait_for(server, lambda s: s["running"] + s["waiting"] == 2)
+            os.killpg(server.pid, signal.SIGKILL)
+        for each in late:
+            each.result()
     damage(folder, PROMPTS[0], DAMAGED)
     with serve(folder) as server:
         answers = [ask(server.url, [body])[0] for body in bodies([PROMPTS[0], turn, PROMPTS[1]])]

@@ -17,19 +17,20 @@ from tests.servers import STRICT
 
 pytestmark = pytest.mark.slow
 
-PROMPT_TOKENS, CHUNK = 7_000, 16
+PROMPT_TOKENS, CHUNK = 28_000, 16
 LONG = prompts(1, PROMPT_TOKENS, PROMPT_TOKENS)[0]
 STEPS = PROMPT_TOKENS // CHUNK
 """Of a prompt that is computed to its end."""
-SILENT_TOKENS = 8_000
+SILENT_TOKENS = 24_000
 """That take the demo model longer than streams are silent for."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "16000",
-                 "--chunked-prefill-size", str(CHUNK), "--max-running-requests", "1",
-                 "--disable-radix-cache"]  # fmt: skip
+    arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "32000",
+                 "--context-length", "32000", "--chunked-prefill-size", str(CHUNK),
+                 "--json-model-override-args", '{"max_position_embeddings": 32000}',
+                 "--max-running-requests", "1", "--disable-radix-cache"]  # fmt: skip
     with ServerProcess(arguments, STRICT) as running:
         yield running
         assert running.alive(), running.last_words()

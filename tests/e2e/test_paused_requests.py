@@ -151,7 +151,7 @@ def test_memory_that_those_who_sit_out_hold_is_had_by_retracting_them(
 ) -> None:
     """Twenty are paused and ten run when the pool shrinks to what can be evicted; the ten grow to
     more than a step can recompute."""
-    bodies = [greedy(p, 300) for p in prompts(10, 40, 44, seed=2)]
+    bodies = [greedy(p, 500) for p in prompts(10, 40, 44, seed=2)]
     bodies += [greedy(p, HELD) for p in prompts(20, 40, 44, seed=3)]
     expected = token_ids(ask(server.url, bodies))
     server.flush_cache()

@@ -27,7 +27,9 @@ ADMIN = "an admin's key"
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     environment = STRICT | install(tmp_path_factory.mktemp("policies"))
-    with ServerProcess(SERVER_ARGUMENTS, environment) as server:
+    # Long enough for who has to wait for a core, and far too short for one that sleeps.
+    patient = ("--ellm-policy-budget-ms", "200")
+    with ServerProcess([*SERVER_ARGUMENTS, *patient], environment) as server:
         yield server
         assert server.alive(), server.last_words()
 
@@ -128,8 +130,9 @@ def test_a_server_starts_with_a_policy_that_hangs_at_first(
 def test_policies_of_this_package_change_nothing_under_pressure(
     scripted: ServerProcess, bodies: list[dict[str, Any]], name: str, options: dict[str, Any]
 ) -> None:
-    """Memory becomes short while most of them run: 1,024 tokens where they come to 2,900."""
-    longer = [greedy(body["input_ids"], 240) | {"priority": i % 2} for i, body in enumerate(bodies)]
+    """Memory becomes short while half of them or more run: 1,024 tokens, where the four that need
+    least have 1,483 when the first of them ends."""
+    longer = [greedy(body["input_ids"], 400) | {"priority": i % 2} for i, body in enumerate(bodies)]
     switch(scripted, "stock").raise_for_status()
     scripted.adjust(ellm_device_kv_tokens=AMPLE_TOKENS)
     alone = token_ids(ask(scripted.url, longer))
@@ -139,7 +142,7 @@ def test_policies_of_this_package_change_nothing_under_pressure(
     try:
         with ThreadPoolExecutor(1) as background:
             answers = background.submit(ask, scripted.url, longer)
-            wait_for(scripted, lambda state: state["running"] >= 3 * len(longer) // 4)
+            wait_for(scripted, lambda state: state["running"] >= len(longer) // 2)
             scripted.adjust(ellm_device_kv_tokens=1024)
             assert token_ids(answers.result()) == alone
         state = scripted.state()

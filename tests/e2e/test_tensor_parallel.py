@@ -56,7 +56,7 @@ def test_a_pool_that_grows_under_load_grows_alike(
 ) -> None:
     """Each rank commits at its own pace."""
     two_ranks.adjust(ellm_ratio=0.0, ellm_device_kv_tokens=AMPLE_TOKENS)
-    bodies = [greedy(p, 150) for p in prompts(6, 100, 300, seed=6)]
+    bodies = [greedy(p, 500) for p in prompts(6, 100, 300, seed=6)]
     expected = token_ids(ask(server.url, bodies))
     before = two_ranks.state()
     with ThreadPoolExecutor(1) as background:

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from threading import Thread
 from typing import Any
 
@@ -279,9 +280,12 @@ def test_a_server_without_anything_to_do_leaves_its_core_to_others(
     time.sleep(PAUSED_S)
     after = scheduler.cpu_times()
     assert after.user + after.system - before.user - before.system < PAUSED_S / 10
-    begin = time.monotonic()
-    post(small, "set_internal_state", server_args={}).raise_for_status()
-    assert time.monotonic() - begin < PAUSED_S / 4, "it wakes when it is asked"
+    took = []
+    for _ in range(3):
+        begin = time.monotonic()
+        post(small, "set_internal_state", server_args={}).raise_for_status()
+        took.append(time.monotonic() - begin)
+    assert median(took) < PAUSED_S / 4, "it wakes when it is asked"
     post(small, back, **body if back.startswith("resume") else {}).raise_for_status()
     assert streams.end() == expected
 

@@ -167,9 +167,11 @@ def test_built_in_policies_have_the_budget_too(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_a_thread_of_its_own_nobody_waits_for_it() -> None:
-    with asking(Scripted(batch=slowly), budget_s=0.01) as safe:
+    release = threading.Event()
+    with asking(Scripted(batch=hanging(release)), budget_s=0.01) as safe:
         assert is_safe(safe.answer(STATE))
         assert safe.failures == {"late": 1}
+        release.set()
 
 
 def late_after_one_answer(state: SystemState, *later: SystemState) -> list[Answer]:
@@ -249,7 +251,7 @@ from tests.latency.machines import GPU, TINY
 asking.FIRST_ANSWER_S = 0.3
 hangs = Scripted(batch=threading.Event().wait)
 limits = ServerLimits(TINY, GPU, 8, 1.0, 4096)
-loop = Controller(hangs, 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+loop = Controller(hangs, 30.0, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
 loop.guard.warm_up(STATE)
 late = loop.guard.failures["late"]
 loop.switch(Stock())
@@ -271,13 +273,15 @@ def test_nobody_waits_for_a_policy_that_hangs_when_it_is_replaced_or_at_the_end(
 
 def test_what_a_policy_writes_over_while_it_is_late_is_not_what_it_said() -> None:
     """Its arrays are its own, and it uses them again."""
-    hangs, buffer, asked = threading.Event(), np.full(len(STATE.running), 0.5), 0
+    hangs, written = threading.Event(), threading.Event()
+    buffer, asked = np.full(len(STATE.running), 0.5), 0
 
     def batch() -> Batch:
         nonlocal asked
         asked += 1
         if asked > 1:
             buffer[:] = np.inf
+            written.set()
             hangs.wait(LONG_S)
         return Batch(admit=())
 
@@ -287,6 +291,7 @@ def test_what_a_policy_writes_over_while_it_is_late_is_not_what_it_said() -> Non
         safe.budget_s = 0.05
         again = safe.answer(STATE)
         assert safe.failures == {"late": 1}
+        assert written.wait(LONG_S)
         hangs.set()
     assert (buffer == np.inf).all()
     assert again.ratios.running.tolist() == said.ratios.running.tolist() == [0.5] * len(buffer)

@@ -174,7 +174,8 @@ def test_a_reader_that_stops_reading(
     """Its request goes on without it and gives its memory back; what it was sent is waiting."""
     server = family.server
     server.adjust(ellm_device_kv_tokens=TIGHT)
-    body = bodies[0] | {"stream": True, "return_logprob": True}
+    # Pieces that are not taken are put together: logprobs make each large.
+    body = bodies[0] | {"stream": True, "return_logprob": True, "top_logprobs_num": 3}
     body["sampling_params"] = body["sampling_params"] | {"max_new_tokens": 500}
     text = json.dumps(body).encode()
     with socket.socket() as reader:
@@ -210,7 +211,7 @@ def test_memory_that_the_machine_does_not_give(
     server.adjust(ellm_device_kv_tokens=AMPLE)
     server.flush_cache()
     scheduler = family.scheduler()
-    longer = [greedy(body["input_ids"], 1500) for body in bodies]
+    longer = [greedy(body["input_ids"], 3300) for body in bodies[:5]]
     answers = background.submit(ask, server.url, longer)
     wait_until(lambda: running(server) > 0, "they do not begin")
     before = scheduler.rlimit(resource.RLIMIT_DATA)
@@ -223,7 +224,7 @@ def test_memory_that_the_machine_does_not_give(
     assert state["resize"]["outcome"] == "ceiling"
     assert not answers.done(), "they ended before the pool had grown"
     found = token_ids(answers.result())
-    assert [tokens[:60] for tokens in found] == expected
+    assert [tokens[:60] for tokens in found] == expected[:5]
     check_nothing_leaked(server)
     server.adjust(ellm_device_kv_tokens=MOST)
     assert server.state()["resize"]["outcome"] == "applied"
@@ -254,14 +255,17 @@ def test_a_clock_that_jumps(
     server.adjust(ellm_device_kv_tokens=TIGHT)
     server.flush_cache()
     scheduler = family.scheduler()
-    answers = background.submit(ask, server.url, bodies)
+    before = steps_taken(server)
+    longer = [greedy(body["input_ids"], 400) for body in bodies[:4]]
+    answers = background.submit(ask, server.url, longer)
     wait_until(lambda: running(server) > 0, "they do not begin")
     scheduler.suspend()
+    assert not answers.done()
     time.sleep(3)
     scheduler.resume()
-    assert token_ids(answers.result()) == expected
+    assert [tokens[:60] for tokens in token_ids(answers.result())] == expected[:4]
     check_nothing_leaked(server)
-    steps = server.steps()
+    steps = server.steps()[before - steps_taken(server) :]
     (at,) = (i for i, step in enumerate(steps) if step["seconds"] > 2.0)
     later = [step for step in steps[at + 1 :] if not step["prefill_rows"]]
     assert median(step["predicted_s"] / step["seconds"] for step in later) < 3.0

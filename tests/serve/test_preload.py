@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from ellm_sgl.client import preload
-from ellm_sgl.client.preload import Preloaded, copy, preloaded
+from ellm_sgl.client.preload import Preloaded, copy, enables_ellm, preloaded
+from ellm_sgl.config import ENV
+from ellm_sgl.sglang import processes
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +38,42 @@ def test_a_copy_has_its_own_arguments_environment_and_log(
     second = parent.start(["0", "0"], ENVIRONMENT, logs[1])
     assert (first.wait(), second.wait()) == (3, 0)
     assert first.poll() == 3
-    assert logs[0].read_text() == f"['0', '3'] x {Path(__file__).parents[2]} ['0', '3']\n"
-    assert logs[1].read_text() == f"['0', '0'] None {tmp_path} ['0', '0']\n"
+    assert logs[0].read_text() == f"['0', '3'] x {Path(__file__).parents[2]} ['0', '3'] stock\n"
+    assert logs[1].read_text() == f"['0', '0'] None {tmp_path} ['0', '0'] stock\n"
+
+
+def test_servers_with_ellm_are_copies_of_a_process_with_its_hooks(
+    parent: Preloaded, tmp_path: Path
+) -> None:
+    enabled = parent.start(["0", "3", "--ellm-policy", "fcfs"], ENVIRONMENT, tmp_path / "ours")
+    stock = parent.start(["0", "4"], ENVIRONMENT, tmp_path / "stock")
+    assert (enabled.wait(), stock.wait()) == (3, 4)
+    assert (tmp_path / "ours").read_text().endswith(" eLLM\n")
+    assert (tmp_path / "stock").read_text().endswith(" stock\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "enables"),
+    [
+        ("--ellm-policy fcfs", True),
+        ("--ellm-mode swap", True),
+        ("--ellm-policy off --ellm-mode swap", False),
+        ("--ellm-policy fcfs --ellm-policy=off", False),
+        ("--ellm-pol fcfs", False),  # it cannot be told: a copy of the other serves too
+        ("--max-total-tokens 900", False),
+    ],
+)
+def test_which_servers_have_ellm_enabled(arguments: str, enables: bool) -> None:
+    assert enables_ellm(arguments.split()) == enables
+
+
+def test_a_stock_server_is_no_copy_of_a_process_with_ellms_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "_prepared_for", True)
+    monkeypatch.delenv(ENV, raising=False)
+    with pytest.raises(RuntimeError, match="eLLM's hooks"):
+        processes.may_be_copied()
 
 
 def test_it_can_be_waited_for_and_told_to_end(parent: Preloaded, tmp_path: Path) -> None:

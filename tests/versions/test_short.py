@@ -70,17 +70,22 @@ def gained(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("policy", "options"),
+    ("policy", "options", "pool"),
     [
-        ("fixed-ratio", {"ratio": 0.75}),  # parts of all are restored in every step
-        ("turns", {"of": 3, "ratio": 0.5}),  # requests pause, and come back
-        ("fcfs", {}),
+        ("fixed-ratio", {"ratio": 0.75}, POOL),  # parts of all are restored in every step
+        ("turns", {"of": 3, "ratio": 0.5}, POOL),  # requests pause, and come back
+        ("fcfs", {}, 224),  # less than one of them needs, which has to restore then
     ],
 )
 def test_outputs_are_those_of_stock(
-    server: ServerProcess, expected: list[list[int]], policy: str, options: dict[str, Any]
+    server: ServerProcess,
+    expected: list[list[int]],
+    policy: str,
+    options: dict[str, Any],
+    pool: int,
 ) -> None:
     server.switch_policy(policy, **options)
+    server.adjust(ellm_device_kv_tokens=pool)
     before = server.state()
     assert token_ids(ask(server.url, BODIES)) == expected
     after = server.state()
@@ -93,6 +98,7 @@ def test_outputs_are_those_of_stock(
     empty = server.state()
     assert empty["device_units_free"] == empty["device_units_total"]
     assert empty["host_units_free"] == empty["host_units_total"]
+    server.adjust(ellm_device_kv_tokens=POOL)
 
 
 def test_a_request_larger_than_the_pool_and_one_that_goes(server: ServerProcess) -> None:
