@@ -39,7 +39,7 @@ RATIOS = (0.0, 0.0, 0.0, 0.4)
 FIXED = "fixed-ratio"
 COUNTERS = ("evicted_units", "saved_units", "fetched_units", "recomputed_tokens", "retractions")
 MOST_GROWTH = 0.05
-"""Of resident memory, from the second part to the last: the first warms up."""
+"""Of resident memory, from the second part to the last: the first warms up (`_change_settings`)."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,11 @@ def _part(server: ServerProcess, asked: Load, until: Until, seed: int, known: li
 
 def _change_settings(server: ServerProcess, asked: Load, over: threading.Event, seed: int) -> int:
     rng, changes = random.Random(seed), 0
+    pools, ratios = POOLS, RATIOS
+    if seed == 0:  # steps restore the most then, and take all the memory that any later ones do
+        pools, ratios = (min(POOLS),), (max(RATIOS),)
     while not over.wait(CHANGE_S):
-        server.adjust(**asked.settings(rng.choice(POOLS), rng.choice(RATIOS)))
+        server.adjust(**asked.settings(rng.choice(pools), rng.choice(ratios)))
         changes += 1
     return changes
 

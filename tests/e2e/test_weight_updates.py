@@ -53,6 +53,19 @@ def shared() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
+def old(shared: ServerProcess) -> list[list[int]]:
+    """What the old weights say, undisturbed,"""
+    assert update(shared, DEMO_MODEL).status_code == 200
+    return token_ids(ask(shared.url, BODIES))
+
+
+@pytest.fixture(scope="module")
+def new(fresh: ServerProcess) -> list[list[int]]:
+    """and the new ones."""
+    return token_ids(ask(fresh.url, BODIES))
+
+
+@pytest.fixture(scope="module")
 def brief() -> Iterator[ServerProcess]:
     """Its queue holds half of the requests, and one."""
     arguments = [*DEMO_ARGUMENTS, "--ellm-policy", "fixed-ratio", "--ellm-ratio", "0.5",
@@ -178,10 +191,8 @@ def assert_new_from_then_on(
 
 
 def test_while_requests_are_paused_in_place_weights_stay_as_they_are(
-    small: ServerProcess, retrained: Path
+    small: ServerProcess, old: list[list[int]], retrained: Path
 ) -> None:
-    expected = token_ids(ask(small.url, BODIES))
-    small.flush_cache()
     streams = under_way(small)
     post(small, "pause_generation", mode="in_place").raise_for_status()
     held = f"(requests: {small.state()['pool']['sequences']})"  # the first may have ended
@@ -195,7 +206,7 @@ def test_while_requests_are_paused_in_place_weights_stay_as_they_are(
     pause_s = PAUSED_S + 2 * longest_step_s(small)
     time.sleep(pause_s)
     post(small, "continue_generation").raise_for_status()
-    assert streams.end() == expected
+    assert streams.end() == old
     assert longest_step_s(small) < pause_s, "the pause is no step's time"
 
 
@@ -205,36 +216,39 @@ def longest_step_s(server: ServerProcess) -> float:
 
 @pytest.mark.parametrize("flush_cache", [True, False])
 def test_an_idle_server_forgets_prefixes_of_the_old_weights(
-    small: ServerProcess, fresh: ServerProcess, retrained: Path, flush_cache: bool
+    small: ServerProcess,
+    old: list[list[int]],
+    new: list[list[int]],
+    retrained: Path,
+    flush_cache: bool,
 ) -> None:
-    old = token_ids(ask(small.url, BODIES))
+    assert token_ids(ask(small.url, BODIES)) == old
     assert update(small, retrained, flush_cache).status_code == 200
-    new = token_ids(ask(small.url, BODIES))
-    assert new == token_ids(ask(fresh.url, BODIES)) != old
+    assert token_ids(ask(small.url, BODIES)) == new != old
 
 
 def test_aborted_requests_make_way_for_the_new_weights(
-    small: ServerProcess, fresh: ServerProcess, retrained: Path
+    small: ServerProcess, new: list[list[int]], retrained: Path
 ) -> None:
     streams = under_way(small)
     post(small, "pause_generation", mode="abort").raise_for_status()
     assert all(len(said) < TOKENS for said in streams.end())
     assert update(small, retrained).status_code == 200
     post(small, "continue_generation").raise_for_status()
-    assert token_ids(ask(small.url, BODIES)) == token_ids(ask(fresh.url, BODIES))
+    assert token_ids(ask(small.url, BODIES)) == new
 
 
-def test_a_checkpoint_that_does_not_exist_changes_nothing(small: ServerProcess) -> None:
-    expected = token_ids(ask(small.url, BODIES))
+def test_a_checkpoint_that_does_not_exist_changes_nothing(
+    small: ServerProcess, old: list[list[int]]
+) -> None:
     assert update(small, Path("/no/such/checkpoint")).status_code == 400
-    assert token_ids(ask(small.url, BODIES)) == expected
+    assert token_ids(ask(small.url, BODIES)) == old
 
 
 @pytest.mark.parametrize("paused", ["", "in_place"])
 def test_memory_is_released_and_comes_back_while_requests_are_under_way(
-    small: ServerProcess, paused: str
+    small: ServerProcess, old: list[list[int]], paused: str
 ) -> None:
-    expected = token_ids(ask(small.url, BODIES))
     streams = under_way(small)
     if paused:
         post(small, "pause_generation", mode=paused).raise_for_status()
@@ -251,7 +265,7 @@ def test_memory_is_released_and_comes_back_while_requests_are_under_way(
     if paused:
         assert small.state()["running"] == 0, "it was paused before"
         post(small, "continue_generation").raise_for_status()
-    assert streams.end() == expected
+    assert streams.end() == old
     state = small.state()
     assert state["resize"]["wanted_tokens"] == POOL and state["resize"]["outcome"] == "applied"
 
@@ -268,9 +282,8 @@ AWAY_AND_BACK = pytest.mark.parametrize(
 
 @AWAY_AND_BACK
 def test_a_server_without_anything_to_do_leaves_its_core_to_others(
-    small: ServerProcess, away: str, back: str, body: dict[str, Any]
+    small: ServerProcess, old: list[list[int]], away: str, back: str, body: dict[str, Any]
 ) -> None:
-    expected = token_ids(ask(small.url, BODIES))
     streams = under_way(small)
     post(small, away, **body).raise_for_status()
     streams.settled()
@@ -287,15 +300,14 @@ def test_a_server_without_anything_to_do_leaves_its_core_to_others(
         took.append(time.monotonic() - begin)
     assert median(took) < PAUSED_S / 4, "it wakes when it is asked"
     post(small, back, **body if back.startswith("resume") else {}).raise_for_status()
-    assert streams.end() == expected
+    assert streams.end() == old
 
 
 @AWAY_AND_BACK
 def test_who_goes_back_to_a_short_queue_is_not_turned_away(
-    brief: ServerProcess, away: str, back: str, body: dict[str, Any]
+    brief: ServerProcess, old: list[list[int]], away: str, back: str, body: dict[str, Any]
 ) -> None:
     half = len(BODIES) // 2
-    expected = token_ids(ask(brief.url, BODIES[:half])) + token_ids(ask(brief.url, BODIES[half:]))
     streams = []
     for some in (BODIES[:half], BODIES[half:]):  # together they would be turned away as they come
         streams.append(Streams(brief, some))
@@ -303,18 +315,18 @@ def test_who_goes_back_to_a_short_queue_is_not_turned_away(
     post(brief, away, **body).raise_for_status()
     assert brief.state()["waiting"] == len(BODIES) > half + 1
     post(brief, back, **body if back.startswith("resume") else {}).raise_for_status()
-    assert [said for some in streams for said in some.end()] == expected
+    assert [said for some in streams for said in some.end()] == old
 
 
 def test_new_weights_while_memory_is_released(
-    small: ServerProcess, fresh: ServerProcess, retrained: Path
+    small: ServerProcess, new: list[list[int]], retrained: Path
 ) -> None:
     """As training frameworks do it."""
     ask(small.url, BODIES)
     post(small, "release_memory_occupation", tags=["kv_cache"]).raise_for_status()
     assert update(small, retrained).status_code == 200
     post(small, "resume_memory_occupation", tags=["kv_cache"]).raise_for_status()
-    assert token_ids(ask(small.url, BODIES)) == token_ids(ask(fresh.url, BODIES))
+    assert token_ids(ask(small.url, BODIES)) == new
 
 
 def test_memory_is_released_from_requests_under_way_and_new_weights_come(
@@ -336,12 +348,11 @@ def test_memory_is_released_from_requests_under_way_and_new_weights_come(
     assert_new_from_then_on(streams.end(), before, fresh)
 
 
-def test_other_memory_is_not_released(small: ServerProcess) -> None:
-    expected = token_ids(ask(small.url, BODIES))
+def test_other_memory_is_not_released(small: ServerProcess, old: list[list[int]]) -> None:
     streams = under_way(small)
     for tags in (None, [], ["weights"], ["kv_cache", "weights"], ["?"]):
         for path in ("release_memory_occupation", "resume_memory_occupation"):
             answer = post(small, path, tags=tags)
             assert answer.status_code == 400 and "--enable-memory-saver" in answer.text
             assert 'give [\\"kv_cache\\"]' in answer.text
-    assert streams.end() == expected
+    assert streams.end() == old
