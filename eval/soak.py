@@ -201,11 +201,11 @@ def _part(server: ServerProcess, asked: Load, until: Until, seed: int, known: li
 
 def _change_settings(server: ServerProcess, asked: Load, over: threading.Event, seed: int) -> int:
     rng, changes = random.Random(seed), 0
-    pools, ratios = POOLS, RATIOS
-    if seed == 0:  # steps restore the most then, and take all the memory that any later ones do
-        pools, ratios = (min(POOLS),), (max(RATIOS),)
     while not over.wait(CHANGE_S):
-        server.adjust(**asked.settings(rng.choice(pools), rng.choice(ratios)))
+        chosen = rng.choice(POOLS), rng.choice(RATIOS)
+        if seed == 0:  # steps restore the most then, and take all the memory that any later ones do
+            chosen = min(POOLS), max(RATIOS)
+        server.adjust(**asked.settings(*chosen))
         changes += 1
     return changes
 

@@ -180,7 +180,7 @@ def test_server_options(server: ServerProcess, arguments: str) -> None:
 
 def test_fewer_blocks_than_requests_in_mixed_steps(server: ServerProcess) -> None:
     """A step that mixes a prompt's chunk with decoding does not ask whether memory suffices."""
-    bodies = [greedy(p, 400) for p in prompts(10, 20, 40, seed=7)]
+    bodies = [greedy(p, 220) for p in prompts(10, 20, 40, seed=7)]
     bodies += [greedy(p, 10) for p in prompts(2, 900, 1000, seed=8)]
     expected = token_ids(ask(server.url, bodies))
     arguments = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "4096"]

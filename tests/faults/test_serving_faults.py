@@ -211,7 +211,7 @@ def test_memory_that_the_machine_does_not_give(
     server.adjust(ellm_device_kv_tokens=AMPLE)
     server.flush_cache()
     scheduler = family.scheduler()
-    longer = [greedy(body["input_ids"], 3300) for body in bodies[:5]]
+    longer = [greedy(body["input_ids"], 2400) for body in bodies[:5]]
     answers = background.submit(ask, server.url, longer)
     wait_until(lambda: running(server) > 0, "they do not begin")
     before = scheduler.rlimit(resource.RLIMIT_DATA)
