@@ -80,6 +80,11 @@ class InForce:
         )
 
     @property
+    def first(self) -> int | None:
+        """Entry of the first who may be admitted; None if nobody may."""
+        return next(iter(self.admit), None)
+
+    @property
     def first_ratio(self) -> float:
         """That of the first who may be admitted; 0 if nobody may."""
         return self.admitted_ratios[0] if self.admitted_ratios else 0.0

@@ -63,7 +63,8 @@ class Iteration:
         self.clock = clock
         self._unit_bytes = unit_bytes
         self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
-        self._refused_at: int | None = None
+        self._refused: tuple[int | None, int] | None = None
+        """See `refused`."""
 
     # -- observe ----------------------------------------------------------------------------
 
@@ -157,19 +158,21 @@ class Iteration:
         """(now, eventually) for the first who may be admitted: see `AdmissionRoom.tokens`."""
         return self.elastic.admission_room(reclaimable).tokens(self.in_force.first_ratio)
 
-    def refused(self, eventually: int) -> None:
-        """Those who wait found no room beyond so many tokens: of the one considered last."""
-        self._refused_at = eventually
+    def refused(self, eventually: int, entry: int | None = None) -> None:
+        """Those who wait found no room beyond so many tokens: of the one considered last, by
+        default the first who may be admitted."""
+        self._refused = self.in_force.first if entry is None else entry, eventually
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
-        """Whether nobody is admitted now: nobody is to be, or, `closed` before, there is no more
-        room than when somebody was refused."""
+        """Whether nobody is admitted now: nobody is to be, or, `closed` before, the same request is
+        first that was refused, and there is no more room than then."""
         if not self.in_force.admit:
-            self._refused_at = None
+            self._refused = None
             return anybody_waits
-        if not closed or self._refused_at is None:
+        if not closed or self._refused is None:
             return False
-        return self.admission_tokens(reclaimable)[1] <= self._refused_at
+        entry, eventually = self._refused
+        return entry == self.in_force.first and self.admission_tokens(reclaimable)[1] <= eventually
 
     # -- make room --------------------------------------------------------------------------
 

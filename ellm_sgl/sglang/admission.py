@@ -92,7 +92,7 @@ def admit(
         return AddReqResult.OTHER
     account: _Account = getattr(adder, _ACCOUNT)
     account.offer(ratio)
-    ours.iteration.refused(account.room.tokens(ratio)[1])
+    ours.iteration.refused(account.room.tokens(ratio)[1], int(ours.entries([req])[0]))
     before = adapter().charged(adder)
     result = _consider(original, adder, req, *args, **kwargs)
     account.take(ratio, adapter().charged(adder) - before)

@@ -102,8 +102,8 @@ class Elastic(Mode):
         in_force = self.iteration.in_force
         return in_force.admitted_ratios[in_force.admit[request]]
 
-    def refused(self, eventually: int) -> None:
-        self.iteration.refused(eventually)
+    def refused(self, eventually: int, request: int | None) -> None:
+        self.iteration.refused(eventually, request)
 
     def enter(self, chunk: Chunk) -> Span:
         super().enter(chunk)

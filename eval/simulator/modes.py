@@ -154,8 +154,12 @@ class Mode:
         """The uncached ratio that a waiting request will come to."""
         return 0.0
 
-    def refused(self, eventually: int) -> None:
-        """Memory (of so many tokens of `admission_room`) or places ran out before the queue did."""
+    def refused(self, eventually: int, request: int | None) -> None:
+        """Memory (of so many tokens of `admission_room`) or places ran out before the queue did.
+
+        Args:
+            request: considered last; None: nobody was.
+        """
         self._refused_at = eventually
 
     def prefill_tokens(self, request: int) -> int:

@@ -184,15 +184,23 @@ def test_nobody_to_decide_for_leaves_what_was_decided_of_the_others() -> None:
 
 def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> None:
     server = Server(2)
-    iteration, waiting = server.iteration, (server.arrive(),)
+    iteration, waiting = server.iteration, (server.arrive(), server.arrive())
     server.put_in_force(waiting=waiting)
     assert iteration.queue_closed(False, True)  # nobody is to be admitted
     assert not iteration.queue_closed(False, False)
-    server.put_in_force(dataclasses.replace(KEEP_ALL, admit=(0,), admitted_ratios=(0.0,)), waiting)
+    one = dataclasses.replace(KEEP_ALL, admit=(0,), admitted_ratios=(0.0,))
+    server.put_in_force(one, waiting)
     assert not iteration.queue_closed(True, True)  # nobody was refused
     iteration.refused(iteration.admission_tokens()[1])
     assert iteration.queue_closed(True, True)
     assert not iteration.queue_closed(False, True)
+    other = dataclasses.replace(KEEP_ALL, admit=(1, 0), admitted_ratios=(0.0, 0.0))
+    server.put_in_force(other, waiting)
+    assert not iteration.queue_closed(True, True)  # a more urgent one came, which may be smaller
+    iteration.refused(iteration.admission_tokens()[1], waiting[0])
+    assert not iteration.queue_closed(True, True)
+    iteration.refused(iteration.admission_tokens()[1], waiting[1])
+    assert iteration.queue_closed(True, True)
     iteration.elastic.forget(71)
     blocks = np.arange(4 * BLOCKS, dtype=np.int32)
     server.table.release(blocks[server.table.references(blocks) == 1][-2:])

@@ -75,6 +75,8 @@ class Admitted:
     """Memory or places ran out before the queue did."""
     ratio: float = 0.0
     """That of the candidate considered last."""
+    considered: int | None = None
+    """The last one for which there was room to look at it; None: there was for none."""
 
 
 def admit(
@@ -109,6 +111,7 @@ def admit(
     prompts = prompts or PromptRoom(math.inf, 0, block)
     chunks: list[Chunk] = []
     taken, others, promised, ratio = 0, reserved, 0, 0.0
+    considered: int | None = None
     if under_way is not None:
         rest = under_way.tokens - under_way.begin
         if (further := prompts.further(under_way.begin, min(rest, left), own)) == 0:
@@ -125,17 +128,18 @@ def admit(
     for candidate in candidates:
         ratio = candidate.ratio
         if len(chunks) >= places or left <= 0:
-            return Admitted(tuple(chunks), len(chunks) >= places, ratio)
+            return Admitted(tuple(chunks), len(chunks) >= places, ratio, considered)
         needs = min(candidate.tokens, left), ratio
         if not prompts.has(*needs):
             break
+        considered = candidate.request
         fits, in_the_long_run = room.offer(ratio, others)
         now, eventually = min(fits, slots), min(in_the_long_run, slots - others - promised)
         remaining = max(candidate.max_new_tokens - candidate.generated, 0)
         total = candidate.tokens + min(remaining, CLIP_NEW_TOKENS) + block
         unlimited = alone and not chunks
         if total >= eventually and not unlimited:
-            return Admitted(tuple(chunks), True, ratio)
+            return Admitted(tuple(chunks), True, ratio, considered)
         first = first_chunk(candidate.request, candidate.tokens, left, block)
         if first is None:
             break
@@ -150,7 +154,7 @@ def admit(
         room.take(ratio, charged)
         promised += charged
         if now <= taken or eventually <= charged:
-            return Admitted(tuple(chunks), True, ratio)
+            return Admitted(tuple(chunks), True, ratio, considered)
     return Admitted(tuple(chunks), False, ratio)
 
 
@@ -205,7 +209,7 @@ class SglangAdmission(Admission):
         )
         if admitted.full:
             self._full = True
-            self.mode.refused(room.tokens(admitted.ratio)[1])
+            self.mode.refused(room.tokens(admitted.ratio)[1], admitted.considered)
         if admitted.chunks and (alone or not admitted.chunks[-1].last):
             self._full = False
         if admitted.chunks:
