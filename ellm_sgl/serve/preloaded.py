@@ -127,15 +127,15 @@ def main() -> None:
 
 
 def copies_of_two(
-    stock: socket.socket, elastic: socket.socket, prepare: Callable[[], None]
+    stock: socket.socket, elastic: socket.socket, install: Callable[[], None]
 ) -> list[str] | None:
-    """`copies` of this process on the first socket, and of a child that `prepare` has been called
+    """`copies` of this process on the first socket, and of a child that `install` has been called
     in on the second."""
     child = os.fork()
     requests, other = (stock, elastic) if child else (elastic, stock)
     other.close()
     if not child:
-        prepare()
+        install()
     argv = copies(requests)
     if child and argv is None:
         os.waitpid(child, 0)

@@ -20,6 +20,7 @@ from ellm_sgl.budget import Member, list_budgets, path_of
 from ellm_sgl.budget.file import LedgerFile
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.e2e.test_memory_pressure import wait_for
 from tests.servers import STRICT, refused
 
 pytestmark = pytest.mark.slow
@@ -102,10 +103,6 @@ def ledger_is_right(budget: str, server: ServerProcess) -> bool:
     return bool(has == committed(budget)[server.port])
 
 
-def running(server: ServerProcess) -> int:
-    return int(server.state(integrity=False)["running"])
-
-
 def test_opposite_bursts_share_one_budget(budget: str) -> None:
     """Each has most of it while the other has nothing to do, and half while both have."""
     bodies = [greedy(p, 160) for p in prompts(24, 500, 700, seed=11)]
@@ -143,7 +140,8 @@ def test_a_server_that_is_killed_leaves_its_memory_to_the_other(budget: str) -> 
     with ServerProcess(arguments(budget), STRICT) as one, ThreadPoolExecutor(2) as background:
         with ServerProcess(arguments(budget), STRICT) as two:
             other, mine = (background.submit(ask, s.url, bodies) for s in (two, one))
-            wait_until(lambda: running(one) > 0 and running(two) > 0, "they do not begin")
+            for server in (one, two):
+                wait_for(server, lambda state: state["running"] > 0)
             wait_until(
                 lambda: min(committed(budget).values()) > 0.4 * BUDGET, "no share of its own"
             )
