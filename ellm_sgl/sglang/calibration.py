@@ -205,7 +205,7 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
         packing=0.0 if device.type == "cuda" else 0.5,
         overlap=1.0 if device.type == "cuda" else 0.0,
         fetch_share=_DEVICE_FETCH_SHARE if device.type == "cuda" else _FETCH_SHARE,
-        # Steps that recompute go through SGLang's layers, others through compiled or captured ones.
+        # Steps that recompute may go through SGLang's layers, others through captured graphs.
         restore_overhead_s=1e-3,
     )
 

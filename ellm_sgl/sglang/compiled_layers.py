@@ -1,10 +1,10 @@
-"""Steps of few rows go through all of a model's layers in one call (`kernels.cpu.decoder`).
+"""Steps go through all of a model's layers in one call (`kernels.cpu.decoder`).
 
 A step of a small model, or of few requests, is as much Python as arithmetic: a layer is a dozen
 modules. Where a model's layers are those that the compiled decoder knows, it stands in for the
-decoder's `forward`, with the same results to the bit, in steps that recompute nothing and have no
-more rows than its products take. All else goes SGLang's own way: other steps, and other models,
-of which one line at the start says why.
+decoder's `forward`, with the same results to the bit, in steps that have no more rows than its
+products take, recomputed ones included. All else goes SGLang's own way: larger steps, and other
+models, of which one line at the start says why.
 """
 
 from __future__ import annotations
@@ -169,18 +169,14 @@ class CompiledLayers:
         return self._original(input_ids, positions, forward_batch, input_embeds, *more, **others)
 
     def _takes(self, plan: StepPlan, input_ids: torch.Tensor, positions: torch.Tensor) -> bool:
-        rows, groups = input_ids.shape[0], plan.groups
-        stacked = groups[0].stacked
+        rows = input_ids.shape[0]
         return (
             0 < rows <= self._compiled.most_rows
-            and not plan.recomputed_rows
-            and rows == plan.new_rows == stacked.rows
-            and self._executor.separate is None
+            and rows == plan.rows_in(0)
             and not getattr(self._decoder, "layers_to_capture", None)
             and positions.shape == (rows,)
             and positions.dtype is torch.int64
             and positions.is_contiguous()
-            and all(of.stacked is stacked and of.group == at for at, of in enumerate(groups))
             and not torch.is_grad_enabled()
         )
 
@@ -196,7 +192,7 @@ class CompiledLayers:
                 return None
         embedded = self._decoder.embed_tokens(input_ids).contiguous()
         compiled, streamer = self._compiled, self._executor.streamer
-        step = embedded, positions, plan.groups[0].stacked, plan.delta
+        step = embedded, positions, plan.groups, plan.delta
         if streamer is None or not plan.transfers:
             if not compiled.run(*step, 0, self._pool.shape.num_layers):
                 return None
@@ -207,7 +203,7 @@ class CompiledLayers:
                     return None  # before anything has run: positions are the same for all
                 streamer.done(group)
         self.steps += 1
-        hidden: torch.Tensor = self._decoder.norm(*compiled.outputs(len(input_ids)))[0]
+        hidden: torch.Tensor = self._decoder.norm(*compiled.outputs(plan.new_rows))[0]
         return hidden
 
 
@@ -244,9 +240,14 @@ def _wanted() -> bool:
 def _check(found: CompiledLayers, steps: SyntheticSteps) -> None:
     """Attaches it, if steps have the same logits and write the same KV in every layer, to the bit,
     as SGLang's layers: what a layer writes depends on all that those below it computed."""
-    # Few blocks: of a large model each is megabytes of KV.
-    most = found.most_rows
-    mixes = (Mix(1, 17), Mix(5, 20), Mix(1, 40, new=7), Mix(1, 20 + most, new=most))
+    # Few blocks: of a large model each is megabytes of KV. Rows beyond those for which weights are
+    # read once are more of the same.
+    most = min(found.most_rows, 72)
+    mixes = (
+        *(Mix(1, 17), Mix(5, 20), Mix(1, 40, new=7), Mix(1, 20 + most, new=most)),
+        Mix(2, 40, uncached=16),
+        Mix(1, 40, new=7, uncached=16),
+    )
     for seed, mix in enumerate(steps.that_fit(mixes)):
         expected = steps.outcome(mix, seed)
         ran = found.steps

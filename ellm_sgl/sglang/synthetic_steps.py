@@ -53,8 +53,7 @@ class SyntheticSteps:
         batch = self._batch(mix)
         vocabulary = self._runner.model_config.vocab_size
         batch.input_ids.copy_(torch.randint(vocabulary, batch.input_ids.shape, generator=made_up))
-        plan = plan_step(table, requests, None, _token_ids, self._pool.buffer.device)
-        logits = self._forward(plan, batch).next_token_logits
+        logits = self._forward(plan := self._plan(table, requests), batch).next_token_logits
         written = []
         for layer in range(self._pool.shape.num_layers):
             group = plan.groups[self._pool.shape.group_of(layer)]
@@ -70,12 +69,15 @@ class SyntheticSteps:
         device = self._pool.buffer.device
         synchronize(device)
         start = time.perf_counter()
-        missing = Missing.of(table, table.sequence_ids)
-        restoration = plan_restoration(table, missing, recompute_share=1.0, slots=1)
-        plan = plan_step(table, requests, restoration, _token_ids, device)
-        self._forward(plan, batch)
+        self._forward(self._plan(table, requests), batch)
         synchronize(device)
         return time.perf_counter() - start
+
+    def _plan(self, table: PageTable, requests: list[NewTokens]) -> StepPlan:
+        """All that is missing is recomputed."""
+        missing = Missing.of(table, table.sequence_ids)
+        restoration = plan_restoration(table, missing, recompute_share=1.0, slots=1)
+        return plan_step(table, requests, restoration, _token_ids, self._pool.buffer.device)
 
     def _clear(self, units: int) -> None:
         """Values that arithmetic is neither slow on (denormal numbers) nor lost on (NaN)."""

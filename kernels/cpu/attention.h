@@ -18,7 +18,7 @@ constexpr int kKeys = 64;          // keys between two updates of the running ma
 constexpr int kDecodeStep = 32;    // ... and K2
 constexpr int kDecodeKeys = 512;   // keys of one work item of a decode row
 constexpr int kColumns = 64;       // query rows × query heads of one work item of a row range
-constexpr int kProductRows = 32;   // of one matrix product, at most
+constexpr int kProductRows = 32;   // of a matrix product, for which weights are read once
 constexpr int kMostStepsAhead = 4; // of kDecodeStep tokens, between asking for KV and reading it
 
 // One attention call. Strides are in elements of the tensor they belong to.
@@ -43,7 +43,7 @@ struct Call {
   float delta;         // share of the threads that begin with row ranges
 };
 
-// One matrix product of few rows: out = x · weightᵀ (+ bias). All of one type.
+// One matrix product: out = x · weightᵀ (+ bias). All of one type.
 struct Product {
   const void* x;       // [rows, size]
   const void* weight;  // [outputs, size], contiguous

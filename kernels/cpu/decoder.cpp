@@ -19,34 +19,36 @@ class Running {
       layer.input.residual = nullptr;
       layer.output.residual = step_.embedded;
     }
-    run(layer.input, step_.rows);
-    run(layer.qkv);
+    const StepGroup& group = step_.groups[layer.group];
+    const int64_t rows = group.rows, rows_after = layer.ends_group ? group.rows_after : rows;
+    run(layer.input, rows);
+    run(layer.qkv, rows);
     if (layer.query.weight) {
-      heads(layer.query, layer.qkv, layer.rotation.heads);
-      heads(layer.key, layer.qkv, layer.rotation.kv_heads);
+      heads(layer.query, layer.qkv, rows, layer.rotation.heads);
+      heads(layer.key, layer.qkv, rows, layer.rotation.kv_heads);
     }
     layer.rotation.positions = step_.positions;
-    layer.rotation.rows = step_.rows;
+    layer.rotation.rows = rows;
     layer.rotation.threads = step_.threads;
     rotate(layer.rotation, of(layer.rotation.isa));
-    layer.attention.out_rows = step_.rows;
+    layer.attention.out_rows = rows_after;
     layer.attention.threads = step_.threads;
     layer.attention.delta = step_.delta;
-    attend((*step_.plans)[layer.group], layer.attention, step_.rows, of(layer.attention.isa));
-    run(layer.out);
-    run(layer.output, step_.rows);
-    run(layer.gate_up);
-    layer.gate.rows = step_.rows;
+    attend((*group.plans)[group.index], layer.attention, rows, of(layer.attention.isa));
+    run(layer.out, rows_after);
+    run(layer.output, rows_after);
+    run(layer.gate_up, rows_after);
+    layer.gate.rows = rows_after;
     layer.gate.threads = step_.threads;
     gate(layer.gate, of(layer.gate.isa));
-    run(layer.down);
+    run(layer.down, rows_after);
   }
 
  private:
   const Kernels& of(int32_t isa) const { return *kernels_[isa]; }
 
-  void run(Product& product) const {
-    product.rows = step_.rows;
+  void run(Product& product, int64_t rows) const {
+    product.rows = rows;
     product.threads = step_.threads;
     product.hint = step_.hint;
     product.steps_ahead = step_.steps_ahead;
@@ -60,11 +62,11 @@ class Running {
   }
 
   // Norms of so many heads of each row: in `qkv`'s outputs they lie among the others.
-  void heads(Norm norm, const Product& qkv, int64_t count) const {
+  void heads(Norm norm, const Product& qkv, int64_t rows, int64_t count) const {
     const int64_t bytes = norm.size * size_of(norm.type);
     const char* from = static_cast<const char*>(norm.x);
     char* to = static_cast<char*>(norm.out);
-    for (int64_t row = 0; row < step_.rows; ++row) {
+    for (int64_t row = 0; row < rows; ++row) {
       norm.x = from + row * qkv.outputs * (bytes / norm.size);
       norm.out = to + row * count * bytes;
       run(norm, count);
@@ -81,7 +83,7 @@ bool decode(const Layer* layers, int64_t first, int64_t last, const Step& step,
             const Kernels* const* kernels) {
   Rotation rotation = layers[first].rotation;  // all have the same table
   rotation.positions = step.positions;
-  rotation.rows = step.rows;
+  rotation.rows = step.groups[layers[first].group].rows;
   if (!knows_positions(rotation)) return false;
   const Running running(step, kernels);
   for (int64_t at = first; at < last; ++at) running.layer(layers[at], at == 0);

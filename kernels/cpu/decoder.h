@@ -21,15 +21,23 @@ struct Layer {
   Product gate_up;
   Gate gate;
   Product down;
-  int64_t group;          // its plan's
+  int64_t group;          // its layer group
+  int64_t ends_group;     // 1: its last layer; else 0
+};
+
+// A step in the layers of one group.
+struct StepGroup {
+  const std::vector<Plan>* plans;
+  int64_t index;          // of its plan
+  int64_t rows;           // in its layers; beyond the next group's they leave in the last one,
+  int64_t rows_after;     // whose attention has their K and V, and returns nothing for them
 };
 
 // One step.
 struct Step {
-  const std::vector<Plan>* plans;
-  const int64_t* positions;  // [rows]
-  const void* embedded;      // [rows, hidden]: of the first layer
-  int64_t rows;
+  const StepGroup* groups;
+  const int64_t* positions;  // [rows of the first group]
+  const void* embedded;      // [rows of the first group, hidden]: of the first layer
   int32_t threads;
   Hint hint;                 // of weights
   int32_t steps_ahead;

@@ -5,12 +5,12 @@ Lossless Million-Token LLM Inference on CPUs Faster Than GPUs")."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref
+from ctypes import addressof, byref
 from dataclasses import dataclass
 
 import torch
 
-from ellm_sgl.kernels.cpu.attention import instruction_set_for, prepared
+from ellm_sgl.kernels.cpu.attention import Plan, instruction_set_for, prepared
 from ellm_sgl.kernels.cpu.library import (
     TYPES,
     Call,
@@ -20,12 +20,13 @@ from ellm_sgl.kernels.cpu.library import (
     Product,
     Rotation,
     Step,
+    StepGroup,
     best_instruction_set,
     loaded,
 )
 from ellm_sgl.kernels.cpu.prefetch import Prefetch
 from ellm_sgl.kernels.cpu.product import most_rows, weight_prefetch
-from ellm_sgl.kernels.layout import StackedLayout
+from ellm_sgl.kernels.layout import GroupLayout
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class CompiledDecoder:
         layers: their weights, which are read where they are.
         heads: of each.
         keys, values: of each layer: the pool's, [units, block_tokens, KV heads, head size].
-        groups: of each layer, its group's index in a step's layout.
+        groups: of each layer, its layer group, from 0 on.
         prefetch: how attention asks for KV.
 
     Raises:
@@ -113,16 +114,18 @@ class CompiledDecoder:
         self._units = min(len(of) for of in keys)
         self._buffers = _Buffers(first, heads, self.most_rows)
         made = [
-            _layer(layer, heads, self._buffers, (k, v), prefetch, group)
-            for layer, k, v, group in zip(layers, keys, values, groups, strict=True)
+            _layer(layer, heads, self._buffers, (k, v), prefetch)
+            for layer, k, v in zip(layers, keys, values, strict=True)
         ]
+        for each, group, following in zip(made, groups, (*groups[1:], None), strict=True):
+            each.group, each.ends_group = group, group != following
         self._layers = (Layer * len(made))(*made)
 
     def run(
         self,
         embedded: torch.Tensor,
         positions: torch.Tensor,
-        layout: StackedLayout,
+        groups: Sequence[GroupLayout],
         delta: float,
         first: int,
         last: int,
@@ -131,23 +134,40 @@ class CompiledDecoder:
         cosines.
 
         Args:
-            embedded: [rows, hidden], contiguous: the first layer's input.
-            positions: int64 [rows], contiguous.
-            layout: of all layer groups, without rows that are recomputed.
+            embedded: [rows of the first group, hidden], contiguous: the first layer's input.
+            positions: int64 [rows of the first group], contiguous.
+            groups: all layer groups' layouts; none has more rows than the one before. Rows that a
+                group has beyond the next one's, or the last beyond the new rows, are recomputed: in
+                its last layer they are done when attention has their K and V.
             delta: see `attention.mixed_attention`.
 
         Raises:
-            ValueError: the pool has fewer units than the layout speaks of.
+            ValueError: there are more rows than `most_rows`, or the pool has fewer units than the
+                layouts speak of.
         """
         rows = embedded.shape[0]
-        plan = prepared(layout, self._block_tokens, self._head_size)
-        if self._units <= plan.largest_unit:
-            raise ValueError(f"unit {plan.largest_unit} of {self._units}")
+        if rows > self.most_rows or rows != groups[0].rows:
+            raise ValueError(f"{rows} rows of {groups[0].rows}, at most {self.most_rows}")
+        of_groups = [self._plan(group) for group in groups]
+        after = [group.rows for group in groups[1:]]
+        new = groups[-1].requests[-1].new.end_row
+        of_step = (StepGroup * len(groups))(
+            *(
+                StepGroup(plan.handle, group.group, group.rows, left)
+                for plan, group, left in zip(of_groups, groups, (*after, new), strict=True)
+            )
+        )
         step = Step(
-            plan.handle, positions.data_ptr(), embedded.data_ptr(), rows,
+            addressof(of_step), positions.data_ptr(), embedded.data_ptr(),
             torch.get_num_threads(), *weight_prefetch(self._dtype, rows), delta,
         )  # fmt: skip
         return bool(self._library.ellm_decode(self._layers, first, last, byref(step)))
+
+    def _plan(self, group: GroupLayout) -> Plan:
+        plan = prepared(group.stacked, self._block_tokens, self._head_size)
+        if self._units <= plan.largest_unit:
+            raise ValueError(f"unit {plan.largest_unit} of {self._units}")
+        return plan
 
     def outputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the last layer that has run: its output and the residual stream beside it, [rows,
@@ -184,7 +204,6 @@ def _layer(
     buffers: _Buffers,
     pool: tuple[torch.Tensor, torch.Tensor],
     prefetch: Prefetch,
-    group: int,
 ) -> Layer:
     kind, isa = TYPES[layer.qkv.weight.dtype], best_instruction_set()
     element = layer.qkv.weight.element_size()
@@ -244,7 +263,6 @@ def _layer(
         gate_up=product(layer.gate_up, buffers.normed, buffers.gate_up),
         gate=gate,
         down=product(layer.down, buffers.gated, buffers.down),
-        group=group,
     )
 
 

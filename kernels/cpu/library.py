@@ -117,7 +117,16 @@ class Layer(Structure):
         ("gate_up", Product),
         ("gate", Gate),
         ("down", Product),
-        ("group", c_int64),
+        *((name, c_int64) for name in ("group", "ends_group")),
+    )
+
+
+class StepGroup(Structure):
+    """`ellm::StepGroup` of decoder.h."""
+
+    _fields_ = (
+        ("plans", c_void_p),
+        *((name, c_int64) for name in ("index", "rows", "rows_after")),
     )
 
 
@@ -125,8 +134,7 @@ class Step(Structure):
     """`ellm::Step` of decoder.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("plans", "positions", "embedded")),
-        ("rows", c_int64),
+        *((name, c_void_p) for name in ("groups", "positions", "embedded")),
         *((name, c_int32) for name in ("threads", "hint", "steps_ahead")),
         ("delta", c_float),
     )

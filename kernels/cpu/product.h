@@ -4,7 +4,7 @@
 
 namespace ellm {
 
-// out = x · weightᵀ (+ bias); at most kProductRows rows.
+// out = x · weightᵀ (+ bias).
 void multiply(const Product& product, const Kernels& kernels);
 
 }  // namespace ellm

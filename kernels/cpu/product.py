@@ -9,8 +9,8 @@ import torch
 from ellm_sgl.kernels.cpu.library import TYPES, Product, best_instruction_set, load
 from ellm_sgl.kernels.cpu.prefetch import DEFAULT, Prefetch
 
-MOST_ROWS = 32
-"""`kProductRows`."""
+MOST_ROWS = {torch.float32: 512, torch.bfloat16: 32, torch.float16: 32}
+"""Up to so many: of more PyTorch's are faster."""
 BOUND_BY_READING = 16
 """Rows up to which the prefetch that was chosen is used; with more it costs up to a tenth."""
 SHORT_SUM, MOST_ROWS_OF_SHORT = 512, 16
@@ -38,7 +38,7 @@ def weight_prefetch(dtype: torch.dtype, rows: int) -> tuple[int, int]:
 def most_rows(size: int, dtype: torch.dtype) -> int:
     """Rows of sums of `size` elements up to which `linear` does the product."""
     short = size < SHORT_SUM and dtype is not torch.float32
-    return MOST_ROWS_OF_SHORT if short else MOST_ROWS
+    return MOST_ROWS_OF_SHORT if short else MOST_ROWS[dtype]
 
 
 def linear(

@@ -58,15 +58,15 @@ def test_outputs_are_the_same_to_the_bit(more: list[str], tmp_path: Path) -> Non
         assert outcomes(server) == expected
         state = server.state()
         assert state["compiled_steps_total"] >= 60 and state["integrity"] == "ok"
-        # Steps that only fetch are compiled, too; those that recompute are SGLang's layers'.
+        # Steps that restore are compiled, too.
         server.flush_cache()
         server.adjust(ellm_ratio=0.5)
         restored = outcomes(server)
         after = server.state()
+        assert after["compiled_steps_total"] > state["compiled_steps_total"] + 30
         if more:
             assert restored == expected
             assert after["fetched_units_total"] > state["fetched_units_total"]
-            assert after["compiled_steps_total"] > state["compiled_steps_total"] + 60
         else:
             assert tokens(restored) == tokens(expected)
             assert after["recomputed_tokens_total"] > 0

@@ -22,7 +22,7 @@ from ellm_sgl.kernels.cpu.library import load
 from ellm_sgl.kernels.cpu.operators import gate, normalise, rotate
 from ellm_sgl.kernels.cpu.prefetch import DEFAULT
 from ellm_sgl.kernels.cpu.product import linear
-from ellm_sgl.kernels.layout import StackedLayout
+from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 from tests.kernels.cpu_steps import Inputs, Sizes, make
 
 pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
@@ -66,19 +66,35 @@ def weights(heads: Heads, dtype: torch.dtype, of_heads: bool, biased: bool) -> L
 
 
 class Case:
-    """A decoder, a step of it, and a pool for each layer."""
+    """A decoder, a step of it, and a pool for each layer.
 
-    def __init__(self, inputs: Inputs, sizes: Sizes, of_heads: bool, biased: bool) -> None:
+    Args:
+        deep: of the recomputed rows those that go through both groups; the rest needs the first.
+    """
+
+    def __init__(
+        self, inputs: Inputs, sizes: Sizes, of_heads: bool, biased: bool, deep: float = 1.0
+    ) -> None:
         self.heads, dtype = Heads(sizes.heads, sizes.kv_heads, sizes.head_dim), sizes.row_type
         self.layers = [weights(self.heads, dtype, of_heads, biased) for _ in range(LAYERS)]
-        one = inputs.layout.stacked
-        self.layout = one._replace(
-            units=one.units.repeat(2, 1), write_units=one.write_units.repeat(2, 1)
-        )
-        self.embedded = torch.randn(one.rows, HIDDEN).to(dtype)
-        ranges = [range(r.new.position, r.new.end_position) for r in one.requests]
-        self.positions = torch.tensor([at for of in ranges for at in of])
+        first = inputs.layout
+        self.new = first.requests[-1].new.end_row
+        self.embedded = torch.randn(first.rows, HIDDEN).to(dtype)
+        ranges = [r.new for r in first.requests] + _spans(first.requests)
+        positions = [at for of in ranges for at in range(of.position, of.end_position)]
+        self.positions = torch.tensor(positions)
         self.pools = [(inputs.keys.clone(), inputs.values.clone()) for _ in range(LAYERS)]
+        if first.rows == self.new:  # as a plan has it, groups that differ in nothing but units
+            one = first.stacked
+            both = one.units.repeat(2, 1), one.write_units.repeat(2, 1)
+            self.groups = one._replace(units=both[0], write_units=both[1]).layouts()
+        else:
+            left = round(deep * len(_spans(first.requests)))
+            self.groups = first, _with_spans(first, left, self.pools[-1], sizes.block_tokens)
+
+    def rows(self, group: int) -> int:
+        """Alive in it; past the last one, the new ones."""
+        return self.groups[group].rows if group < len(self.groups) else self.new
 
     def one_by_one(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(output, residual stream) by each operator in a call of its own."""
@@ -92,12 +108,14 @@ class Case:
             if layer.query_norm is not None and layer.key_norm is not None:
                 q = _norm(layer.query_norm, q.reshape(-1, size))[0].view(q.shape)
                 k = _norm(layer.key_norm, k.reshape(-1, size))[0].view(k.shape)
-            assert rotate(self.positions, q, k, size, layer.cosines)
+            assert rotate(self.positions[: len(q)], q, k, size, layer.cosines)
             q, k, v = (x.unflatten(1, (-1, size)) for x in (q, k, v))
-            group = self.layout.layouts()[GROUPS[index]]
-            attended = mixed_attention(q, k, v, *self.pools[index], group, layer.scale)
+            ends = GROUPS[index] not in GROUPS[index + 1 :]
+            after, group = self.rows(GROUPS[index] + ends), self.groups[GROUPS[index]]
+            pool = self.pools[index]
+            attended = mixed_attention(q, k, v, *pool, group, layer.scale, after, 0.5)
             out = _product(layer.out, attended.flatten(1))
-            normed, residual = _norm(layer.output_norm, out, residual)
+            normed, residual = _norm(layer.output_norm, out, residual[:after])
             gated = gate(_product(layer.gate_up, normed))
             assert gated is not None
             hidden = _product(layer.down, gated)
@@ -112,9 +130,35 @@ class Case:
         """The same compiled, in calls that end at these layers."""
         decoder, first = self.compiled(), 0
         for stop in (*stops, LAYERS):
-            assert decoder.run(self.embedded, self.positions, self.layout, 0.5, first, stop)
+            assert decoder.run(self.embedded, self.positions, self.groups, 0.5, first, stop)
             first = stop
-        return decoder.outputs(len(self.embedded))
+        return decoder.outputs(self.new)
+
+
+def _spans(requests: tuple[RequestLayout, ...]) -> list[RowRange]:
+    """In the order of their rows."""
+    return [span for request in requests for span in request.spans]
+
+
+def _with_spans(
+    layout: GroupLayout, left: int, pool: tuple[torch.Tensor, torch.Tensor], block_tokens: int
+) -> GroupLayout:
+    """A group where only the first `left` spans are missing; the others' blocks have units, and
+    in these some KV."""
+    units, requests = layout.units.clone(), []
+    unused = iter(set(range(1, len(pool[0]))) - set(units.tolist()))
+    end = _spans(layout.requests)[left - 1].end_row if left else layout.requests[-1].new.end_row
+    for request in layout.requests:
+        kept = tuple(span for span in request.spans if span.row < end)
+        for span in request.spans[len(kept) :]:
+            at = next(unused)
+            units[request.blocks.start + span.position // block_tokens] = at
+            for of in pool:
+                of[at, : span.size] = torch.randn(of[at, : span.size].shape).to(of.dtype)
+        requests.append(request._replace(spans=kept))
+    return GroupLayout.of(
+        end, tuple(requests), units, layout.write_rows, layout.write_units, layout.write_offsets
+    )
 
 
 def _norm(
@@ -145,14 +189,15 @@ def check(case: Case, *stops: int) -> None:
 
 @st.composite
 def steps(draw: st.DrawFn) -> Sizes:
-    """Of up to 16 rows: as many as all products take, in any type."""
+    """Of up to 16 new rows: as many as all products take, in any type."""
     requests, rows = [], 0
     for _ in range(draw(st.integers(1, 8))):
         new = draw(st.sampled_from((1, 1, 1, 3)))
         if rows + new <= 16:
             requests.append((draw(st.integers(0, 90)), new))
             rows += new
-    dtype = draw(st.sampled_from(TYPES))
+    missing = draw(st.sampled_from((0.0, 0.0, 0.3)))
+    dtype = draw(st.sampled_from(TYPES)) if missing == 0.0 else torch.float32
     return Sizes(
         requests=tuple(requests),
         block_tokens=draw(st.sampled_from((8, 16))),
@@ -161,7 +206,7 @@ def steps(draw: st.DrawFn) -> Sizes:
         head_dim=draw(st.sampled_from((16, 32))),
         row_type=dtype,
         pool_type=dtype,
-        missing=0.0,
+        missing=missing,
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -172,14 +217,21 @@ def steps(draw: st.DrawFn) -> Sizes:
 @given(
     sizes=steps(), of_heads=st.booleans(), biased=st.booleans(),
     stops=st.sampled_from(((), (1,), (2,), (1, 2))), threads=st.integers(1, 3),
+    deep=st.sampled_from((0.0, 0.5, 1.0)),
 )  # fmt: skip
 def test_a_stack_is_its_operators_one_by_one(
-    isa: str, sizes: Sizes, of_heads: bool, biased: bool, stops: tuple[int, ...], threads: int
+    isa: str,
+    sizes: Sizes,
+    of_heads: bool,
+    biased: bool,
+    stops: tuple[int, ...],
+    threads: int,
+    deep: float,
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check(Case(make(sizes), sizes, of_heads, biased), *stops)
+        check(Case(make(sizes), sizes, of_heads, biased, deep), *stops)
     finally:
         torch.set_num_threads(before)
 
@@ -196,7 +248,7 @@ def case() -> Case:
 def test_steps_follow_one_another(case: Case) -> None:
     """Nothing of a step stays in the buffers that the next one reads."""
     decoder = case.compiled()
-    step = case.positions, case.layout, 0.5, 0, LAYERS
+    step = case.positions, case.groups, 0.5, 0, LAYERS
     assert decoder.run(case.embedded, *step)
     expected = [x.clone() for x in decoder.outputs(2)]
     assert decoder.run(torch.full_like(case.embedded, 1e30), *step)
@@ -208,15 +260,25 @@ def test_a_position_without_cosines_leaves_the_step_undone(case: Case) -> None:
     decoder = case.compiled()
     kept = [k.clone() for k, _ in case.pools]
     case.positions[1] = POSITIONS
-    assert not decoder.run(case.embedded, case.positions, case.layout, 0.5, 0, LAYERS)
+    assert not decoder.run(case.embedded, case.positions, case.groups, 0.5, 0, LAYERS)
     for (keys, _), before in zip(case.pools, kept, strict=True):
         torch.testing.assert_close(keys, before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_unit_that_the_pool_does_not_have(case: Case) -> None:
-    layout: StackedLayout = case.layout._replace(units=case.layout.units + 10**6)
+    stacked = case.groups[0].stacked
+    groups = stacked._replace(units=stacked.units + 10**6).layouts()
     with pytest.raises(ValueError, match=r"^unit 10000"):
-        case.compiled().run(case.embedded, case.positions, layout, 0.5, 0, LAYERS)
+        case.compiled().run(case.embedded, case.positions, groups, 0.5, 0, LAYERS)
+
+
+def test_more_rows_than_it_has_room_for(case: Case) -> None:
+    decoder = case.compiled()
+    embedded = torch.randn(decoder.most_rows + 1, HIDDEN)
+    positions = torch.zeros(len(embedded), dtype=torch.int64)
+    for rows in (embedded, embedded[:1]):
+        with pytest.raises(ValueError, match=rf"^{len(rows)} rows of 2, at most 512$"):
+            decoder.run(rows, positions, case.groups, 0.5, 0, LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from ellm_sgl.kernels.cpu.library import load
-from ellm_sgl.kernels.cpu.product import MOST_ROWS, linear
+from ellm_sgl.kernels.cpu.product import MOST_ROWS, linear, most_rows
 
 pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
 
@@ -31,7 +31,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    rows=st.integers(1, 16),
+    rows=st.one_of(st.integers(1, 16), st.integers(17, 80)),
     size=st.one_of(st.integers(1, 100), st.sampled_from((192, 512, 1024))),
     outputs=st.one_of(st.integers(1, 40), st.sampled_from((300, 1111))),
     dtype=st.sampled_from(TYPES),
@@ -42,6 +42,7 @@ def test_agrees_with_pytorch_in_double_precision(
     isa: str, rows: int, size: int, outputs: int, dtype: torch.dtype, biased: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
+    rows = min(rows, most_rows(size, dtype))
     x, weight = torch.randn(rows, size).to(dtype), torch.randn(outputs, size).to(dtype)
     bias = torch.randn(outputs).to(dtype) if biased else None
     out = multiply(x, weight, bias)
@@ -58,15 +59,15 @@ def test_agrees_with_pytorch_in_double_precision(
 def test_a_row_does_not_depend_on_the_others(
     isa: str, dtype: torch.dtype, size: int, outputs: int
 ) -> None:
-    most = MOST_ROWS if size >= 512 else 16
+    most = min(100, most_rows(size, dtype))
     x, weight = torch.randn(most, size).to(dtype), torch.randn(outputs, size).to(dtype)
     together = multiply(x, weight)
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            for count in (1, 2, 3, 4, 5, 8, most):
-                for first in range(0, most - count + 1, 5):
+            for count in (1, 2, 3, 4, 5, 8, 33, most):
+                for first in range(0, most - count + 1, 5 if most <= 32 else 21):
                     rows = slice(first, first + count)
                     assert torch.equal(multiply(x[rows], weight), together[rows])
     finally:
@@ -120,7 +121,7 @@ def test_leaves_alone_what_it_cannot_do() -> None:
     x, weight, bias = torch.randn(2, 64), torch.randn(8, 64), torch.randn(8)
     assert linear(x, weight, bias) is not None
     for case in (
-        (torch.randn(MOST_ROWS + 1, 64), weight),
+        (torch.randn(MOST_ROWS[torch.float32] + 1, 64), weight),
         (torch.randn(17, 64).bfloat16(), weight.bfloat16()),  # short sums: PyTorch is faster
         (x[:0], weight),
         (x[:, :0], weight[:, :0]),

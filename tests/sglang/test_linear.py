@@ -69,9 +69,9 @@ def test_whatever_is_not_plain_is_left_to_sglang(
 
 @torch.no_grad()
 def test_rows_beyond_those_of_decoding_are_left_to_sglang() -> None:
-    assert linear.lm_head(original, processor(), torch.randn(100, 64), plain_head()) is LEFT
+    assert linear.lm_head(original, processor(), torch.randn(600, 64), plain_head()) is LEFT
     layer = torch.nn.Linear(64, 8, bias=False)
-    assert linear.apply(original, None, layer, torch.randn(100, 64)) is LEFT
+    assert linear.apply(original, None, layer, torch.randn(600, 64)) is LEFT
 
 
 @torch.no_grad()
