@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
+from ellm_sgl.memory.arena import on_huge_pages
 
 BLOCK_TOKENS = 16
 LAYERS = 4
@@ -59,7 +60,11 @@ class Step:
         self.units = torch.randperm(shape.batch * blocks).view(shape.batch, blocks) + 1
         size = (self.units.numel() + 1, layers, 2, BLOCK_TOKENS, kv_heads, head_dim)
         # Uniform, not normal: the generator takes longer than everything that is measured.
-        pool = torch.empty(size, dtype=dtype, device=device).uniform_(-1, 1)
+        if device.type == "cpu":
+            pool = on_huge_pages(size, dtype)
+        else:
+            pool = torch.empty(size, dtype=dtype, device=device)
+        pool.uniform_(-1, 1)
         self.keys, self.values = pool[:, 0, 0], pool[:, 0, 1]
         self.mixed, self.recompute, self.decode = _layouts(shape, new, self.units, device)
         self.q, self.k, self.v = (

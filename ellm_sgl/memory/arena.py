@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -118,6 +120,14 @@ class CpuArena:
         call = getattr(self._libc, name)
         address, length = ctypes.c_void_p(self._begin + low), ctypes.c_size_t(high - low)
         return ctypes.get_errno() if call(address, length, what) else 0
+
+
+def on_huge_pages(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor in host memory that lies there as a pool does."""
+    nbytes = math.prod(size) * dtype.itemsize
+    arena = CpuArena(nbytes)
+    arena.commit(0, nbytes, lazily=True)
+    return arena.tensor().view(dtype).view(*size)
 
 
 def trim_heap() -> None:

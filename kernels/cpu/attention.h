@@ -16,7 +16,8 @@ enum Hint : int32_t { kToL1 = 0, kToL2 = 1, kToL3 = 2, kOnce = 3 };
 // number of threads and wherever the KV comes from: sums keep their order, results their bits.
 constexpr int kKeys = 64;          // keys between two updates of the running maximum, K1 ...
 constexpr int kDecodeStep = 32;    // ... and K2
-constexpr int kDecodeKeys = 512;   // keys of one work item of a decode row
+constexpr int kDecodeKeys = 512;   // keys of one work item of a decode row, or twice as many, ...
+constexpr int kDecodeParts = 128;  // ... until the row has no more work items than these
 constexpr int kColumns = 64;       // query rows × query heads of one work item of a row range
 constexpr int kProductRows = 32;   // of a matrix product, for which weights are read once
 constexpr int kMostStepsAhead = 4; // of kDecodeStep tokens, between asking for KV and reading it

@@ -19,21 +19,59 @@ using ellm::Part;
 
 // Tokens whose K, or V, is read for all heads before the next ones', at least, and how many bytes
 // are rather read so: more means less to do between heads, fewer that memory is read in the order in
-// which it lies there. Of small rows a few tokens are next to nothing to read.
-constexpr int kKeyRun = 4, kValueRun = 8;
+// which it lies there. Of small rows a few tokens are next to nothing to read. A multiple of eight:
+// scores of eight keys lie together (`Places`).
+constexpr int kRun = 8;
 constexpr int64_t kRunBytes = 8192;
 
-// Multiples of eight, but for the least: scores of eight keys lie together (`Places`).
-INLINE int run_of(int least, int64_t row_bytes) {
-  const int64_t fitting = kRunBytes / row_bytes / 8 * 8;
-  return static_cast<int>(fitting < least ? least : fitting < kDecodeStep ? fitting : kDecodeStep);
+INLINE int run_of(int64_t row_bytes) {
+  const int64_t fitting = kRunBytes / row_bytes / kRun * kRun;
+  return static_cast<int>(fitting < kRun ? kRun : fitting < kDecodeStep ? fitting : kDecodeStep);
+}
+
+// sums[i][0..DV·W) += Σ_t weights[t][i] v[t] over four tokens.
+template <int NQ, int DV, class T>
+INLINE void multiply_values(const typename T::bits* const (&v)[4], const float* weights,
+                            vf (&sums)[NQ][DV]) {
+  using P = Places<NQ>;
+#pragma GCC unroll 4
+  for (int t = 0; t < 4; ++t) {
+    vf value[DV];
+#pragma GCC unroll 8
+    for (int j = 0; j < DV; j += T::unit) T::load_unit(v[t] + j * W, value + j);
+#pragma GCC unroll 4
+    for (int i = 0; i < NQ; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < DV; ++j) sums[i][j] += weights[P::of(t, i)] * value[j];
+    }
+  }
+}
+
+// The same of a type that `dots`: weights are bf16.
+template <int NQ, int DV, class T>
+INLINE void multiply_values(const typename T::bits* const (&v)[4], const uint16_t* weights,
+                            vf (&sums)[NQ][DV]) {
+  using P = Places<NQ>;
+#pragma GCC unroll 2
+  for (int t = 0; t < 4; t += 2) {
+    vu values[DV];
+#pragma GCC unroll 8
+    for (int j = 0; j < DV; j += T::unit) {
+      T::interleave_unit(v[t] + j * W, v[t + 1] + j * W, values + j);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < NQ; ++i) {
+      const vu pair = splat_word(load_word(weights + P::of(t, i)));
+#pragma GCC unroll 8
+      for (int j = 0; j < DV; ++j) sums[i][j] = T::add_dots(sums[i][j], values[j], pair);
+    }
+  }
 }
 
 // o[i][0..DV·W) = rescale[i] · o[i] + Σ_n weights[n][i] v[n]; null: 1.
 template <int NQ, int DV, class T>
-NOINLINE void add_values(const Run run, const float* weights, const float* rescale, float* o,
+INLINE void add_values(const Run run, const WeightOf<T>* weights, const float* rescale, float* o,
                          int head_dim) {
-  using bits = typename T::bits;
   using P = Places<NQ>;
   vf sums[NQ][DV];
 #pragma GCC unroll 4
@@ -45,20 +83,8 @@ NOINLINE void add_values(const Run run, const float* weights, const float* resca
     }
   }
   for (int n = 0; n < run.count; n += 4) {
-    run.fetch(n);
-    const float* weight = weights + P::of(n, 0);
-#pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) {
-      const bits* v = run.at<bits>(run.rows[n + t]);
-      vf value[DV];
-#pragma GCC unroll 8
-      for (int j = 0; j < DV; j += T::unit) T::load_unit(v + j * W, value + j);
-#pragma GCC unroll 4
-      for (int i = 0; i < NQ; ++i) {
-#pragma GCC unroll 8
-        for (int j = 0; j < DV; ++j) sums[i][j] += weight[P::of(0, i) + t] * value[j];
-      }
-    }
+    if (run.ahead != nullptr) run.ahead->fetch(4 * head_dim * sizeof(typename T::bits));
+    multiply_values<NQ, DV, T>(run.four<typename T::bits>(n).rows, weights + P::of(n, 0), sums);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < NQ; ++i) {
@@ -129,32 +155,33 @@ void attend_tokens(const Call& call, const Tokens& tokens, const Tokens* next, c
                    float* o) {
   constexpr int64_t kBytes = sizeof(typename T::bits);
   const int head_dim = call.head_dim;
-  const int64_t head_bytes = head_dim * kBytes;
+  const int64_t head_bytes = head_dim * kBytes, row_bytes = call.kv_heads * head_bytes;
   const int all = (tokens.count + 3) / 4 * 4;
-  const int key_run = run_of(kKeyRun, call.kv_heads * head_bytes);
-  const int value_run = run_of(kValueRun, call.kv_heads * head_bytes);
-  const auto run_at = [&](const char* const* rows, const char* const* next_rows, int n, int size,
-                          const Heads& heads) {
-    const bool fetches = next != nullptr && heads.leads;
-    return Run{rows + n, fetches ? next_rows + n : nullptr, all - n < size ? all - n : size,
-               heads.kv_head * head_bytes, head_bytes, call.hint};
+  const int size = run_of(row_bytes);
+  const auto run_at = [&](const char* const* rows, int n, const Heads& heads, RowsAhead& ahead) {
+    return Run{rows + n, all - n < size ? all - n : size, heads.kv_head * head_bytes,
+               heads.leads ? &ahead : nullptr};
   };
-  for (int n = 0; n < all; n += key_run) {
+  RowsAhead keys(next != nullptr ? next->k : nullptr, tokens.v, row_bytes, call.hint);
+  for (int n = 0; n < all; n += size) {
     for_heads(call, [&](const Heads& heads, auto queries) {
       constexpr int NQ = decltype(queries)::value;
-      score_keys<NQ, T>(run_at(tokens.k, next != nullptr ? next->k : nullptr, n, key_run, heads),
-                        query_of<T>(row, heads.first * head_dim), head_dim, call.scale,
+      score_keys<NQ, T>(run_at(tokens.k, n, heads, keys), query_of<T>(row, heads.first * head_dim),
+                        head_dim, scale_of<T>(call.scale),
                         row.scores_of(heads) + Places<NQ>::of(n, 0));
     });
   }
   for_heads(call, [&](const Heads& heads, auto queries) {
-    weigh<decltype(queries)::value>(row.scores_of(heads), tokens.count, row.softmax_of(heads));
+    weigh<decltype(queries)::value, T>(row.scores_of(heads), tokens.count, row.softmax_of(heads));
   });
-  for (int n = 0; n < all; n += value_run) {
+  RowsAhead values(next != nullptr ? next->v : nullptr, next != nullptr ? next->k : nullptr,
+                   row_bytes, call.hint);
+  for (int n = 0; n < all; n += size) {
     for_heads(call, [&](const Heads& heads, auto queries) {
       constexpr int NQ = decltype(queries)::value;
-      Run run = run_at(tokens.v, next != nullptr ? next->v : nullptr, n, value_run, heads);
-      const float* const weights = row.scores_of(heads) + Places<NQ>::of(n, 0);
+      Run run = run_at(tokens.v, n, heads, values);
+      const auto* const weights =
+          reinterpret_cast<const WeightOf<T>*>(row.scores_of(heads)) + Places<NQ>::of(n, 0);
       const float* const rescale = n == 0 ? row.softmax_of(heads).rescale : nullptr;
       int d = 0;
       const auto add = [&](auto vectors) {
@@ -162,7 +189,7 @@ void attend_tokens(const Call& call, const Tokens& tokens, const Tokens* next, c
         for (; d + DV * W <= head_dim; d += DV * W) {
           add_values<NQ, DV, T>(run, weights, rescale, o + heads.first * head_dim + d, head_dim);
           run.offset += DV * W * kBytes;
-          run.next = nullptr;
+          run.ahead = nullptr;
         }
       };
       if constexpr (NQ <= 2) add(Count<8>{});
@@ -189,7 +216,7 @@ void attend_rows(const Call& call, const Tokens& tokens, const Tokens* next, con
   }
   for_heads(call, [&](const Heads& heads, auto) {
     const Softmax softmax = row.softmax_of(heads);
-    weigh<1>(row.scores_of(heads), tokens.count, softmax);
+    weigh<1, Float32>(row.scores_of(heads), tokens.count, softmax);
     const vf rescale = splat(softmax.rescale[0]);
     float* const own = o + heads.first * call.head_dim;
     for (int d = 0; d < call.head_dim; d += W) store(own + d, load(own + d) * rescale);
@@ -242,7 +269,7 @@ void decode_as(const Call& call, const Part& part, const Part* ahead, int64_t ro
     using P = Places<decltype(queries)::value>;
     const Softmax softmax = memory.softmax_of(heads);
     for (int i = 0; i < decltype(queries)::value; ++i) {
-      m[heads.first + i] = softmax.maximum[P::of(0, i)];
+      m[heads.first + i] = softmax.maximum[P::of(0, i)] / (T::dots ? kLogarithmOfE : 1);
       l[heads.first + i] = 0;
       for (int n = 0; n < P::keys; ++n) l[heads.first + i] += softmax.total[P::of(n, i)];
     }

@@ -13,19 +13,24 @@ struct Count {
   static constexpr int value = N;
 };
 
+constexpr int64_t kLine = 64;
+
+// Calls work(ask), where ask(address) asks for a cache line with this hint.
+template <class F>
+INLINE void with_hint(ellm::Hint hint, const F& work) {
+  switch (hint) {
+    case ellm::kToL1: return work([](const char* at) { __builtin_prefetch(at, 0, 3); });
+    case ellm::kToL2: return work([](const char* at) { __builtin_prefetch(at, 0, 2); });
+    case ellm::kToL3: return work([](const char* at) { __builtin_prefetch(at, 0, 1); });
+    case ellm::kOnce: return work([](const char* at) { __builtin_prefetch(at, 0, 0); });
+  }
+}
+
 // Asks for the cache lines of [from, from + bytes).
 INLINE void fetch_lines(const char* from, int64_t bytes, ellm::Hint hint) {
-  const auto fetch = [&](auto locality) {
-    for (int64_t at = 0; at < bytes; at += 64) {
-      __builtin_prefetch(from + at, 0, decltype(locality)::value);
-    }
-  };
-  switch (hint) {
-    case ellm::kToL1: return fetch(Count<3>{});
-    case ellm::kToL2: return fetch(Count<2>{});
-    case ellm::kToL3: return fetch(Count<1>{});
-    case ellm::kOnce: return fetch(Count<0>{});
-  }
+  with_hint(hint, [&](auto ask) {
+    for (int64_t at = 0; at < bytes; at += kLine) ask(from + at);
+  });
 }
 
 }  // namespace

@@ -11,25 +11,28 @@ int64_t scratch_floats(const Call& call) {
   return decode > tile ? decode : tile;
 }
 
-// With one query head per KV head memory is the limit, and shorter loads were 15 % faster.
-template <class... Rest>
-void decode_bfloat(const Call& call, Rest... rest) {
-  if (call.heads == call.kv_heads || call.head_dim % (2 * W) != 0) {
-    return decode_as<BFloat16>(call, rest...);
-  }
 #ifdef __AVX512BF16__
-  if (call.row_type == ellm::kBFloat16) return decode_as<BFloat16Dots>(call, rest...);
-#endif
-  decode_as<BFloat16Pairs>(call, rest...);
+// Of both kernels, which then round weights alike.
+bool dots(const Call& call) {
+  return call.pool_type == ellm::kBFloat16 && call.row_type == ellm::kBFloat16 &&
+         call.head_dim % (2 * W) == 0;
 }
+#endif
 
 void decode(const Call& call, const Part& tokens, const Part* ahead, int64_t row, float* scratch,
             float* o, float* m, float* l) {
+#ifdef __AVX512BF16__
+  if (dots(call)) return decode_as<BFloat16Dots>(call, tokens, ahead, row, scratch, o, m, l);
+#endif
   switch (call.pool_type) {
     case ellm::kFloat32:
       return decode_as<Float32>(call, tokens, ahead, row, scratch, o, m, l);
     case ellm::kBFloat16:
-      return decode_bfloat<const Part&>(call, tokens, ahead, row, scratch, o, m, l);
+      // With one query head per KV head memory is the limit, and shorter loads were 15 % faster.
+      if (call.heads == call.kv_heads || call.head_dim % (2 * W) != 0) {
+        return decode_as<BFloat16>(call, tokens, ahead, row, scratch, o, m, l);
+      }
+      return decode_as<BFloat16Pairs>(call, tokens, ahead, row, scratch, o, m, l);
     default:
       return decode_as<Float16>(call, tokens, ahead, row, scratch, o, m, l);
   }
@@ -37,6 +40,11 @@ void decode(const Call& call, const Part& tokens, const Part* ahead, int64_t row
 
 void tile(const Call& call, const Source& source, int64_t row, int64_t position, int kv_head,
           int64_t first, int columns, float* scratch) {
+#ifdef __AVX512BF16__
+  if (dots(call)) {
+    return tile_as<BFloat16Dots>(call, source, row, position, kv_head, first, columns, scratch);
+  }
+#endif
   switch (call.pool_type) {
     case ellm::kFloat32:
       return tile_as<Float32>(call, source, row, position, kv_head, first, columns, scratch);

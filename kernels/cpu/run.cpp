@@ -77,9 +77,20 @@ struct DecodeItem {  // K2
 
 struct DecodeRow {
   const Range* range;
-  int parts;            // work items this row's keys are split into
+  int parts;            // work items this row's keys are split into ...
+  int64_t part_keys;    // ... and keys of each but the last
   int64_t first_part;   // of the partial results, where there are several
 };
+
+// A row of so many parts is merged when all are there, its heads shared by the threads.
+constexpr int kMergedByHead = 16;
+
+// Depends on the row alone, so that its sums keep their order.
+int64_t keys_of_part(int64_t keys) {
+  int64_t part = kDecodeKeys;
+  while (part * kDecodeParts < keys) part *= 2;
+  return part;
+}
 
 // Everything one call has to do, and what has been done.
 class Work {
@@ -117,6 +128,9 @@ class Work {
         run_tiles(scratch);
       }
     });
+    for (const DecodeRow& row : rows_) {
+      if (row.parts >= kMergedByHead) merge_by_head(row);
+    }
   }
 
  private:
@@ -125,12 +139,13 @@ class Work {
 
   void add_row(const Range& range) {
     const int64_t keys = range.position + 1;
-    const int parts = static_cast<int>((keys + kDecodeKeys - 1) / kDecodeKeys);
+    const int64_t part_keys = keys_of_part(keys);
+    const int parts = static_cast<int>((keys + part_keys - 1) / part_keys);
     const int row = static_cast<int>(rows_.size());
-    rows_.push_back({&range, parts, parts_});
+    rows_.push_back({&range, parts, part_keys, parts_});
     if (parts > 1) parts_ += parts;
-    for (int64_t begin = 0; begin < keys; begin += kDecodeKeys) {
-      decodes_.push_back({row, begin, std::min(begin + kDecodeKeys, keys)});
+    for (int64_t begin = 0; begin < keys; begin += part_keys) {
+      decodes_.push_back({row, begin, std::min(begin + part_keys, keys)});
     }
     microseconds_ += 2.0 * keys * call_.kv_heads * call_.head_dim * size_of(call_.pool_type) /
                      kBytesPerMicrosecond;
@@ -164,7 +179,7 @@ class Work {
       const Range& range = *row.range;
       float* part = result;
       if (row.parts > 1) {
-        part = partials_ + (row.first_part + item.begin / kDecodeKeys) * part_floats();
+        part = partials_ + (row.first_part + item.begin / row.part_keys) * part_floats();
       }
       float* maxima = part + int64_t{call_.heads} * call_.head_dim;
       const size_t next = next_decode_.load(std::memory_order_relaxed);
@@ -174,10 +189,23 @@ class Work {
                       maxima + call_.heads);
       if (row.parts == 1) {
         finish(range.row, part, 1, result);
-      } else if (unfinished_[item.row].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        finish(range.row, partials_ + row.first_part * part_floats(), row.parts, result);
+      } else if (row.parts < kMergedByHead &&
+                 unfinished_[item.row].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        finish(range.row, parts_of(row), row.parts, result);
       }
     }
+  }
+
+  const float* parts_of(const DecodeRow& row) const {
+    return partials_ + row.first_part * part_floats();
+  }
+
+  void merge_by_head(const DecodeRow& row) const {
+    const double microseconds = 4.0 * row.parts * part_floats() / kBytesPerMicrosecond;
+    split(call_.threads, call_.heads, 1, microseconds, [&](int64_t head, int64_t) {
+      float* const sum = thread_memory<Use::kScratch>(call_.head_dim);
+      finish_head(row.range->row, head, parts_of(row), row.parts, sum);
+    });
   }
 
   Part part_of(const DecodeItem& item) const {
@@ -186,25 +214,28 @@ class Work {
 
   // Merges a row's partial results, in order (log-sum-exp), and writes the row.
   // `sum` has room for a head; it may be `parts` itself.
-  void finish(int64_t row, const float* parts, int count, float* sum) {
+  void finish(int64_t row, const float* parts, int count, float* sum) const {
+    for (int64_t h = 0; h < call_.heads; ++h) {
+      finish_head(row, h, parts, count, count == 1 ? sum + h * call_.head_dim : sum);
+    }
+  }
+
+  void finish_head(int64_t row, int64_t h, const float* parts, int count, float* o) const {
     const int64_t heads = call_.heads, head_dim = call_.head_dim;
-    for (int64_t h = 0; h < heads; ++h) {
-      const float* maxima = parts + heads * head_dim + h;
-      float maximum = maxima[0];
-      for (int i = 1; i < count; ++i) maximum = std::max(maximum, maxima[i * part_floats()]);
-      float total = 0;
-      float* o = count == 1 ? sum + h * head_dim : sum;
-      for (int i = 0; i < count; ++i) {
-        const float* part = parts + i * part_floats() + h * head_dim;
-        const float weight = std::exp(maxima[i * part_floats()] - maximum);
-        total += weight * maxima[i * part_floats() + heads];
-        if (count == 1) break;  // `o` is the part
-        for (int64_t d = 0; d < head_dim; ++d) o[d] = (i > 0 ? o[d] : 0) + weight * part[d];
-      }
-      const float factor = 1 / total;
-      for (int64_t d = 0; d < head_dim; ++d) {
-        store_float(call_.out, (row * heads + h) * head_dim + d, call_.row_type, o[d] * factor);
-      }
+    const float* maxima = parts + heads * head_dim + h;
+    float maximum = maxima[0];
+    for (int i = 1; i < count; ++i) maximum = std::max(maximum, maxima[i * part_floats()]);
+    float total = 0;
+    for (int i = 0; i < count; ++i) {
+      const float* part = parts + i * part_floats() + h * head_dim;
+      const float weight = std::exp(maxima[i * part_floats()] - maximum);
+      total += weight * maxima[i * part_floats() + heads];
+      if (count == 1) break;  // `o` is the part
+      for (int64_t d = 0; d < head_dim; ++d) o[d] = (i > 0 ? o[d] : 0) + weight * part[d];
+    }
+    const float factor = 1 / total;
+    for (int64_t d = 0; d < head_dim; ++d) {
+      store_float(call_.out, (row * heads + h) * head_dim + d, call_.row_type, o[d] * factor);
     }
   }
 

@@ -3,6 +3,8 @@
 // them at once, and none of them needs more than a few operations across a vector.
 #pragma once
 
+#include <type_traits>
+
 #include "attention.h"
 #include "fetch.h"
 #include "simd.h"
@@ -49,25 +51,75 @@ INLINE void store_scores(float* scores, const vf (&sums)[NQ][4], float scale) {
   static_assert(kKeys >= 4, "four keys of a head lie side by side");
 }
 
+// Rows of K or V that will be read later, asked for in the order in which they lie in memory, as
+// many bytes as are read meanwhile, a few lines at a time between pieces of arithmetic. A core
+// drops what it is asked for beyond what it can keep under way, so that each row is asked for
+// twice: some steps before it is read, and again soon before.
+class RowsAhead {
+ public:
+  // `later`: or null, for nothing at all; `soon`: what was `later` before.
+  RowsAhead(const char* const* later, const char* const* soon, int64_t row_bytes, ellm::Hint hint)
+      : later_(later), soon_(soon), row_bytes_(row_bytes), hint_(hint) {}
+
+  void fetch(int64_t bytes) {
+    if (later_ == nullptr) return;
+    with_hint(hint_, [&](auto ask) {
+      if (bytes > kAtOnce) return by_line(bytes, ask);
+      for (int64_t span; bytes > 0; bytes -= span) {
+        const char *const later = *later_ + at_, *const soon = *soon_ + at_;
+        span = bytes < row_bytes_ - at_ ? bytes : row_bytes_ - at_;
+        for (int64_t line = 0; line < span; line += kLine) {
+          ask(later + line);
+          ask(soon + line);
+        }
+        advance(span);
+      }
+    });
+  }
+
+ private:
+  // As fast as they can be asked for, more lines are too many at once: from memory, rows of 2 KB
+  // then take 1.3 times as long. What each line costs here is the pace.
+  static constexpr int64_t kAtOnce = 8 * kLine;
+
+  template <class F>
+  void by_line(int64_t bytes, const F& ask) {
+    for (; bytes > 0; bytes -= kLine) {
+      ask(*later_ + at_);
+      ask(*soon_ + at_);
+      advance(kLine);
+    }
+  }
+
+  void advance(int64_t bytes) {
+    at_ += bytes;
+    if (at_ < row_bytes_) return;
+    at_ = 0;
+    ++later_;
+    ++soon_;
+  }
+
+  const char *const *later_, *const *soon_;
+  const int64_t row_bytes_;
+  const ellm::Hint hint_;
+  int64_t at_ = 0;
+};
+
 // Rows of K or V of consecutive tokens, of one KV head.
 struct Run {
   const char* const* rows;
-  const char* const* next;  // rows that will be read some steps later, or null
-  int count;                // rounded up to a multiple of four: rows beyond the last repeat it
-  int64_t offset, bytes;    // of the head in a row
-  ellm::Hint hint;
+  int count;         // rounded up to a multiple of four: rows beyond the last repeat it
+  int64_t offset;    // of the head in a row
+  RowsAhead* ahead;  // or null
 
   template <class Bits>
-  const Bits* at(const char* row) const {
-    return reinterpret_cast<const Bits*>(row + offset);
-  }
-
-  // Asks for four of the next rows: where the next block lies, the prefetcher cannot know. A few
-  // at a time, between pieces of arithmetic: more reads than the core can keep under way would
-  // hold up everything after them.
-  void fetch(int n) const {
-    if (next == nullptr) return;
-    for (int i = n; i < n + 4; ++i) fetch_lines(next[i] + offset, bytes, hint);
+  struct Four {
+    const Bits* rows[4];
+  };
+  template <class Bits>
+  Four<Bits> four(int n) const {
+    const auto at = [&](int i) { return reinterpret_cast<const Bits*>(rows[n + i] + offset); };
+    return {{at(0), at(1), at(2), at(3)}};
   }
 };
 
@@ -107,15 +159,11 @@ INLINE void multiply_keys(const typename T::bits* const (&k)[4], const void* q, 
 
 // Scores of a run of keys: q[i] · k[n] · scale.
 template <int NQ, class T>
-NOINLINE void score_keys(const Run run, const void* q, int head_dim, float scale, float* scores) {
-  using bits = typename T::bits;
+INLINE void score_keys(const Run run, const void* q, int head_dim, float scale, float* scores) {
   for (int first = 0; first < run.count; first += 4) {
-    run.fetch(first);
-    const char* const* rows = run.rows + first;
-    const bits* const k[4] = {run.at<bits>(rows[0]), run.at<bits>(rows[1]), run.at<bits>(rows[2]),
-                              run.at<bits>(rows[3])};
+    if (run.ahead != nullptr) run.ahead->fetch(4 * head_dim * sizeof(typename T::bits));
     vf sums[NQ][4] = {};
-    multiply_keys<NQ, T>(k, q, head_dim, sums);
+    multiply_keys<NQ, T>(run.four<typename T::bits>(first).rows, q, head_dim, sums);
     store_scores<NQ>(scores + Places<NQ>::of(first, 0), sums, scale);
   }
 }
@@ -137,8 +185,28 @@ INLINE vf largest_of_heads(vf x) {
   return x;
 }
 
+// What a weight is stored as.
+template <class T>
+using WeightOf = std::conditional_t<T::dots, uint16_t, float>;
+
+constexpr float kLogarithmOfE = 1.44269504088896341f;  // to base 2
+
+// What scores are multiplied by. Weights of a type that `dots` are powers of two (below).
+template <class T>
+INLINE float scale_of(float scale) {
+  return T::dots ? scale * kLogarithmOfE : scale;
+}
+
+// Weights rounded to bf16 (to nearest), in the upper halves of words.
+INLINE vu round_to_bfloat(vf weights) { return ((vu)weights + 0x8000u) & 0xffff0000u; }
+
 // Scores of `count` keys to weights exp(score - maximum).
-template <int NQ>
+//
+// Of a type that `dots`, weights are rounded to bf16, and lie where the scores' first halves were.
+// Each maximum is a whole number there, and weights are powers of two: with another maximum they
+// have another exponent and the same digits, so that a row's weights are rounded alike wherever
+// its keys are divided, here and in K1.
+template <int NQ, class T>
 NOINLINE void weigh(float* scores, int count, const Softmax& softmax) {
   using P = Places<NQ>;
   for (int n = count; n % P::keys; ++n) {
@@ -149,13 +217,21 @@ NOINLINE void weigh(float* scores, int count, const Softmax& softmax) {
   vf largest = before;
   for (int n = 0; n < end; n += W) largest = larger(load(scores + n), largest);
   largest = largest_of_heads<NQ>(largest);
+  if constexpr (T::dots) largest = round_up(largest);
   vf sum = {};
   for (int n = 0; n < end; n += W) {
-    const vf weight = exponential(load(scores + n) - largest);
-    store(scores + n, weight);
+    vf weight;
+    if constexpr (T::dots) {
+      const vu rounded = round_to_bfloat(power_of_two(load(scores + n) - largest));
+      store_halves(reinterpret_cast<uint16_t*>(scores) + n, rounded >> 16);
+      weight = (vf)rounded;
+    } else {
+      weight = exponential(load(scores + n) - largest);
+      store(scores + n, weight);
+    }
     sum += weight;
   }
-  const vf rescale = exponential(before - largest);
+  const vf rescale = T::dots ? power_of_two(before - largest) : exponential(before - largest);
   store(softmax.rescale, rescale);
   store(softmax.maximum, largest);
   store(softmax.total, load(softmax.total) * rescale + sum);

@@ -35,7 +35,16 @@ INLINE vi load_ints(const int32_t* p) { return *reinterpret_cast<const vi_unalig
 INLINE void store(float* p, vf x) { *reinterpret_cast<vf_unaligned*>(p) = x; }
 
 INLINE vu load_words(const void* p) { return *reinterpret_cast<const vu_unaligned*>(p); }
+INLINE uint32_t load_word(const void* p) {
+  uint32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return word;
+}
+INLINE void store_words(void* p, vu x) { *reinterpret_cast<vu_unaligned*>(p) = x; }
 
+INLINE void store_halves(uint16_t* p, vu x) {
+  *reinterpret_cast<vh_unaligned*>(p) = __builtin_convertvector(x, vh_unaligned);
+}
 INLINE vu load_halves(const uint16_t* p) {
   return __builtin_convertvector(*reinterpret_cast<const vh_unaligned*>(p), vu);
 }
@@ -76,9 +85,18 @@ struct BFloat16Pairs {
 
 #ifdef __AVX512BF16__
 // Where Q is bf16 too: one instruction multiplies and adds pairs, exactly but for the rounding of
-// each sum, as a multiply-add of fp32 rounds it (and subnormals count as 0).
-struct BFloat16Dots : BFloat16Pairs {
+// each sum, as a multiply-add of fp32 rounds it (and subnormals count as 0). Weights are rounded
+// to bf16, and multiply the values of two tokens at once, interleaved.
+struct BFloat16Dots {
+  using bits = uint16_t;
+  static constexpr int unit = 2;
   static constexpr bool dots = true;
+  static constexpr int place(int e) { return e / 4 % 2 * W + e / 8 * 4 + e % 4; }
+  INLINE void interleave_unit(const bits* a, const bits* b, vu* x) {
+    const auto first = (__m512i)load_words(a), second = (__m512i)load_words(b);
+    x[0] = (vu)_mm512_unpacklo_epi16(first, second);
+    x[1] = (vu)_mm512_unpackhi_epi16(first, second);
+  }
   INLINE vf add_dots(vf sum, vu a, vu b) {
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
@@ -107,6 +125,7 @@ struct Float16 {
 };
 
 INLINE vf splat(float x) { return x - vf{}; }
+INLINE vu splat_word(uint32_t x) { return x - vu{}; }
 
 INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
 
@@ -127,6 +146,26 @@ INLINE vf exponential(vf x) {
   p = p * (r * r) + (r + 1.0f);
   const vu result = (vu)p + ((vu)shifted << 23);  // may wrap, where the next line clears it
   return (vf)(result & ~(vu)(x < -87.0f));
+}
+
+// 2^x for x <= 0, to 3e-6 of it, and exactly where x is a whole number; 0 below -126, NaN stays NaN.
+INLINE vf power_of_two(vf x) {
+  const float shift = 12582912.0f;  // as above
+  const vf shifted = x + shift;
+  const vf r = x - (shifted - shift);
+  vf p = r * 9.582576647e-3f + 5.590682995e-2f;
+  p = p * r + 2.402410728e-1f;
+  p = p * r + 6.931241184e-1f;
+  p = p * r + 1.0f;
+  const vu result = (vu)p + ((vu)shifted << 23);  // as above
+  return (vf)(result & ~(vu)(x < -126.0f));
+}
+
+// The whole number from x up (|x| < 2^22).
+INLINE vf round_up(vf x) {
+  const float shift = 12582912.0f;
+  const vf near = (x + shift) - shift;
+  return near + (near < x ? splat(1.0f) : vf{});
 }
 
 #ifdef __clang__

@@ -21,6 +21,7 @@ from ellm_sgl.kernels.cpu.prefetch import (
 )
 from ellm_sgl.kernels.cpu.product import linear, prefetch_weights
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
+from ellm_sgl.memory.arena import on_huge_pages
 
 BLOCK_TOKENS = 16
 SLICE_BYTES = 8 << 20
@@ -101,7 +102,7 @@ def _decode_rows(shape: Shape) -> Seconds:
     blocks = max(1, SLICE_BYTES // (2 * BLOCK_TOKENS * row_bytes))
     size = (SLICES * blocks, 2, BLOCK_TOKENS, shape.kv_heads, shape.head_dim)
     # Written, and not with zeros: memory nobody has written is one page for all addresses.
-    pool = torch.ones(size, dtype=shape.pool_type)
+    pool = on_huge_pages(size, shape.pool_type).fill_(1)
     keys, values = pool[:, 0], pool[:, 1]
     q = torch.zeros(1, shape.heads, shape.head_dim, dtype=shape.row_type)
     kv = q[:, : shape.kv_heads]

@@ -54,10 +54,11 @@ def test_outputs_are_the_same_to_the_bit(more: list[str], tmp_path: Path) -> Non
         assert server.state()["compiled_steps_total"] == 0
     assert tokens(expected) != tokens(expected_of_others)
     with ServerProcess(arguments, STRICT) as server:
-        assert server.state()["compiled_steps_total"] == 0
+        before = server.state()["compiled_steps_total"]
+        assert before < 10  # a health check generates, too
         assert outcomes(server) == expected
         state = server.state()
-        assert state["compiled_steps_total"] >= 60 and state["integrity"] == "ok"
+        assert state["compiled_steps_total"] >= before + 60 and state["integrity"] == "ok"
         # Steps that restore are compiled, too.
         server.flush_cache()
         server.adjust(ellm_ratio=0.5)

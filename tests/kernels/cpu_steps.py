@@ -54,7 +54,8 @@ class Inputs:
         """How far from the reference, which rounds only its result.
 
         Sums are fp32: the roundings of head_dim + context additions grow like a random walk. Of
-        16-bit rows the result is rounded, and may fall to either side of a tie.
+        16-bit rows the result is rounded, and may fall to either side of a tie; of bf16 weights may
+        be rounded before. Each of the two is half an eps at most.
         """
         fp32 = (2 + (self.q.shape[2] + context) ** 0.5) * torch.finfo(torch.float32).eps
         rounding = 0.0 if self.q.dtype == torch.float32 else torch.finfo(self.q.dtype).eps

@@ -21,6 +21,7 @@ from ellm_sgl.kernels import reference
 from ellm_sgl.kernels.cpu.attention import mixed_attention, supports
 from ellm_sgl.kernels.cpu.build import find_compiler
 from ellm_sgl.kernels.cpu.library import load
+from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 from ellm_sgl.memory import NONE
 from tests.kernels.attention_inputs import AttentionInputs, attention_inputs, make_inputs
 from tests.kernels.cpu_steps import BF16, F32, TYPES, Inputs, Sizes, make, sizes
@@ -164,6 +165,42 @@ def test_the_pool_of_one_layer_among_several() -> None:
     torch.testing.assert_close(pool[:, 1, 0], keys, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(pool[:, 1, 1], values, rtol=0, atol=0, equal_nan=True)
     assert pool[:, [0, 2]].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [512 * 16, 512 * 128 + 700])
+def test_long_rows_are_merged_the_same_whoever_merges(isa: str, tokens: int) -> None:
+    """Head by head where a row has many work items, which grow where it has very many."""
+    inputs = make(Sizes(((tokens, 1), (tokens - 513, 1), (40, 1)), 512, 1, 3, 32, F32, F32, 0.0))
+    with threads(3):
+        check(inputs, inputs.tolerance(longest(inputs)))
+        together, *_ = inputs.run(mixed_attention)
+    with threads(1):
+        assert torch.equal(inputs.run(mixed_attention)[0], together)
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(4, 1), (2, 3), (1, 8)])
+@pytest.mark.parametrize("factor", [1, 6])
+def test_rows_of_bf16_round_alike_decoded_and_in_ranges(
+    isa: str, kv_heads: int, group: int, factor: int
+) -> None:
+    """Where weights are rounded to bf16, both kernels round them to the same digits, so that what
+    is computed again is what was decoded: but where a sum's last bit turns the scale, 1 element in
+    1,000; with weights that are rounded to other digits it is 1 in 3."""
+    inputs = make(Sizes(((900, 100),), 16, kv_heads, group, 64, BF16, BF16, 0.0))
+    inputs = replace(inputs, q=inputs.q * factor)
+    out, keys, values = inputs.run(mixed_attention)
+    layout = inputs.layout
+    rows, blocks = range(100), layout.requests[0].blocks
+    one_each = GroupLayout.of(
+        len(rows),
+        tuple(RequestLayout(RowRange(i, 900 + i, 1), (), blocks, False) for i in rows),
+        layout.units,
+        layout.write_rows,
+        layout.write_units,
+        layout.write_offsets,
+    )
+    decoded, *_ = replace(inputs, keys=keys, values=values, layout=one_each).run(mixed_attention)
+    assert (decoded != out).float().mean() < 0.004
 
 
 def test_large_scores_neither_overflow_nor_vanish(isa: str) -> None:
