@@ -1,6 +1,7 @@
 // Matrix products of few rows, out = x · weightᵀ, bound by reading the weights: each is read once,
-// in the order in which it lies in memory, for up to kProductRows rows of x, the most a call here has. Vectors run along the
-// sum: a row's outputs are the same to the bit whatever rows it shares the call with.
+// in the order in which it lies in memory, for up to kProductRows rows of x, the most a call here
+// has. Vectors run along the sum: a row's outputs are the same to the bit whatever rows it shares
+// the call with.
 #pragma once
 
 #include "attention.h"
