@@ -70,9 +70,11 @@ INLINE int64_t tile_floats(int head_dim) {
   return (2 * int64_t{head_dim} + kKeys + 4) * kColumns + 2 * int64_t{head_dim} * kKeys;
 }
 
-// scores[n][c] = Σ_d k[n][d] q[d][c] for R keys and NV vectors of columns.
+// scores[n][c] = Σ_d k[n][d] q[d][c] for R keys and NV vectors of columns; times `scale` of a type
+// that `dots`, whose Q is as it was given.
 template <int R, int NV, class T>
-INLINE void multiply_keys(const WordOf<T>* const* k, const float* q, int words, float* scores) {
+INLINE void multiply_keys(const WordOf<T>* const* k, const float* q, int words, float scale,
+                          float* scores) {
   vf sums[R][NV] = {};
   for (int d = 0; d < words; ++d) {
     decltype(load_column<T>(q)) column[NV];
@@ -88,7 +90,9 @@ INLINE void multiply_keys(const WordOf<T>* const* k, const float* q, int words, 
 #pragma GCC unroll 8
   for (int i = 0; i < R; ++i) {
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; ++j) store(scores + i * kColumns + j * W, sums[i][j]);
+    for (int j = 0; j < NV; ++j) {
+      store(scores + i * kColumns + j * W, T::dots ? sums[i][j] * scale : sums[i][j]);
+    }
   }
 }
 
@@ -134,7 +138,7 @@ INLINE vf weights_of(float* scores, int count, vf maximum) {
 }
 
 // The same of a type that `dots`: rounded as `weigh` rounds them, and in pairs. Scores and maxima
-// are logarithms to base 2 once multiplied by `scale`.
+// are logarithms to base 2.
 INLINE vf pairs_of_weights(float* scores, int count, vf maximum) {
   const auto weight = [&](int n) {
     return round_to_bfloat(power_of_two(load(scores + n * kColumns) - maximum));
@@ -151,11 +155,8 @@ INLINE vf pairs_of_weights(float* scores, int count, vf maximum) {
 // Scores to weights for one vector of columns. `masked`: some column does not see some key.
 template <class T>
 INLINE void weigh_columns(const TileMemory& t, int column, int64_t first_key, int count,
-                          float scale, bool masked) {
+                          bool masked) {
   float* scores = t.scores + column;
-  if constexpr (T::dots) {
-    for (int n = 0; n < count; ++n) store(scores + n * kColumns, load(scores + n * kColumns) * scale);
-  }
   const vf before = load(t.maximum + column);
   vf largest = before;
   if (masked) {
@@ -195,11 +196,9 @@ void attend_columns(const TileMemory& t, int column, const Words<T>& words, int6
   const int count = words.count, head_dim = call.head_dim;
   for (int n = 0; n < count; n += R) {
     multiply_keys<R, NV, T>(words.k + n, t.q + column, head_dim / kElements<T>,
-                            t.scores + n * kColumns + column);
+                            scale_of<T>(call.scale), t.scores + n * kColumns + column);
   }
-  for (int j = 0; j < NV; ++j) {
-    weigh_columns<T>(t, column + j * W, first_key, count, scale_of<T>(call.scale), masked);
-  }
+  for (int j = 0; j < NV; ++j) weigh_columns<T>(t, column + j * W, first_key, count, masked);
   const float *weights = t.scores + column, *rescale = t.rescale + column;
   const int rows = (count + kElements<T> - 1) / kElements<T>;
   int d = 0;

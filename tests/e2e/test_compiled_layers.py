@@ -54,8 +54,10 @@ def test_outputs_are_the_same_to_the_bit(more: list[str], tmp_path: Path) -> Non
         assert server.state()["compiled_steps_total"] == 0
     assert tokens(expected) != tokens(expected_of_others)
     with ServerProcess(arguments, STRICT) as server:
-        before = server.state()["compiled_steps_total"]
-        assert before < 10  # a health check generates, too
+        # What a start checks is not counted; SGLang's warm-up is, where a server is no copy.
+        started = server.state()
+        before = started["compiled_steps_total"]
+        assert before <= started["steps_total"]
         assert outcomes(server) == expected
         state = server.state()
         assert state["compiled_steps_total"] >= before + 60 and state["integrity"] == "ok"

@@ -185,7 +185,7 @@ def test_rows_of_bf16_round_alike_decoded_and_in_ranges(
 ) -> None:
     """Where weights are rounded to bf16, both kernels round them to the same digits, so that what
     is computed again is what was decoded: but where a sum's last bit turns the scale, 1 element in
-    1,000; with weights that are rounded to other digits it is 1 in 3."""
+    1,000; with weights that are rounded to other digits it is 1 in 4 to 1 in 2."""
     inputs = make(Sizes(((900, 100),), 16, kv_heads, group, 64, BF16, BF16, 0.0))
     inputs = replace(inputs, q=inputs.q * factor)
     out, keys, values = inputs.run(mixed_attention)
