@@ -5,6 +5,7 @@
 #include "layer.h"
 #include "product.h"
 #include "run.h"
+#include "threads.h"
 
 namespace ellm {
 namespace {
@@ -85,6 +86,7 @@ bool decode(const Layer* layers, int64_t first, int64_t last, const Step& step,
   rotation.positions = step.positions;
   rotation.rows = step.groups[layers[first].group].rows;
   if (!knows_positions(rotation)) return false;
+  const CallsFollow of_this_step;
   const Running running(step, kernels);
   for (int64_t at = first; at < last; ++at) running.layer(layers[at], at == 0);
   return true;

@@ -1,8 +1,7 @@
-// What the plain translation units share: memory that stays with its thread, and how many threads
-// work is worth. Not for the vector units (see attention.h).
+// What the plain translation units share: memory that stays with its thread, and rough speeds.
+// Not for the vector units (see attention.h).
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -10,14 +9,8 @@
 
 namespace ellm {
 
-// Work for which it is worth waking another thread, in microseconds of one thread.
-constexpr double kWorthWaking = 30;
 // Rough speeds of one thread: only to compare work items and to choose a number of threads.
 constexpr double kBytesPerMicrosecond = 10e3, kFlopsPerMicrosecond = 40e3;
-
-inline int useful_threads(int most, double microseconds) {
-  return std::max(1, std::min(most, 1 + static_cast<int>(microseconds / kWorthWaking)));
-}
 
 enum class Use { kScratch, kPartials, kPrepared };
 

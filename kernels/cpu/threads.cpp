@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -16,8 +17,16 @@ namespace ellm {
 namespace {
 
 // How long the caller looks for the end of the others' last work items before it sleeps: some
-// microseconds, less than falling asleep and being woken costs.
-constexpr int kLooks = 200;
+// microseconds (20 on Zen 5), less than falling asleep and being woken costs.
+constexpr int kLooks = 1000;
+// And how long a worker looks for the next call where calls follow one another: what one thread
+// does alone between two operators takes less.
+constexpr int kLooksForCalls = 2000;
+// Work for which it is worth to wake another thread, and to have one that is awake, in microseconds
+// of one thread.
+constexpr double kWorthWaking = 30, kWorthHaving = 10;
+
+std::atomic<int> calls_follow{0};
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -40,6 +49,7 @@ class Workers {
       context_ = context;
       next_ = 1;
       end_ = threads;
+      calls_.fetch_add(1, std::memory_order_release);
     }
     if (threads - 1 == workers_) {
       wake_.notify_all();
@@ -61,6 +71,7 @@ class Workers {
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
+      if (next_ >= end_) look_for_call(lock);
       wake_.wait(lock, [this] { return next_ < end_; });
       const int thread = next_++;
       active_.fetch_add(1, std::memory_order_relaxed);
@@ -73,21 +84,37 @@ class Workers {
     }
   }
 
+  // Returns when there has been one, or it is time to sleep.
+  void look_for_call(std::unique_lock<std::mutex>& lock) {
+    const uint32_t seen = calls_.load(std::memory_order_relaxed);
+    lock.unlock();
+    for (int i = 0; i < kLooksForCalls && calls_follow.load(std::memory_order_relaxed) > 0 &&
+                    calls_.load(std::memory_order_acquire) == seen;
+         ++i) {
+      pause_briefly();
+    }
+    lock.lock();
+  }
+
   std::mutex caller_;  // held by the thread whose work the workers do
-  std::mutex mutex_;   // guards all below; `active_` may be read without it
+  std::mutex mutex_;   // guards all below; `active_` and `calls_` may be read without it
   std::condition_variable wake_, idle_;
   void (*work_)(void*, int) = nullptr;
   void* context_ = nullptr;
   int next_ = 0, end_ = 0;  // thread numbers still to be given out
   int workers_ = 0;
   std::atomic<int> active_{0};
+  std::atomic<uint32_t> calls_{0};  // so far
 };
 
 std::atomic<Workers*> workers{nullptr};
 
 // The child of a fork has none of the threads, and locks may be held by one of them: it begins
 // with new workers and leaves the old ones' memory alone.
-void forget_workers() { workers.store(nullptr); }
+void forget_workers() {
+  workers.store(nullptr);
+  calls_follow.store(0);
+}
 
 Workers& the_workers() {
   static const int registered = pthread_atfork(nullptr, nullptr, forget_workers);
@@ -103,6 +130,16 @@ Workers& the_workers() {
 }
 
 }  // namespace
+
+CallsFollow::CallsFollow() { calls_follow.fetch_add(1, std::memory_order_relaxed); }
+
+CallsFollow::~CallsFollow() { calls_follow.fetch_sub(1, std::memory_order_relaxed); }
+
+int useful_threads(int most, double microseconds) {
+  const bool awake = calls_follow.load(std::memory_order_relaxed) > 0;
+  const double worth = awake ? kWorthHaving : kWorthWaking;
+  return std::max(1, std::min(most, 1 + static_cast<int>(microseconds / worth)));
+}
 
 void run_on_threads(int threads, void (*work)(void*, int), void* context) {
   if (threads <= 1 || !the_workers().try_run(threads, work, context)) work(context, 0);

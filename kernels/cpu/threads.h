@@ -1,11 +1,9 @@
-// A pool of worker threads that sleep between calls.
+// A pool of worker threads that sleep between steps, and how many of them work is worth.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-
-#include "memory.h"
 
 namespace ellm {
 
@@ -14,6 +12,19 @@ namespace ellm {
 // work among themselves (an atomic counter), so that none waits for a worker that the operating
 // system did not let run. While another thread uses the workers, the caller works alone.
 void run_on_threads(int threads, void (*work)(void*, int), void* context);
+
+// While there is one of these, workers look for the next call for some microseconds before they
+// sleep: calls follow one another, and a worker that has to be woken comes late.
+class CallsFollow {
+ public:
+  CallsFollow();
+  ~CallsFollow();
+  CallsFollow(const CallsFollow&) = delete;
+  CallsFollow& operator=(const CallsFollow&) = delete;
+};
+
+// How many threads, at most `most`, work of so many microseconds of one is worth.
+int useful_threads(int most, double microseconds);
 
 template <class F>
 void run_on_threads(int threads, const F& work) {

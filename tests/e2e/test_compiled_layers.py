@@ -80,6 +80,22 @@ def test_outputs_are_the_same_to_the_bit(more: list[str], tmp_path: Path) -> Non
         assert server.state()["compiled_steps_total"] > after["compiled_steps_total"]
 
 
+@pytest.mark.parametrize(("model", "dtype"), [("demo", "float16"), ("llama-24m", "bfloat16")])
+def test_models_of_16_bits_are_compiled(model: str, dtype: str, tmp_path: Path) -> None:
+    """Their products take fewer rows: no more than 16 of the demo model's short sums."""
+    arguments = [*DEMO_ARGUMENTS, *POOL, "--chunked-prefill-size", "16", "--dtype", dtype]
+    if model != "demo":
+        written = str(write(model, tmp_path / model))
+        arguments += ["--model-path", written, "--skip-tokenizer-init"]
+    with ServerProcess(arguments, STRICT | {VARIABLE: "off"}) as server:
+        expected = outcomes(server)
+    with ServerProcess(arguments, STRICT) as server:
+        assert "eLLM layers: compiled" in server.log.read_text()
+        assert outcomes(server) == expected
+        state = server.state()
+        assert state["compiled_steps_total"] == state["steps_total"]
+
+
 def test_experts_are_left_to_sglang(tmp_path: Path) -> None:
     model = str(write("mixtral", tmp_path))
     arguments = ["--model-path", model, "--skip-tokenizer-init"]
