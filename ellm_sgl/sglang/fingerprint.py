@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of what is stored; another one where the layout of a unit or the kernels' rounding changes."""
 
 

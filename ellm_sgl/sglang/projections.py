@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.sglang.platform.linear import product
 
 
 class Projections:
@@ -44,7 +45,9 @@ class Projections:
         attention = self._attentions[layer]
         projection, first = attention.qkv_proj, attention.q_size
         bias = None if projection.bias is None else projection.bias[first:]
-        kv = linear(states, projection.weight[first:], bias)
+        weight = projection.weight[first:]
+        if (kv := product(states, weight, bias)) is None:  # as the layer itself multiplies
+            kv = linear(states, weight, bias)
         k, v = kv.split([attention.kv_size, attention.kv_size], dim=-1)
         if (norm := getattr(attention, "k_norm", None)) is not None:
             k = norm(k.reshape(-1, attention.head_dim)).view(k.shape)

@@ -15,6 +15,9 @@ BOUND_BY_READING = 16
 """Rows up to which the prefetch that was chosen is used; with more it costs up to a tenth."""
 SHORT_SUM, MOST_ROWS_OF_SHORT = 512, 16
 """16-bit sums of fewer elements than this: up to so many rows; of more PyTorch's are faster."""
+LONG_SUM, MOST_ROWS_OF_LONG = 513, 64
+"""fp32 sums of so many elements or more: up to so many rows; of more oneDNN is faster, by more than
+what Python between a layer's operators takes."""
 
 _DEFAULT = DEFAULT.numbers
 _PLAIN = torch.Tensor.__torch_dispatch__
@@ -37,8 +40,19 @@ def weight_prefetch(dtype: torch.dtype, rows: int) -> tuple[int, int]:
 
 def most_rows(size: int, dtype: torch.dtype) -> int:
     """Rows of sums of `size` elements up to which `linear` does the product."""
-    short = size < SHORT_SUM and dtype is not torch.float32
-    return MOST_ROWS_OF_SHORT if short else MOST_ROWS[dtype]
+    if dtype is torch.float32:
+        return MOST_ROWS_OF_LONG if size >= LONG_SUM else MOST_ROWS[dtype]
+    return MOST_ROWS_OF_SHORT if size < SHORT_SUM else MOST_ROWS[dtype]
+
+
+def is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether both lie in the host's memory as they say, are of one type, and need no gradients."""
+    return not (
+        weight.dtype is not x.dtype
+        or type(weight).__torch_dispatch__ is not _PLAIN
+        or not (x.is_cpu and weight.is_cpu and weight.is_contiguous())
+        or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    )
 
 
 def linear(
@@ -63,11 +77,8 @@ def linear(
     if (
         library is None
         or (kind := TYPES.get(dtype)) is None
-        or weight.dtype is not dtype
-        or type(weight).__torch_dispatch__ is not _PLAIN
-        or not (x.is_cpu and weight.is_cpu and weight.is_contiguous())
+        or not is_plain(x, weight)
         or len(shape := weight.shape) != 2
-        or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
     ):
         return None
     outputs, size = shape

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ellm_sgl.kernels.cpu.library import load
+from ellm_sgl.kernels.cpu.library import best_instruction_set, load
+from ellm_sgl.kernels.cpu.onednn import FROM
 from ellm_sgl.sglang.platform import linear
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 
@@ -68,10 +69,19 @@ def test_whatever_is_not_plain_is_left_to_sglang(
 
 
 @torch.no_grad()
-def test_rows_beyond_those_of_decoding_are_left_to_sglang() -> None:
-    assert linear.lm_head(original, processor(), torch.randn(600, 64), plain_head()) is LEFT
-    layer = torch.nn.Linear(64, 8, bias=False)
-    assert linear.apply(original, None, layer, torch.randn(600, 64)) is LEFT
+def test_16_bit_rows_beyond_those_of_decoding_are_left_to_sglang() -> None:
+    layer = torch.nn.Linear(64, 8, bias=False, dtype=torch.bfloat16)
+    assert linear.apply(original, None, layer, torch.randn(600, 64).bfloat16()) is LEFT
+
+
+@pytest.mark.skipif(best_instruction_set() < FROM, reason="left to PyTorch")
+@torch.no_grad()
+def test_many_rows_of_fp32_are_taken_over_too() -> None:
+    layer, head, x = torch.nn.Linear(64, 8), plain_head(), torch.randn(600, 64)
+    out = linear.apply(original, None, layer, x, layer.bias)
+    torch.testing.assert_close(out, layer(x), rtol=1e-5, atol=1e-5)
+    logits = linear.lm_head(original, processor(), x, head)
+    torch.testing.assert_close(logits, functional.linear(x, head.weight), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

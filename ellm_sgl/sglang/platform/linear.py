@@ -1,4 +1,5 @@
-"""The C++ kernels for matrix products of few rows, in the layers of SGLang's models."""
+"""The C++ kernels for matrix products of few rows, and oneDNN for those of many in fp32, in the
+layers of SGLang's models."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ellm_sgl.kernels.cpu.onednn import linear_of_many
 from ellm_sgl.kernels.cpu.product import linear
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ def apply(
     """Hook around `UnquantizedLinearMethod.apply`."""
     # `layer.weight` is a search in Python that takes as long as some of these products.
     weight = layer._parameters.get("weight")
-    if weight is None or (out := linear(x, weight, bias)) is None:
+    if weight is None or (out := product(x, weight, bias)) is None:
         return original(method, layer, x, bias)
     return out
 
@@ -48,6 +50,15 @@ def lm_head(
         and processor.rl_on_policy_target is None
         and embedding_bias is None
     )
-    if plain and (out := linear(hidden_states, head.weight)) is not None:
+    if plain and (out := product(hidden_states, head.weight, None)) is not None:
         return out
     return original(processor, hidden_states, head, embedding_bias, **others)
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`torch.nn.functional.linear`; None where PyTorch's own is to do it."""
+    if (out := linear(x, weight, bias)) is None:
+        out = linear_of_many(x, weight, bias)
+    return out
