@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,9 +74,13 @@ class Parameters:
         """Whether one lies elsewhere than at first."""
         return self._found() != self._addresses
 
-    def _found(self) -> list[int]:
-        found = (of.get(name) for of, name in self._places)
-        return [0 if parameter is None else parameter.data_ptr() for parameter in found]
+    def _found(self) -> list[int] | None:
+        """None: one is gone."""
+        found: Iterator[Any] = starmap(dict.get, self._places)
+        try:  # in each step, so without a line of Python for each
+            return list(map(torch.Tensor.data_ptr, found))
+        except TypeError:
+            return None
 
 
 class CompiledLayers:

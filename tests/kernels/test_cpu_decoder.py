@@ -24,6 +24,7 @@ from ellm_sgl.kernels.cpu.prefetch import DEFAULT
 from ellm_sgl.kernels.cpu.product import linear
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 from tests.kernels.cpu_steps import Inputs, Sizes, make
+from tests.kernels.threads import others, wait_until_asleep
 
 pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
 
@@ -254,6 +255,19 @@ def test_steps_follow_one_another(case: Case) -> None:
     assert decoder.run(torch.full_like(case.embedded, 1e30), *step)
     assert decoder.run(case.embedded, *step)
     assert all(map(torch.equal, decoder.outputs(2), expected))
+
+
+def test_threads_sleep_after_a_step() -> None:
+    """Between its operators they look for the next one."""
+    rows = Sizes(((200, 64), (300, 64)), 16, 2, 2, 64, torch.float32, torch.float32, 0.0)
+    case = Case(make(rows), rows, of_heads=False, biased=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        case.at_once()
+    finally:
+        torch.set_num_threads(before)
+    wait_until_asleep(others())
 
 
 def test_a_position_without_cosines_leaves_the_step_undone(case: Case) -> None:

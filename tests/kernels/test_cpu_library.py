@@ -6,7 +6,6 @@ import os
 import runpy
 import shutil
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from ellm_sgl.kernels.cpu import library
 from ellm_sgl.kernels.cpu.attention import copy_units, mixed_attention
 from ellm_sgl.kernels.cpu.build import FOLDER, LIBRARY, BuildError, build, source_hash
 from tests.kernels.cpu_steps import BF16, F16, F32, Sizes, make
+from tests.kernels.threads import others, wait_until_asleep
 
 built = pytest.mark.skipif(library.load().library is None, reason=library.load().problem or "built")
 STEP = Sizes(((3000, 1), (300, 64), (900, 1)), 16, 2, 2, 64, F32, F32, 0.0)
@@ -75,25 +75,11 @@ def test_several_python_threads_may_call_at_once() -> None:
 @pytest.mark.usefixtures("four_threads")
 def test_workers_sleep_between_calls() -> None:
     inputs = make(STEP)
-    before = set(os.listdir("/proc/self/task"))
+    before = others()
     for _ in range(3):
         inputs.run(mixed_attention)
-    others = set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}
-    assert others - before or len(others) >= 3
-
-    def state(thread: str) -> str:
-        try:
-            return Path(f"/proc/self/task/{thread}/stat").read_text().rsplit(")")[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):  # a thread of another test's: it has ended
-            return "S"
-
-    def running() -> list[str]:
-        return [thread for thread in others if state(thread) != "S"]
-
-    deadline = time.monotonic() + 30
-    while running():  # the last of them is on its way to bed
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert others() - before or len(others()) >= 3
+    wait_until_asleep(others())
 
 
 @built

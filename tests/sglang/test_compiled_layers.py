@@ -61,6 +61,9 @@ def test_parameters_that_move_or_are_replaced_are_noticed() -> None:
     parameters = compiled_layers.Parameters(layers)
     last.weight = nn.Parameter(last.weight.detach().clone())
     assert parameters.moved()
+    parameters = compiled_layers.Parameters(layers)
+    del first.bias
+    assert parameters.moved()
 
 
 def projection(**other: Any) -> SimpleNamespace:
