@@ -103,7 +103,7 @@ class Holds(Policy):
         self.tokens, self.others, self.r = tokens, others, ratio
 
     def batch(self, state: SystemState) -> Batch:
-        time.sleep(0.005)
+        time.sleep(0.01)
         pause = tuple(np.flatnonzero(self._paused(state)).tolist())
         return Batch(admit=tuple(range(len(state.waiting))), pause=pause)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,10 +31,12 @@ CHUNK = 64
 
 
 class Stream:
-    """A request whose tokens are counted as they come."""
+    """A request whose tokens are counted as they come. Its name is its own: SGLang aborts requests
+    of that name two seconds after its stream has ended, in case its client has gone."""
 
-    def __init__(self, server: ServerProcess, body: dict[str, Any], rid: str) -> None:
-        self._url, self._body = server.url, body | {"stream": True, "rid": rid}
+    def __init__(self, server: ServerProcess, body: dict[str, Any]) -> None:
+        self.rid = uuid.uuid4().hex
+        self._url, self._body = server.url, body | {"stream": True, "rid": self.rid}
         self.output_ids: list[int] = []
         self.finish: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -77,7 +80,7 @@ def hold(server: ServerProcess, bodies: list[dict[str, Any]], **options: Any) ->
     """Start these, the last of which is to be paused, and wait until it is."""
     server.switch_policy("holds", tokens=HELD, **options)
     before = server.state()["pauses_total"]
-    streams = [Stream(server, body, f"request {i}") for i, body in enumerate(bodies)]
+    streams = [Stream(server, body) for body in bodies]
     # One step more: under overlap scheduling a result is entered after the next step has begun.
     wait_for(server, lambda state: state["pauses_total"] > before)
     steps = server.state()["steps_total"]
@@ -96,7 +99,7 @@ def test_a_request_aborted_while_it_sits_out_ends_at_once(server: ServerProcess)
     first, second = prompts(2, 40, 60, seed=1)
     runs, sits = hold(server, [greedy(first, LONG), greedy(second, HELD)], ratio=0.9)
     recomputed = server.state()["recomputed_tokens_total"]
-    answer = httpx.post(f"{server.url}/abort_request", json={"rid": "request 1"}, timeout=30)
+    answer = httpx.post(f"{server.url}/abort_request", json={"rid": sits.rid}, timeout=30)
     assert answer.status_code == 200
     assert sits.ended() and len(sits.output_ids) < HELD
     assert sits.finish is not None and sits.finish["type"] == "abort"
@@ -119,8 +122,8 @@ def test_who_sits_out_gets_no_token_in_mixed_steps(server: ServerProcess) -> Non
     since = steps[steps.index(last) + 1 :]
     chunks = [step["prefill_rows"] for step in since if step["prefill_rows"]]
     assert len(chunks) >= 24 and max(chunks) == CHUNK - 1  # the other row is the one that decodes
-    wait_for(server, lambda _: computed(server)["request 0"] > before["request 0"] + 20)
-    assert computed(server)["request 1"] == before["request 1"] < HELD
+    wait_for(server, lambda _: computed(server)[runs.rid] > before[runs.rid] + 20)
+    assert computed(server)[sits.rid] == before[sits.rid] < HELD
     assert runs.ended() and sits.ended()
     assert [runs.output_ids, sits.output_ids, answer["output_ids"]] == expected
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -38,3 +41,40 @@ def test_class_loads_and_is_out_of_tree() -> None:
     assert instance.is_out_of_tree()
     assert instance.device_type == "cpu"
     assert not instance.is_pin_memory_available()
+
+
+MULTIPLIED = """
+import sys, torch
+from torch.nn.functional import linear
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+dtype = getattr(torch, sys.argv[1])
+torch.set_grad_enabled(False)
+multiply = linear
+if dtype is torch.float32:
+    multiply = lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+weights = [torch.randn(outputs, 64).to(dtype) for outputs in (96, 128)]
+x = torch.randn(700, 64).to(dtype)
+for w in weights:
+    multiply(x, w)
+before = resident()
+for rows in range(65, 365):
+    for w in weights:
+        multiply(x[:rows], w)
+print(resident() - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_ever_other_numbers_of_rows_take_no_more_memory(dtype: str) -> None:
+    """oneDNN compiles one for each; without a limit these are 350 MB."""
+    import sglang.srt.platforms  # noqa: F401  which itself imports the next
+
+    from ellm_sgl.sglang.platform.cpu import ONEDNN_KEEPS
+
+    environment = os.environ | ONEDNN_KEEPS
+    run = [sys.executable, "-c", MULTIPLIED, dtype]
+    megabytes = subprocess.check_output(run, env=environment, text=True)
+    assert float(megabytes) < 60

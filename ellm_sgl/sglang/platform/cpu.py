@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 CPU_BACKEND = "ellm_cpu"
 """`attention.CpuAttention`, for stock SGLang."""
+ONEDNN_KEEPS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+"""oneDNN's compiled products and PyTorch's, which are of one number of rows each, half a megabyte:
+enough for those of a step, which its layers have in common. By default 1,024 of each stay."""
 _DUMPS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
 
@@ -57,6 +60,8 @@ class EllmCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # GPU to settle, and looks for one to dump; all clients wait meanwhile.
         for name in _DUMPS:
             os.environ.setdefault(name, "false")
+        for name, kept in ONEDNN_KEEPS.items():
+            os.environ.setdefault(name, kept)
 
     def get_default_attention_backend(self) -> str:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
