@@ -125,7 +125,7 @@ HOOKS: tuple[Hook, ...] = (
          _PLATFORM, "same: it has a list of its own"),
     Hook(f"{_SRT}.layers.quantization.unquant.UnquantizedLinearMethod.apply", "AROUND",
          "platform.linear:apply", _PLATFORM,
-         "products of few rows by kernels that read weights at memory speed"),
+         "products of few rows by kernels that read weights at memory speed, of many by oneDNN"),
     Hook(f"{_SRT}.layers.logits_processor.LogitsProcessor._compute_lm_head", "AROUND",
          "platform.linear:lm_head", _PLATFORM, "same, of the language model's head"),
     Hook(f"{_SRT}.layers.layernorm.RMSNorm.forward_native", "AROUND", "platform.operators:norm",

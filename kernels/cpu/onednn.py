@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ellm_sgl.kernels.cpu.library import INSTRUCTION_SETS, best_instruction_set
 from ellm_sgl.kernels.cpu.product import is_plain
 
-FROM = INSTRUCTION_SETS.index("avx512")
-"""From this instruction set on oneDNN is known to be faster."""
+FASTER = torch.backends.mkldnn.is_available() and (
+    torch.backends.cpu.get_cpu_capability() == "AVX512"
+)
+"""Whether oneDNN is there, on a processor on which it is known to be faster. The compiled kernels
+need not be there."""
 
 
 def linear_of_many(
@@ -23,15 +25,14 @@ def linear_of_many(
         bias: [outputs], contiguous.
     """
     if (
-        x.dtype is not torch.float32
+        not FASTER
+        or x.dtype is not torch.float32
         or x.dim() != 2
         or not x.numel()
         or weight.dim() != 2
         or x.shape[1] != weight.shape[1]
         or not is_plain(x, weight)
         or not (bias is None or _fits(bias, weight))
-        or not torch.backends.mkldnn.is_available()
-        or best_instruction_set() < FROM
     ):
         return None
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

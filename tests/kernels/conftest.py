@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from ellm_sgl.kernels.cpu.library import (
     INSTRUCTION_SETS,
@@ -12,6 +13,14 @@ from ellm_sgl.kernels.cpu.library import (
     best_instruction_set,
     instruction_set,
 )
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)

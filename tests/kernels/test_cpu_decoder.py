@@ -24,7 +24,7 @@ from ellm_sgl.kernels.cpu.prefetch import DEFAULT
 from ellm_sgl.kernels.cpu.product import linear
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 from tests.kernels.cpu_steps import Inputs, Sizes, make
-from tests.kernels.threads import others, wait_until_asleep
+from tests.kernels.threads import wait_until_asleep
 
 pytestmark = pytest.mark.skipif(load().library is None, reason=load().problem or "built")
 
@@ -257,17 +257,13 @@ def test_steps_follow_one_another(case: Case) -> None:
     assert all(map(torch.equal, decoder.outputs(2), expected))
 
 
+@pytest.mark.usefixtures("four_threads")
 def test_threads_sleep_after_a_step() -> None:
     """Between its operators they look for the next one."""
     rows = Sizes(((200, 64), (300, 64)), 16, 2, 2, 64, torch.float32, torch.float32, 0.0)
     case = Case(make(rows), rows, of_heads=False, biased=False)
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        case.at_once()
-    finally:
-        torch.set_num_threads(before)
-    wait_until_asleep(others())
+    case.at_once()
+    wait_until_asleep()
 
 
 def test_a_position_without_cosines_leaves_the_step_undone(case: Case) -> None:

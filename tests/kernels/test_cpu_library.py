@@ -27,14 +27,6 @@ built = pytest.mark.skipif(library.load().library is None, reason=library.load()
 STEP = Sizes(((3000, 1), (300, 64), (900, 1)), 16, 2, 2, 64, F32, F32, 0.0)
 
 
-@pytest.fixture
-def four_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
-
-
 @built
 @pytest.mark.usefixtures("four_threads")
 def test_a_forked_child_starts_threads_of_its_own() -> None:
@@ -79,7 +71,7 @@ def test_workers_sleep_between_calls() -> None:
     for _ in range(3):
         inputs.run(mixed_attention)
     assert others() - before or len(others()) >= 3
-    wait_until_asleep(others())
+    wait_until_asleep()
 
 
 @built

@@ -13,9 +13,9 @@ def others() -> set[str]:
     return set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}
 
 
-def wait_until_asleep(threads: set[str]) -> None:
-    """The last of them may be on its way to bed."""
-    deadline = time.monotonic() + 30
+def wait_until_asleep() -> None:
+    """Until all others are: the last of them may be on its way to bed."""
+    threads, deadline = others(), time.monotonic() + 30
     while [thread for thread in threads if _state(thread) != "S"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)

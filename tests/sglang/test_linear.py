@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ellm_sgl.kernels.cpu.library import best_instruction_set, load
-from ellm_sgl.kernels.cpu.onednn import FROM
+from ellm_sgl.kernels.cpu import library, product
+from ellm_sgl.kernels.cpu.library import Loaded, load
+from ellm_sgl.kernels.cpu.onednn import FASTER
 from ellm_sgl.sglang.platform import linear
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 
@@ -71,10 +72,26 @@ def test_whatever_is_not_plain_is_left_to_sglang(
 @torch.no_grad()
 def test_16_bit_rows_beyond_those_of_decoding_are_left_to_sglang() -> None:
     layer = torch.nn.Linear(64, 8, bias=False, dtype=torch.bfloat16)
-    assert linear.apply(original, None, layer, torch.randn(600, 64).bfloat16()) is LEFT
+    head, x = plain_head(), torch.randn(600, 64).bfloat16()
+    head.weight = head.weight.bfloat16()
+    assert linear.lm_head(original, processor(), x, head) is LEFT
+    assert linear.apply(original, None, layer, x) is LEFT
 
 
-@pytest.mark.skipif(best_instruction_set() < FROM, reason="left to PyTorch")
+@torch.no_grad()
+def test_where_the_kernels_are_not_built_there_are_products_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (library, product):
+        monkeypatch.setattr(module, "load", lambda: Loaded(None, "not built"))
+    for asked in (library.instruction_set, library.best_instruction_set):
+        asked.cache_clear()  # what was found is asked for anew
+    layer, x = torch.nn.Linear(64, 8, bias=False), torch.randn(2, 64)
+    out = linear.apply(lambda *_: layer(x), None, layer, x)
+    torch.testing.assert_close(out, layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not FASTER, reason="left to PyTorch: no oneDNN, or no AVX-512")
 @torch.no_grad()
 def test_many_rows_of_fp32_are_taken_over_too() -> None:
     layer, head, x = torch.nn.Linear(64, 8), plain_head(), torch.randn(600, 64)
