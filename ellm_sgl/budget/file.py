@@ -136,13 +136,17 @@ class LedgerFile:
         except FileNotFoundError:
             return False
 
+    def contents(self) -> bytes:
+        """All that is in it, as it is."""
+        return os.pread(self._fd, SIZE + 1, 0)
+
     def read(self) -> tuple[int | None, list[Row | None]]:
         """The budget in bytes, None where the file is new, and all rows, free ones included.
 
         Raises:
             LedgerError: what is in the file is no ledger of this version.
         """
-        data = os.pread(self._fd, SIZE + 1, 0)
+        data = self.contents()
         if not any(data) and len(data) in (0, SIZE):
             return None, [None] * ROWS
         remedy = f"remove it (rm {self.path}) once no server uses it"

@@ -34,7 +34,7 @@ CEILING_S = 5.0
 class Ledger(Protocol):
     """As `budget.Member`."""
 
-    def publish(self, want: int) -> Standing: ...
+    def follow(self, want: int) -> Standing: ...
 
     def debit(self, nbytes: int) -> bool: ...
 
@@ -88,7 +88,7 @@ class Alone:
     def __init__(self, nbytes: int) -> None:
         self._committed = nbytes
 
-    def publish(self, want: int) -> Standing:
+    def follow(self, want: int) -> Standing:
         return Standing(MOST_BYTES, self._committed, MOST_BYTES)
 
     def debit(self, nbytes: int) -> bool:
@@ -158,7 +158,7 @@ class Sizer:
         self._heard = report
         want = self._wanted(load, report, most, now_s)
         self.wanted_bytes = self._sizes.bytes_of(want)
-        standing = self._credited(self._ledger.publish(self.wanted_bytes), report)
+        standing = self._credited(self._ledger.follow(self.wanted_bytes), report)
         self.standing = standing
         if standing.share < self._sizes.bytes_of(_kept(report)):
             return self._shrink(self._sizes.units_in(standing.share), report, now_s)
@@ -214,7 +214,7 @@ class Sizer:
 
     def _grow(self, want: int, standing: Standing, report: Report) -> int | None:
         """Units to grow to, whose bytes have been debited; None: not now."""
-        if report.under_way:
+        if report.under_way or want <= report.limit_units:
             return None
         within = min(standing.share, standing.committed + standing.free)
         to = min(want, self._sizes.units_in(within))

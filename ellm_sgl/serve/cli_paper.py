@@ -34,7 +34,7 @@ from ellm_sgl.config.commands import FILE, answer, told_in_a_line
     type=FILE,
     multiple=True,
     help="What `ellm-sgl compare --json` printed, or eval.validate, or bench load-sweep, "
-    "layer-groups or fusion, for the table's column; may be given several times.",
+    "layer-groups, fusion or rotation, for the table's column; may be given several times.",
 )
 @click.option("--workers", default=2, type=click.IntRange(1, 1024))
 @click.option("--json", "as_json", is_flag=True, help="The table on stdout, nothing else.")

@@ -190,7 +190,6 @@ class EllmScheduler:
         self.iteration.elastic.under_way = self.under_way()
         if (sizing := context_of(self.scheduler).sizing) is not None and self.asks:
             sizing.observe(self.scheduler, self.resizer)
-            self.iteration.growth = sizing.growth(self.resizer, self.iteration.elastic.table.shape)
         self.fetching = frozenset()
         if (stored := context_of(self.scheduler).stored) is not None:
             stored.keep_computed(batch.reqs)
@@ -272,6 +271,8 @@ class EllmScheduler:
         prefilling = self.entries([] if chunked is None else [chunked])
 
         def decided() -> Decision:
+            if (sizing := context_of(self.scheduler).sizing) is not None:
+                iteration.growth = sizing.growth(self.resizer, iteration.elastic.table.shape)
             room = self.reclaimable_on_device()
             state = iteration.observe(running, seq_ids, waiting, prefilling, room)
             left = context_of(self.scheduler).memory.left()

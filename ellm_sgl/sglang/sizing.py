@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
-"""How often to look at the ledger, which takes 0.1 ms."""
-OBSERVE_S = 0.05
+"""How often to look at the ledger."""
+OBSERVE_S = 0.2
 """How often to add up what requests need, while they decode and none waits."""
 SHARE_S, SAY_S, FLOOR_S = 2.0, 10.0, 600.0
 """How long to wait at the start for the share, and for the floor: others give back what they have

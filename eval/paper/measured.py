@@ -18,6 +18,7 @@ COMMANDS = (
     "ellm-sgl bench load-sweep",
     "ellm-sgl bench layer-groups",
     "ellm-sgl bench fusion",
+    "ellm-sgl bench rotation",
 )
 """Those whose `--json` is understood."""
 _FIGURES = Range(0, 10**12)
@@ -48,6 +49,17 @@ class Validated:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """What host memory brings that takes in prompts: with it over without."""
+
+    ttft: float
+    """Of the mean."""
+    tokens_per_s: float
+    under_way: float
+    """Requests that have begun and have not ended."""
+
+
+@dataclass(frozen=True)
 class Measured:
     """What was found; nothing where a command was not run."""
 
@@ -62,6 +74,7 @@ class Measured:
     """By F: the page table's share of a server's time, half of the KV restored."""
     fused: dict[str, float] = field(default_factory=dict)
     """By load: time of a step in one pass over that in two."""
+    host_memory: HostMemory | None = None
 
     @property
     def configurations(self) -> int:
@@ -108,6 +121,10 @@ def _with(found: Measured, document: Any) -> Measured:
             }
             wasted = {t["layer_group"]: _figure(t["fragmentation"]) for t in table}
             return replace(found, table_shares=shares, fragmentation=wasted)
+        case {"bench": "rotation", "ratios": ratios}:
+            gains = {ratio["figure"]: _figure(ratio["median"]) for ratio in ratios}
+            names = "ttft_mean", "tokens_per_s", "mean_under_way"
+            return replace(found, host_memory=HostMemory(*(gains[name] for name in names)))
         case {"loads": loads}:
             return _with(found, loads)
         case [{"separate_ms": _}, *_]:

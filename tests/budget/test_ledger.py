@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -23,9 +25,11 @@ from ellm_sgl.budget import (
     LedgerError,
     Member,
     Row,
+    Standing,
     file,
     hold,
     layout,
+    ledger,
     list_budgets,
     path_of,
 )
@@ -195,6 +199,34 @@ def test_a_row_is_free_only_once_all_processes_of_its_server_are_gone(tmp_path: 
     assert other.publish(0).free == 0
     rank_1.close()
     assert other.publish(0).free == BUDGET
+
+
+def test_following_sees_what_publishing_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others write at once, a death after a while; else the file is left alone."""
+    member, other, now = join(tmp_path, "a"), join(tmp_path, "b"), [100.0]
+    monkeypatch.setattr(ledger, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    lock = LedgerFile._lock
+
+    def followed(want: int, locked: bool) -> Standing:
+        with mock.patch.object(LedgerFile, "_lock", autospec=True, side_effect=lock) as locks:
+            standing = member.follow(want)
+        assert locks.called == locked
+        return standing
+
+    first = followed(BUDGET, True)
+    assert followed(BUDGET, False) == first == member.publish(BUDGET)
+    assert followed(0, True).share == FLOOR  # another want
+    assert other.debit(BUDGET // 2)
+    assert followed(0, True).free == BUDGET // 2 == followed(0, False).free
+    member.debit(10)
+    assert followed(0, True).committed == 10
+    other._file.close()
+    now[0] += ledger.DEATHS_S / 2
+    assert followed(0, False).free == BUDGET // 2 - 10
+    now[0] += ledger.DEATHS_S
+    assert followed(0, True).free == BUDGET - 10
 
 
 class Sharing:

@@ -14,7 +14,7 @@ from ellm_sgl.eval.bench import report, scenarios
 from ellm_sgl.eval.bench.result import Result as Measured
 from ellm_sgl.eval.bench.result import Sample
 from ellm_sgl.eval.bench.scenarios import SCENARIOS, overhead
-from ellm_sgl.eval.paper.measured import read_measured
+from ellm_sgl.eval.paper.measured import HostMemory, read_measured
 from ellm_sgl.serve import cli_bench
 from ellm_sgl.serve.cli import main
 
@@ -82,6 +82,7 @@ def test_the_paper_command_understands_the_documents(tmp_path: Path) -> None:
         "fusion": made_up("fusion"),
         "load-sweep": made_up("load-sweep", ellm=(6.0, 9.0, 3.0), stock=(3.0, 3.0, 3.0)),
         "layer-groups": made_up("layer-groups"),
+        "rotation": made_up("rotation", integrity="ok"),
     }
     for name, result in found.items():
         document = report.document(name, SCENARIOS[name](), result)
@@ -90,6 +91,7 @@ def test_the_paper_command_understands_the_documents(tmp_path: Path) -> None:
     assert read.fused["4 x 64 tokens"] == 1.0 and len(read.fused) == 6
     assert read.goodputs == ((6.0, 3.0), (9.0, 3.0), (3.0, 3.0))
     assert read.table_shares == dict.fromkeys((1, 2, 4, 8), 1.0)
+    assert read.host_memory == HostMemory(1.0, 1.0, 1.0)
     assert all(0 < share < 0.0128 for share in read.fragmentation.values())
 
 

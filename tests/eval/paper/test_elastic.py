@@ -4,7 +4,9 @@ read off their runs."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from ellm_sgl.eval.paper.elastic.machines import SHARING, kv_tokens, machine, ro
 from ellm_sgl.eval.paper.elastic.plan import APART, RELATIVE_LOADS, SYSTEMS, ElasticJob, plan, slos
 from ellm_sgl.eval.paper.elastic.rows import Lines, decode, largest, rows, total
 from ellm_sgl.eval.paper.jobs import Done, run_all
-from ellm_sgl.eval.paper.measured import Measured
+from ellm_sgl.eval.paper.measured import Measured, read_measured
 from ellm_sgl.eval.paper.overheads import Lookup, Overheads
 from ellm_sgl.eval.paper.results import Results
 from ellm_sgl.eval.paper.row import Row
@@ -127,6 +129,23 @@ def test_rows_name_all_three_figures_and_what_the_paper_said(small: Results):
     assert said == {40.0, 295.0, 140.0, 2.5, 2.26, 1.5, 3.0, 1.82, 2.32}
     batch = next(row for row in table if row.paper == 3.0)
     assert batch.simulated == 2  # of two requests; of six it is three
+
+
+def test_what_host_memory_brings_is_measured_on_servers(small: Results, tmp_path: Path):
+    def ratio(figure: str, median: float) -> dict[str, object]:
+        return {"setting": "rotating", "against": "plain", "figure": figure, "median": median}
+
+    figures = {"ttft_mean": 0.25, "tokens_per_s": 0.84, "mean_under_way": 1.7}
+    ratios = [ratio(*pair) for pair in figures.items()]
+    path = tmp_path / "rotation.json"
+    path.write_text(json.dumps({"bench": "rotation", "ratios": ratios}))
+    table = list(rows(dataclasses.replace(small, measured=read_measured([path]))))
+    measured = {row.quantity: row.measured for row in table if row.measured is not None}
+    assert measured == {
+        "mean TTFT of vllm-cp over eLLM's, at the most: 2k-2k": 4.0,
+        "output tokens/s of eLLM over vLLM's, at the highest load: 2k-2k": 0.84,
+    }
+    assert any("1.70x the requests under way" in row.why for row in table)
 
 
 def test_contradictions_name_the_arithmetic():
