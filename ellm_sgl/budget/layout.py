@@ -27,6 +27,7 @@ SIZE = SLOT * (1 + ROWS)
 _HEADER = struct.Struct("<16sIIQ")
 _ROW = struct.Struct("<6Q64s")
 _CRC = struct.Struct("<I")
+_FREE = bytes(SLOT)
 MOST_BYTES = 2**63 - 1
 
 
@@ -78,7 +79,7 @@ def unpack_header(data: bytes) -> int | None:
 
 def pack_row(row: Row | None) -> bytes:
     if row is None:
-        return bytes(SLOT)
+        return _FREE
     numbers = row.pid, row.port, row.floor, row.want, row.share, row.committed
     label = row.label.encode()[:64].decode(errors="ignore").encode()
     return _sealed(_ROW.pack(*numbers, label))
@@ -90,7 +91,7 @@ def unpack_row(data: bytes) -> Row | None:
     Raises:
         CorruptError: what the name says.
     """
-    if not any(data):
+    if data == _FREE:
         return None
     if not _is_sealed(data, _ROW.size):
         raise CorruptError("row")

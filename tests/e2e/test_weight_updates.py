@@ -308,14 +308,18 @@ def test_who_goes_back_to_a_short_queue_is_not_turned_away(
     brief: ServerProcess, old: list[list[int]], away: str, back: str, body: dict[str, Any]
 ) -> None:
     half = len(BODIES) // 2
+    tokens = {"max_new_tokens": 3 * TOKENS // 2}  # the first run yet when the last begin
+    longer = [body | {"sampling_params": body["sampling_params"] | tokens} for body in BODIES]
     streams = []
-    for some in (BODIES[:half], BODIES[half:]):  # together they would be turned away as they come
+    for some in (longer[:half], longer[half:]):  # together they would be turned away as they come
         streams.append(Streams(brief, some))
         streams[-1].wait_until_all_speak()
     post(brief, away, **body).raise_for_status()
     assert brief.state()["waiting"] == len(BODIES) > half + 1
     post(brief, back, **body if back.startswith("resume") else {}).raise_for_status()
-    assert [said for some in streams for said in some.end()] == old
+    ended = [said for some in streams for said in some.end()]
+    assert [said[:TOKENS] for said in ended] == old
+    assert {len(said) for said in ended} == {3 * TOKENS // 2}
 
 
 def test_new_weights_while_memory_is_released(
