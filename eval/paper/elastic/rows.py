@@ -87,15 +87,16 @@ def _latencies(data_set: str, found: Lines, here: HostMemory | None) -> Iterator
     where = f"{PAPER}Fig. {PANELS[data_set]}"
     for system in ("vllm", "vllm-cp"):
         ratio, x = found.most(ttft, system, "ellm")
+        taken_in = here if system == "vllm-cp" else None
         there = {name: ttft(next(d for d in line if d.job.x == x))
                  for name, line in found.runs.items()}  # fmt: skip
         yield Row(
             where, f"mean TTFT of {system} over eLLM's, at the most: {data_set}",
             claims.TTFT[system] if data_set == ONLINE[0] else None, ratio,
-            over(1.0, here.ttft) if here is not None and system == "vllm-cp" else None,
+            None if taken_in is None else over(1.0, taken_in.ttft),
             f"At {x:g} times what vLLM's split serves: {_listed(there)} s"
             f"{_whole_host(system, found)}. The ratio of two queues: it depends on how many "
-            f"requests come. {_measured(system, here)}", "x",
+            f"requests come. {_measured(taken_in)}", "x",
         )  # fmt: skip
     last = {name: tpot_ms(line[-1]) for name, line in found.runs.items()}
     slo = found.runs["ellm"][-1].job.load.tpot_slo_s
@@ -107,8 +108,8 @@ def _latencies(data_set: str, found: Lines, here: HostMemory | None) -> Iterator
     )  # fmt: skip
 
 
-def _measured(system: str, here: HostMemory | None) -> str:
-    if here is None or system != "vllm-cp":
+def _measured(here: HostMemory | None) -> str:
+    if here is None:
         return MEASURED
     return (
         "Measured on real servers (a CPU, the demo model, ellm-sgl bench rotation): host memory "
