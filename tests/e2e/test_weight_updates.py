@@ -81,8 +81,7 @@ def small(shared: ServerProcess) -> Iterator[ServerProcess]:
     assert update(shared, DEMO_MODEL).status_code == 200
     yield shared
     assert shared.alive(), shared.last_words()
-    for path in ("resume_memory_occupation", "continue_generation"):  # if it has not come so far
-        post(shared, path, tags=["kv_cache"]).raise_for_status()
+    go_on(shared)  # if it has not come so far
     assert shared.state()["integrity"] == "ok"
     shared.flush_cache()
     state = shared.state()
@@ -101,13 +100,21 @@ def update(server: ServerProcess, model: Path, flush_cache: bool = True) -> http
 class Streams:
     """Requests under way, and what each has said so far."""
 
-    def __init__(self, server: ServerProcess, bodies: Sequence[dict[str, Any]]) -> None:
-        self.said: list[list[int]] = [[] for _ in bodies]
+    def __init__(self, server: ServerProcess) -> None:
+        self.said: list[list[int]] = []
         self._server = server
-        self._rids = [uuid.uuid4().hex for _ in bodies]
-        self._threads = [Thread(target=self._read, args=(i, body)) for i, body in enumerate(bodies)]
-        for thread in self._threads:
-            thread.start()
+        self._rids: list[str] = []
+        self._limits: list[int] = []
+        self._threads: list[Thread] = []
+
+    def begin(self, bodies: Sequence[dict[str, Any]]) -> None:
+        """Ask these too."""
+        for body in bodies:
+            self._rids.append(uuid.uuid4().hex)
+            self._limits.append(body["sampling_params"]["max_new_tokens"])
+            self.said.append([])
+            self._threads.append(Thread(target=self._read, args=(len(self._threads), body)))
+            self._threads[-1].start()
 
     def _read(self, index: int, body: dict[str, Any]) -> None:
         url, body = f"{self._server.url}/generate", body | {"rid": self._rids[index]}
@@ -127,11 +134,21 @@ class Streams:
 
     def settled(self) -> list[list[int]]:
         """What they have said once all that the server has computed has arrived: no step runs."""
-        self._until(lambda: self._computed() == [len(said) for said in self.said])
+        self._until(
+            lambda: all(
+                len(said) == computed or (computed is None and not thread.is_alive())
+                for said, computed, thread in zip(
+                    self.said, self._computed(), self._threads, strict=True
+                )
+            )
+        )
         return [list(said) for said in self.said]
 
+    def one_is_complete(self) -> bool:
+        return any(len(s) == limit for s, limit in zip(self.said, self._limits, strict=True))
+
     def _computed(self) -> list[int | None]:
-        """Tokens of each, as the server has them."""
+        """Tokens of each, as the server has them; None of those that have ended."""
         url = f"{self._server.url}/ellm/requests"
         rows = httpx.get(url, timeout=60).raise_for_status().json()["requests"]
         tokens = {row["rid"]: row["tokens"] - row["prompt_tokens"] for row in rows}
@@ -152,20 +169,46 @@ class Streams:
 BODIES = [greedy(p, TOKENS) for p in prompts(6, 40, 80, seed=11)]
 
 
-def under_way(server: ServerProcess) -> Streams:
-    streams = Streams(server, BODIES)
-    streams.wait_until_all_speak()
+Bodies = list[dict[str, Any]]
+
+
+def under_way(server: ServerProcess, *parts: Bodies) -> Streams:
+    """Requests of which all speak; those of a part are asked once all before them do."""
+    streams = Streams(server)
+    for part in parts or [BODIES]:
+        streams.begin(part)
+        streams.wait_until_all_speak()
     return streams
+
+
+def stopped_by(server: ServerProcess, path: str, *parts: Bodies, **body: Any) -> Streams:
+    """Requests that `path` stopped, all of them.
+
+    On a busy machine the first may end before the last has begun: they are asked once more.
+    """
+    for _ in range(5):
+        streams = under_way(server, *parts)
+        post(server, path, **body).raise_for_status()
+        streams.settled()
+        if not streams.one_is_complete():
+            return streams
+        go_on(server)
+        streams.end()
+    raise AssertionError("the requests are too short for this machine")
+
+
+def go_on(server: ServerProcess) -> None:
+    """Whatever it was that stopped it."""
+    for path in ("resume_memory_occupation", "continue_generation"):
+        post(server, path, tags=["kv_cache"]).raise_for_status()
 
 
 @pytest.mark.parametrize("flush_cache", [True, False])
 def test_retracted_requests_go_on_with_the_new_weights_alone(
     small: ServerProcess, fresh: ServerProcess, retrained: Path, flush_cache: bool
 ) -> None:
-    streams = under_way(small)
-    post(small, "pause_generation", mode="retract").raise_for_status()
+    streams = stopped_by(small, "pause_generation", mode="retract")
     before = streams.settled()
-    assert all(len(said) < TOKENS for said in before)
     assert post(small, "flush_cache").status_code == 400  # SGLang's answer: there is a queue
     answer = update(small, retrained, flush_cache)
     assert answer.json()["success"], answer.text
@@ -193,10 +236,8 @@ def assert_new_from_then_on(
 def test_while_requests_are_paused_in_place_weights_stay_as_they_are(
     small: ServerProcess, old: list[list[int]], retrained: Path
 ) -> None:
-    streams = under_way(small)
-    post(small, "pause_generation", mode="in_place").raise_for_status()
-    held = f"(requests: {small.state()['pool']['sequences']})"  # the first may have ended
-    assert held != "(requests: 0)"
+    streams = stopped_by(small, "pause_generation", mode="in_place")
+    held = f"(requests: {len(BODIES)})"
     for flush_cache in (True, False):
         answer = update(small, retrained, flush_cache)
         assert answer.status_code == 400
@@ -230,9 +271,7 @@ def test_an_idle_server_forgets_prefixes_of_the_old_weights(
 def test_aborted_requests_make_way_for_the_new_weights(
     small: ServerProcess, new: list[list[int]], retrained: Path
 ) -> None:
-    streams = under_way(small)
-    post(small, "pause_generation", mode="abort").raise_for_status()
-    assert all(len(said) < TOKENS for said in streams.end())
+    stopped_by(small, "pause_generation", mode="abort").end()
     assert update(small, retrained).status_code == 200
     post(small, "continue_generation").raise_for_status()
     assert token_ids(ask(small.url, BODIES)) == new
@@ -249,11 +288,13 @@ def test_a_checkpoint_that_does_not_exist_changes_nothing(
 def test_memory_is_released_and_comes_back_while_requests_are_under_way(
     small: ServerProcess, old: list[list[int]], paused: str
 ) -> None:
-    streams = under_way(small)
+    release = {"tags": ["kv_cache"]}
     if paused:
-        post(small, "pause_generation", mode=paused).raise_for_status()
+        streams = stopped_by(small, "pause_generation", mode=paused)
+    else:
+        streams = stopped_by(small, "release_memory_occupation", **release)
     for _ in range(2):  # once more changes nothing
-        assert post(small, "release_memory_occupation", tags=["kv_cache"]).status_code == 200
+        assert post(small, "release_memory_occupation", **release).status_code == 200
     said = streams.settled()
     state = small.state()
     assert state["device_bytes_committed"] <= 2 << 20 and state["integrity"] == "ok"
@@ -284,9 +325,7 @@ AWAY_AND_BACK = pytest.mark.parametrize(
 def test_a_server_without_anything_to_do_leaves_its_core_to_others(
     small: ServerProcess, old: list[list[int]], away: str, back: str, body: dict[str, Any]
 ) -> None:
-    streams = under_way(small)
-    post(small, away, **body).raise_for_status()
-    streams.settled()
+    streams = stopped_by(small, away, **body)
     children = psutil.Process(small.pid).children(recursive=True)
     [scheduler] = [p for p in children if "sglang::scheduler" in " ".join(p.cmdline())]
     before = scheduler.cpu_times()
@@ -310,14 +349,11 @@ def test_who_goes_back_to_a_short_queue_is_not_turned_away(
     half = len(BODIES) // 2
     tokens = {"max_new_tokens": 3 * TOKENS // 2}  # the first run yet when the last begin
     longer = [body | {"sampling_params": body["sampling_params"] | tokens} for body in BODIES]
-    streams = []
-    for some in (longer[:half], longer[half:]):  # together they would be turned away as they come
-        streams.append(Streams(brief, some))
-        streams[-1].wait_until_all_speak()
-    post(brief, away, **body).raise_for_status()
+    # Together they would be turned away as they come.
+    streams = stopped_by(brief, away, longer[:half], longer[half:], **body)
     assert brief.state()["waiting"] == len(BODIES) > half + 1
     post(brief, back, **body if back.startswith("resume") else {}).raise_for_status()
-    ended = [said for some in streams for said in some.end()]
+    ended = streams.end()
     assert [said[:TOKENS] for said in ended] == old
     assert {len(said) for said in ended} == {3 * TOKENS // 2}
 
@@ -337,8 +373,7 @@ def test_memory_is_released_from_requests_under_way_and_new_weights_come(
     small: ServerProcess, fresh: ServerProcess, retrained: Path
 ) -> None:
     """A pause that comes meanwhile is over when it is said to be, whatever memory does."""
-    streams = under_way(small)
-    post(small, "release_memory_occupation", tags=["kv_cache"]).raise_for_status()
+    streams = stopped_by(small, "release_memory_occupation", tags=["kv_cache"])
     before = streams.settled()
     assert update(small, retrained).status_code == 200
     post(small, "continue_generation").raise_for_status()
