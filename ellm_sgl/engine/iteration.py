@@ -63,7 +63,7 @@ class Iteration:
         self.clock = clock
         self._unit_bytes = unit_bytes
         self._in_step: tuple[Entries, npt.NDArray[np.int64]] | None = None
-        self._refused: tuple[int | None, int] | None = None
+        self._refused: tuple[int | None, int, int] | None = None
         """See `refused`."""
 
     # -- observe ----------------------------------------------------------------------------
@@ -161,18 +161,22 @@ class Iteration:
     def refused(self, eventually: int, entry: int | None = None) -> None:
         """Those who wait found no room beyond so many tokens: of the one considered last, by
         default the first who may be admitted."""
-        self._refused = self.in_force.first if entry is None else entry, eventually
+        first, pool = self.in_force.first, self.elastic.table.unit_limit
+        self._refused = first if entry is None else entry, eventually, pool
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
         """Whether nobody is admitted now: nobody is to be, or, `closed` before, the same request is
-        first that was refused, and there is no more room than then."""
+        first that was refused, and there is no more room than then. A pool that has grown is more,
+        whatever those that were admitted in the same pass, and who runs, have taken since."""
         if not self.in_force.admit:
             self._refused = None
             return anybody_waits
         if not closed or self._refused is None:
             return False
-        entry, eventually = self._refused
-        return entry == self.in_force.first and self.admission_tokens(reclaimable)[1] <= eventually
+        entry, eventually, pool = self._refused
+        if entry != self.in_force.first or self.elastic.table.unit_limit > pool:
+            return False
+        return self.admission_tokens(reclaimable)[1] <= eventually
 
     # -- make room --------------------------------------------------------------------------
 

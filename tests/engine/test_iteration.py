@@ -207,6 +207,20 @@ def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> N
     assert not iteration.queue_closed(True, True)
 
 
+def test_a_queue_opens_when_the_pool_has_grown_though_others_have_taken_as_much() -> None:
+    server = Server(2)
+    iteration, table, waiting = server.iteration, server.table, (server.arrive(),)
+    table.limit_units(table.num_units - 2 * SHAPE.num_groups)
+    one = dataclasses.replace(KEEP_ALL, admit=(0,), admitted_ratios=(0.0,))
+    server.put_in_force(one, waiting)
+    iteration.refused(iteration.admission_tokens()[1], waiting[0])
+    for prompt in (98, 99):  # admitted before it in the same pass
+        table.map(prompt, iteration.elastic.allocate(1), SHAPE.block_tokens)
+        assert iteration.queue_closed(True, True)
+    table.limit_units(table.unit_limit + SHAPE.num_groups)
+    assert not iteration.queue_closed(True, True)
+
+
 def test_room_is_made_by_evicting_and_told_when_there_is_none() -> None:
     server = Server(5)
     assert server.table.free_units == 0
