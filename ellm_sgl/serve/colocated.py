@@ -31,7 +31,7 @@ from ellm_sgl.serve.colocated_report import ALONE, HALVES, NAMES, SHARED, Coloca
 from ellm_sgl.serve.colocated_view import Memory, Moment, Show, view
 from ellm_sgl.serve.demo import BLOCK_TOKENS, ENVIRONMENT, say
 
-BURSTS = 2
+BURSTS = 4
 """Of each server."""
 LOOK_S = 0.01
 """Between two looks at the ledger."""
@@ -97,7 +97,7 @@ def run_colocated(load: ChatLoad, memory_tokens: int | None, console: Console) -
     say(
         console,
         f"Two servers, {BURSTS} bursts of {load.streams} chats each by turns, on "
-        f"{memory.nbytes / 2**20:.0f} MiB of KV: about two minutes on two idle cores.",
+        f"{memory.nbytes / 2**20:.0f} MiB of KV: about a minute on two idle cores.",
     )
     with stop_on_signals():
         with _started(memory.arguments(None), console, "without a shared budget") as pair:
