@@ -97,9 +97,11 @@ def test_a_short_request_overtakes_a_long_one(server: ServerProcess) -> None:
 
         def ended(state: dict[str, Any]) -> bool:
             assert state["steps_total"] < steps + 2000, f"{finished}, {json.dumps(state)}"
-            return len(finished) == len(later)
+            return all(future.done() for future in later)
 
         wait_until(server, ended)
+        for future in later:
+            future.result()
         for occupant in range(1, 8):
             end(occupant)
         kinds = [answer["meta_info"]["finish_reason"]["type"] for answer in busy.result()]

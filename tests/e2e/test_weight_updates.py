@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 POOL = 2048
 TOKENS = 300
 PAUSED_S = 2.0
+Bodies = Sequence[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ class Streams:
         self._limits: list[int] = []
         self._threads: list[Thread] = []
 
-    def begin(self, bodies: Sequence[dict[str, Any]]) -> None:
+    def begin(self, bodies: Bodies) -> None:
         """Ask these too."""
         for body in bodies:
             self._rids.append(uuid.uuid4().hex)
@@ -167,9 +168,6 @@ class Streams:
 
 
 BODIES = [greedy(p, TOKENS) for p in prompts(6, 40, 80, seed=11)]
-
-
-Bodies = list[dict[str, Any]]
 
 
 def under_way(server: ServerProcess, *parts: Bodies) -> Streams:
