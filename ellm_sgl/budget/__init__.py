@@ -5,6 +5,7 @@ from ellm_sgl.budget.layout import Row
 from ellm_sgl.budget.ledger import Member, Standing, hold
 from ellm_sgl.budget.listing import Budget, Sharer, check_budget, list_budgets
 from ellm_sgl.budget.share import Claim, fair_shares
+from ellm_sgl.budget.waker import Waker
 
 __all__ = [
     "FOLDER",
@@ -16,6 +17,7 @@ __all__ = [
     "Row",
     "Sharer",
     "Standing",
+    "Waker",
     "check_budget",
     "fair_shares",
     "hold",

@@ -31,6 +31,7 @@ from ellm_sgl.budget.layout import (
     unpack_header,
     unpack_row,
 )
+from ellm_sgl.budget.waker import Waker
 from ellm_sgl.config import ConfigError
 
 FOLDER = Path("/dev/shm")
@@ -139,6 +140,9 @@ class LedgerFile:
     def contents(self) -> bytes:
         """All that is in it, as it is."""
         return os.pread(self._fd, SIZE + 1, 0)
+
+    def waker(self) -> Waker:
+        return Waker(self._fd)
 
     def read(self) -> tuple[int | None, list[Row | None]]:
         """The budget in bytes, None where the file is new, and all rows, free ones included.

@@ -23,6 +23,7 @@ from pathlib import Path
 from ellm_sgl.budget.file import LedgerFile, path_of
 from ellm_sgl.budget.layout import Row
 from ellm_sgl.budget.share import Claim, fair_shares
+from ellm_sgl.budget.waker import Waker
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,10 @@ class Member:
         """Give so many bytes back, after the last of them has been decommitted."""
         with self._file.locked():
             self._book(self._rows(), -nbytes)
+
+    def waker(self) -> Waker:
+        """Tells whoever sleeps that one of the servers has written to the ledger."""
+        return self._file.waker()
 
     def others(self) -> str:
         """The other servers, and what each has, for a message."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.budget import LedgerBusyError, LedgerError, Member, Standing, hold
+from ellm_sgl.budget import LedgerBusyError, LedgerError, Member, Standing, Waker, hold
 from ellm_sgl.budget.file import LedgerFile
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.memory import Alone, KVPool, Load, Outcome, PageTable, Report, Resizer, Sizer, Sizes
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PERIOD_S = 0.02
-"""How often to look at the ledger."""
+PERIOD_S, PAUSE_S = 0.02, 0.002
+"""How often to look at the ledger, and how much later at least, however often it is written to."""
 OBSERVE_S = 0.2
 """How often to add up what requests need, while they decode and none waits."""
 SHARE_S, SAY_S, FLOOR_S = 2.0, 10.0, 600.0
@@ -82,7 +82,7 @@ class Sizing:
         """What it was reckoned from, and what came of it: it stands for many steps."""
         self._asked = False
         """What was asked last has not been reported on."""
-        self._woken = threading.Event()
+        self._waker = row.waker() if isinstance(row, Member) else Waker(None)
 
     def describe(self) -> dict[str, Any] | None:
         """For `/ellm/state`, on rank 0; in bytes of all ranks. None where nothing is shared."""
@@ -141,7 +141,7 @@ class Sizing:
             before.released,
         )
         if needed > before.needed_units:
-            self._woken.set()
+            self._waker.wake()
 
     def growth(self, resizer: Resizer, shape: PoolShape) -> Growth:
         """On rank 0: what the pool could come to hold beside what it does."""
@@ -183,7 +183,7 @@ class Sizing:
         """On every rank: all memory has been told to go, and to stay away, or may come back."""
         load = self._load
         self._load = dataclasses.replace(load, released=away, asked_units=resizer.wanted_units)
-        self._woken.set()
+        self._waker.wake()
 
     def apply(self, ours: Any, units: int) -> None:
         """On every rank: come to so many units, unless they are negative, and report. What has been
@@ -193,11 +193,10 @@ class Sizing:
             ours: the `EllmScheduler`.
         """
         resizer: Resizer = ours.resizer
+        less = False
         if units >= 0 and ours.released is None:
             less = units < resizer.limit_units
             ours.resize(min(units, self.most_units))
-            if less and ours.idle():
-                trim_heap()
         (least,) = ours.least_of_ranks([-resizer.backed_units])
         self._report = Report(
             asked_units=resizer.wanted_units,
@@ -207,7 +206,9 @@ class Sizing:
             ceiling=resizer.outcome is Outcome.CEILING,
         )
         self._asked = False
-        self._woken.set()
+        self._waker.wake()
+        if less and ours.idle():  # last: another server may wait for the pool's memory
+            trim_heap()
 
     # -- on the thread that decides -------------------------------------------------------------
 
@@ -219,9 +220,8 @@ class Sizing:
         try:
             while True:
                 self._turn(sender)
-                time.sleep(PERIOD_S / 4)  # however often it is woken
-                self._woken.wait(PERIOD_S)
-                self._woken.clear()
+                time.sleep(PAUSE_S)
+                self._waker.sleep(PERIOD_S)
         except (LedgerError, OSError) as error:
             self.problem = str(error)
             logger.error("eLLM budget: %s; this server keeps what it has", error)

@@ -114,6 +114,22 @@ def test_a_server_is_idle_when_sglang_has_no_request_anywhere(name: str, holds: 
     assert not ours.idle()
 
 
+def test_it_hears_of_another_servers_want_before_it_would_look_again(
+    server: SharingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PERIOD_S", 3600.0)
+    time.sleep(0.05)  # it has looked the last time that it would have by itself
+    other = Member("test", BUDGET, "b", UNIT, folder=tmp_path)
+    other.publish(BUDGET)
+    assert server.turn() == LEAST
+    deadline = time.monotonic() + 20
+    while not other.debit(BUDGET - LEAST * UNIT):
+        assert time.monotonic() < deadline, "it has given back, and has not said so"
+        time.sleep(0.01)
+    monkeypatch.undo()
+    server.sizing.released(False, scheduler_of(server.scheduler).resizer)  # which wakes it
+
+
 def test_another_server_gets_what_this_one_does_not_need(
     server: SharingServer, tmp_path: Path
 ) -> None:
