@@ -18,6 +18,8 @@ from ellm_sgl.config.ranges import as_json_value, read_json, shown
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path, dir_okay=False)
+_WIDEST = 1000
+"""Characters in a line of a table, at most."""
 
 json_flag = click.option(
     "--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else."
@@ -63,7 +65,18 @@ def answer(as_json: bool, document: Mapping[str, Any], *parts: RenderableType) -
         if isinstance(part, str):
             click.echo(part)
         else:
-            Console().print(part)
+            show(part, Console())
+
+
+def show(part: RenderableType, console: Console) -> None:
+    """Print it. Nothing of a table is cut off: on a narrow terminal cells that may wrap do, and in
+    a file none does."""
+    width = console.width
+    if isinstance(part, Table):
+        needed = Console(width=_WIDEST).measure(part)
+        console.width = max(width, needed.minimum if console.is_terminal else needed.maximum)
+    console.print(part)
+    console.width = width
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ellm_sgl.config import ELLM, MODES
 from ellm_sgl.config.click_types import LAYERS, TOKENS
-from ellm_sgl.config.commands import json_flag, model_path_option, told_in_a_line
+from ellm_sgl.config.commands import json_flag, model_path_option, show, told_in_a_line
 from ellm_sgl.serve.verify.figures import Comparison, VerifyReport
 from ellm_sgl.serve.verify.rounding import EXACT, UNIT_ROUNDOFF, Spread
 
@@ -111,7 +111,7 @@ def _what_failed(report: VerifyReport) -> str:
 
 def _show(report: VerifyReport, console: Console) -> None:
     for dtype in dict.fromkeys(c.dtype for c in report.comparisons):
-        console.print(_table(report, dtype))
+        show(_table(report, dtype), console)
         if resized := _resized([c for c in report.comparisons if c.dtype == dtype]):
             console.print(resized, highlight=False)
     for reason in report.left_out:
