@@ -142,6 +142,7 @@ class LedgerFile:
         return os.pread(self._fd, SIZE + 1, 0)
 
     def waker(self) -> Waker:
+        """For who sleeps until the file is written to."""
         return Waker(self._fd)
 
     def read(self) -> tuple[int | None, list[Row | None]]:

@@ -11,7 +11,6 @@ import os
 import select
 
 _IN_MODIFY = 0x2
-_IN_NONBLOCK, _IN_CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
 _EVENTS = 4096
 """Bytes read at once: more than one writer leaves."""
 
@@ -52,7 +51,7 @@ def _watch(file: int) -> int:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "inotify_init1"):
         return -1
-    found = int(libc.inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC))
+    found = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
     path = f"/proc/self/fd/{file}".encode()  # the file itself, whatever has its name by now
     if found >= 0 and libc.inotify_add_watch(found, path, _IN_MODIFY) < 0:
         os.close(found)

@@ -69,8 +69,8 @@ def answer(as_json: bool, document: Mapping[str, Any], *parts: RenderableType) -
 
 
 def show(part: RenderableType, console: Console) -> None:
-    """Print it. Nothing of a table is cut off: on a narrow terminal cells that may wrap do, and in
-    a file none does."""
+    """Print it. Nothing of a table is cut off: a narrow terminal wraps cells that may wrap, and
+    breaks the lines of others; in a file a row is a line."""
     width = console.width
     if isinstance(part, Table):
         needed = Console(width=_WIDEST).measure(part)

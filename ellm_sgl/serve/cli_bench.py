@@ -11,11 +11,10 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from ellm_sgl.client.process import ServerError
 from ellm_sgl.config import ConfigError
-from ellm_sgl.config.commands import FILE, json_flag, json_text, told_in_a_line
+from ellm_sgl.config.commands import FILE, json_flag, json_text, show, told_in_a_line
 from ellm_sgl.eval.bench import report
 from ellm_sgl.eval.bench.result import MeasurementError
 from ellm_sgl.eval.bench.runner import run
@@ -101,12 +100,9 @@ def _measure(name: str, scenario: Scenario, file: Path | None, as_json: bool) ->
     if as_json:
         click.echo(json_text(begun | report.document(name, scenario, result)))
         return
-    parts, console = list(report.render(scenario, result)), Console()
-    # Rather lines that a narrow terminal breaks than columns cut off.
-    needed = [Console(width=1000).measure(p).maximum for p in parts if isinstance(p, Table)]
-    wide = Console(width=max([console.width, *needed]))
-    for part in parts:
-        (wide if isinstance(part, Table) else console).print(part)
+    console = Console()
+    for part in report.render(scenario, result):
+        show(part, console)
 
 
 for _name, _scenario in SCENARIOS.items():
