@@ -73,7 +73,12 @@ def show(part: RenderableType, console: Console) -> None:
     breaks the lines of others; in a file a row is a line."""
     width = console.width
     if isinstance(part, Table):
-        needed = Console(width=_WIDEST).measure(part)
+        measure = Console(width=_WIDEST).measure
+        for column in part.columns:
+            if column.no_wrap:  # which rich leaves out of what a table needs at least
+                cells = column.header, *column.cells
+                column.min_width = max(measure(cell).maximum for cell in cells)
+        needed = measure(part)
         console.width = max(width, needed.minimum if console.is_terminal else needed.maximum)
     console.print(part)
     console.width = width

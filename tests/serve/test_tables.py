@@ -9,7 +9,8 @@ from rich.console import Console
 
 from ellm_sgl.config.commands import plain_table, show
 
-NAME, FIGURE, TEXT = "n" * 60, "1" * 30, "torch_native 5.4, two passes 1.0"
+NAME, FIGURE = "a name of several words, " * 3 + "no less", "0.123 [0.1, 0.2], 1,234"
+TEXT = "torch_native 5.4, two passes 1.0"
 
 
 @pytest.mark.parametrize("terminal", [True, False])
