@@ -100,6 +100,12 @@ class Memory:
         needed = int(np.where(present, self.cached, self.kept).sum())
         return self.room + self.beyond - needed
 
+    def turns(self, kept_share: float) -> int:
+        """How many requests of the running ones' mean length may run, if those that pause keep this
+        share of the room."""
+        active = (1.0 - kept_share) * self.room / max(self.cached.mean(), 1.0)
+        return int(active + kept_share * self.room / max(self.kept.mean(), 1.0))
+
     def holds(self, active: BoolArray, resuming: int | None) -> bool:
         """Whether enough of the active ones can be evicted for all to fit: of the resuming one
         nothing is."""

@@ -32,15 +32,18 @@ from ellm_sgl.policies.pausing.limits import (
     excess_share,
     full_step_s,
 )
+from ellm_sgl.policies.pausing.refusals import Refusals
 from ellm_sgl.policies.problem.candidates import SLO_SHARE, Candidates, ratios_of, under_way_s
 from ellm_sgl.policies.problem.even_share import EvenShare
 from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.standing import Standing
 from ellm_sgl.policies.problem.under_way import as_running
 
-KEPT_SHARE = 0.05
-"""Share of memory that paused requests may keep (the block being filled, of each) before none
-pauses for a newcomer any more: it makes steps smaller."""
+KEPT_SHARE = 0.02
+"""Share of memory that paused requests may keep (the block being filled, of each) where others wait
+nevertheless: it makes steps smaller, and all who wait do so for tokens per second,"""
+KEPT_FOR_ALL = 0.2
+"""and where nobody has to wait then: a short queue is not worth a wait for everybody's end."""
 MOST_WAITS = 4
 """Iterations without anything fetched (a prefill takes one) after which the rest of a request's KV
 is left to the step itself: the host does not have it."""
@@ -108,6 +111,7 @@ class Rotation:
         self._turns: Standing[int] | None = None
         """How many may run: it hardly changes with a step's tokens."""
         self._applies = False
+        self._queue = Refusals()
 
     def applies(self, state: SystemState, pausing: Pausing) -> bool:
         """Whether requests rotate now; whoever pauses in the one way goes on in the other."""
@@ -147,7 +151,9 @@ class Rotation:
             resuming,
             self._excess_share,
             self._most_running(state),
+            self._queue.kept_out(state),
         )
+        self._queue.offered = decision.admit > 0
         self._remember(state, decision)
         return decision
 
@@ -161,6 +167,7 @@ class Rotation:
         given = running, waiting[:places], (state.tpot_slo_s, state.memory.device_tokens)
         if self._turns is None or not self._turns.holds(*given):
             most = Forecast.of(seen, places).taking_turns(SLO_SHARE) - len(state.prefilling)
+            most = min(most, _worth_it(state))
             self._turns = Standing(most, *given, iterations=SOLVE_EVERY)
         return self._turns.answer
 
@@ -195,8 +202,13 @@ class RotationDecision:
         resuming: int | None,
         excess: float,
         most_running: int,
+        kept_out: bool = False,
     ) -> None:
-        """Decides, from who was paused and resuming before, and how many may run."""
+        """Decides, from who was paused and resuming before, and how many may run.
+
+        Args:
+            kept_out: the server has not admitted the first who waits though there is room.
+        """
         self.paused = paused
         """Running requests that pause,"""
         self.resuming = resuming
@@ -205,13 +217,14 @@ class RotationDecision:
         self._urgency = urgency
         self._memory = Memory.of(state, excess)
         self._deadlines = Deadlines.of(state, ~paused)
+        self._kept_out = kept_out
         self._expects = False
         """Somebody pauses for a request to be admitted in the next iteration."""
         self._make_room_to_grow()
         self._resume_in_time()
         self.admit = self._admitted(most_running)
         """So many of the first waiting requests are admitted: there is room for them, and time."""
-        if self.admit == 0:
+        if self.admit == 0 or kept_out:
             self._resume_if_free()
 
     def batch(self) -> Batch:
@@ -275,7 +288,7 @@ class RotationDecision:
         seconds = self._prefill_seconds(first)
         in_time = np.searchsorted(seconds, self._spare_s(self.paused, level), side="right")
         fitting = np.searchsorted(room, self._memory.free(self._present()), side="right")
-        if in_time and not fitting:
+        if in_time and not fitting and not self._kept_out:
             self._make_way(int(room[0]), float(seconds[0]), level)
         return int(min(in_time, fitting))
 
@@ -295,8 +308,7 @@ class RotationDecision:
             return
         paused = self.paused.copy()
         paused[pausing] = True
-        few = int(self._memory.kept[paused].sum()) <= KEPT_SHARE * self._memory.room
-        if (few or self._urgency.overtakes(level)) and self._spare_s(paused, level) >= seconds:
+        if self._spare_s(paused, level) >= seconds:
             self.paused, self._expects = paused, True
 
     def _spare_s(self, paused: BoolArray, level: int) -> float:
@@ -351,6 +363,15 @@ def can_rotate(state: SystemState, loose: float = LOOSE) -> bool:
     if state.memory.host_tokens == 0 or not np.isfinite(slo).all():
         return False
     return bool(slo.min() >= loose * full_step_s(state))
+
+
+def _worth_it(state: SystemState) -> int:
+    """How many may run for what those of them that pause keep of memory: more where all who wait
+    can run then than where some wait nevertheless."""
+    memory, known = Memory.of(state, 0.0), len(state.running) + len(state.waiting)
+    if known <= (most := memory.turns(KEPT_FOR_ALL)):
+        return most
+    return memory.turns(KEPT_SHARE)
 
 
 def _all_fit(state: SystemState) -> bool:
