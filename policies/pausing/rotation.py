@@ -111,7 +111,7 @@ class Rotation:
         self._turns: Standing[int] | None = None
         """How many may run: it hardly changes with a step's tokens."""
         self._applies = False
-        self._queue = Refusals()
+        self._refusals = Refusals()
 
     def applies(self, state: SystemState, pausing: Pausing) -> bool:
         """Whether requests rotate now; whoever pauses in the one way goes on in the other."""
@@ -151,9 +151,9 @@ class Rotation:
             resuming,
             self._excess_share,
             self._most_running(state),
-            self._queue.kept_out(state),
+            self._refusals.kept_out(state),
         )
-        self._queue.offered = decision.admit > 0
+        self._refusals.offered = decision.admit > 0
         self._remember(state, decision)
         return decision
 
@@ -202,7 +202,7 @@ class RotationDecision:
         resuming: int | None,
         excess: float,
         most_running: int,
-        kept_out: bool = False,
+        kept_out: bool,
     ) -> None:
         """Decides, from who was paused and resuming before, and how many may run.
 
