@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ellm_sgl.config import EllmConfig
+from ellm_sgl.config.sizes import read_size
 from ellm_sgl.engine import Iteration
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
@@ -23,7 +24,7 @@ from ellm_sgl.sglang.sizing import Sizing
 from ellm_sgl.sglang.step_memory import StepMemory
 from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.step import AnyStreamer, Executor, HiddenStates, Planner
-from ellm_sgl.store import most_buffered
+from ellm_sgl.store import most_memory
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -92,7 +93,9 @@ class Context:
             settings.host_path is not None,
             0
             if settings.kv_store is None
-            else most_buffered(pool.unit_bytes * table.shape.num_groups),
+            else most_memory(
+                pool.unit_bytes * table.shape.num_groups, read_size(settings.kv_store_size) // ranks
+            ),
             ranks,
         )
         self.stored: StoredPrefixes | None = None

@@ -50,7 +50,8 @@ def open_prefixes(ours: Context, scheduler: Scheduler, least_of_ranks: Any) -> S
 
     def opened() -> BlockStore:
         began = time.monotonic()
-        mark = fingerprint(scheduler.tp_worker.model_runner.model, _facts(ours, scheduler))
+        model = scheduler.tp_worker.model_runner.model
+        mark = _of_all_ranks(fingerprint(model, _facts(ours, scheduler)), scheduler)
         store = BlockStore(folder, mark, _block_bytes(ours.pool), worker.submit)
         logger.info(
             "eLLM KV store %s: %d tokens of this model (fingerprint %s, %.1f s)",
@@ -75,6 +76,17 @@ def fingerprint(model: nn.Module, facts: dict[str, Any]) -> str:
         crc = zlib.crc32(data.view(-1).view(torch.uint8).numpy().data) if data.numel() else 0
         digest.update(f"{name} {data.dtype} {tuple(data.shape)} {crc}".encode())
     return digest.hexdigest()
+
+
+def _of_all_ranks(mark: str, scheduler: Scheduler) -> str:
+    """One fingerprint of those of all ranks, which ask in the same turn: a layer's output is the
+    sum of what each of them computes, so that the KV of one depends on the weights of all."""
+    size = adapter().ranks(scheduler).tp_size
+    if size == 1:
+        return mark
+    marks = [""] * size
+    torch.distributed.all_gather_object(marks, mark, scheduler.tp_group.cpu_group)
+    return hashlib.blake2b("".join(marks).encode(), digest_size=16).hexdigest()
 
 
 def _facts(ours: Context, scheduler: Scheduler) -> dict[str, Any]:

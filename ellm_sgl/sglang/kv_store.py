@@ -32,7 +32,7 @@ from ellm_sgl.store import READ_BYTES, BlockStore, Bytes, Chain, StoreFullError,
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+    from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 BESIDE_A_STEP = 8 << 20
 """Bytes read in a turn while requests decode, or copied for those that have ended: some
@@ -60,7 +60,13 @@ class _Stored:
     """The block behind them is not to be stored: it left the device before, or all that the store
     has is as recent."""
     fetched: bool = False
-    """All has been read that the store had of it."""
+    """All has been read that the store had of it:"""
+    node: TreeNode | None = None
+    """the last of the tree's nodes that have it,"""
+    there: int = 0
+    """and how many blocks these had then."""
+    lacking: int = 1
+    """So many of them at least have made way for others since, once that node has."""
 
 
 class StoredPrefixes:
@@ -214,31 +220,51 @@ class StoredPrefixes:
         Returns:
             Those of which more is to be read in the next turns, or may be.
         """
-        if all(self._stored(req).fetched for req in reqs) or self._room(decoding) == 0:
+        if not reqs or (room := self._room(decoding)) == 0:
             return frozenset()
-        most = left = self._blocks_in(BESIDE_A_STEP if decoding else READ_BYTES)
+        first = self._stored(reqs[0])
+        if first.fetched and self._has_made_way(reqs[0], first, room, decoding):
+            first.fetched = False
+        left = self._blocks_in(BESIDE_A_STEP if decoding else READ_BYTES)
+        looked_up = [(req, self._stored(req)) for req in reqs[:LOOKED_UP]]
         with ExitStack() as locks:
-            for place, req in enumerate(reqs):
-                stored, found = self._stored(req), self._locked(req, locks)
+            for place, (req, stored) in enumerate(looked_up):
+                if all(later.fetched for _, later in looked_up[place:]):
+                    break
+                key, slots, _ = self._locked(req, locks)
                 while not stored.fetched:
-                    # One is read in full where nobody else runs: SGLang would sleep.
-                    if place == LOOKED_UP or (left <= 0 and (decoding or place)):
-                        return frozenset(r for r in reqs[place:] if not self._stored(r).fetched)
-                    count = self._fetch(req, stored, *found, left if left > 0 else most, decoding)
+                    if left <= 0:
+                        return self._unfetched(reqs[place:])
+                    count = self._fetch(req, stored, key, slots, left, decoding)
                     if count == 0 and not stored.fetched:  # memory is short: in another turn
                         return frozenset()
                     left -= count
-                    found = self._locked(req, locks)
-        return frozenset()
+                    _, slots, stored.node = self._locked(req, locks)
+                    stored.there, stored.lacking = len(slots) // self._block_tokens, 1
+        return self._unfetched(reqs[LOOKED_UP:])
 
-    def _locked(self, req: Req, locks: ExitStack) -> tuple[RadixKey, torch.Tensor]:
-        """The key of all that the request has, and the slots that the tree has of it, which stay
-        there as long as `locks` are held."""
+    def _unfetched(self, reqs: Sequence[Req]) -> frozenset[Req]:
+        return frozenset(req for req in reqs if not self._stored(req).fetched)
+
+    def _locked(self, req: Req, locks: ExitStack) -> tuple[RadixKey, torch.Tensor, TreeNode]:
+        """The key of all that the request has, the slots that the tree has of it, and the last node
+        that has some of these; they stay there as long as `locks` are held."""
         key = _key_of(req)
         found = self._cache.match_prefix(MatchPrefixParams(key=key))
-        self._cache.inc_lock_ref(found.last_device_node)
-        locks.callback(self._cache.dec_lock_ref, found.last_device_node)
-        return key, adapter().matched(self._cache, found)
+        node = found.last_device_node
+        self._cache.inc_lock_ref(node)
+        locks.callback(self._cache.dec_lock_ref, node)
+        return key, adapter().matched(self._cache, found), node
+
+    def _has_made_way(self, req: Req, stored: _Stored, room: int, decoding: int) -> bool:
+        """Whether some of what was read of a request's prompt has made way for others since, and
+        there is room for it again: else it would go once more as soon as these grow."""
+        if room < stored.lacking or stored.node is None or is_in(self._cache, stored.node):
+            return False
+        with ExitStack() as locks:
+            _, slots, _ = self._locked(req, locks)
+            stored.lacking = max(stored.there - len(slots) // self._block_tokens, 1)
+            return stored.lacking <= self._room(decoding)
 
     def _fetch(
         self,
@@ -340,6 +366,14 @@ def _most_prefix(req: Req) -> int:
     may be (SGLang's `Req._compute_max_prefix_len`)."""
     known, start = count_of(req) - 1, req.logprob_start_len
     return min(known, start) if req.return_logprob and start >= 0 else known
+
+
+def is_in(tree: RadixCache, node: TreeNode) -> bool:
+    """Whether a node that was in the tree still is: leaves go first, so all before it are, too."""
+    parent = node.parent
+    if parent is None:
+        return node is tree.root_node
+    return parent.children.get(node.key.child_key(tree.page_size)) is node
 
 
 def peek(tree: RadixCache, key: RadixKey) -> IntArray:

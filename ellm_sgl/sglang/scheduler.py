@@ -219,7 +219,8 @@ class EllmScheduler:
             decision = decision.without_pauses()
         self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
         if stored is not None and decision.admit:
-            self.fetching = stored.fetch(self._admitted(), len(running))
+            computing = len(running) + (self.scheduler.chunked_req is not None)
+            self.fetching = stored.fetch(self._admitted(), computing)
         # SGLang stops looking at its queue once a batch is full; only then does room matter here.
         room = self.reclaimable_on_device() if batch.batch_is_full else 0
         batch.batch_is_full = self.iteration.queue_closed(

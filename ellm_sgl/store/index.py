@@ -15,7 +15,7 @@ class StoreFullError(RuntimeError):
     """There is no slot but those of blocks that are as recent, or being written."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """Where a block is. Slots begin with 1."""
 
@@ -100,7 +100,7 @@ class Index:
 
     def _enqueue(self, key: bytes, entry: Entry) -> None:
         heapq.heappush(self._queue, (entry.stamp, -entry.depth, key))
-        if len(self._queue) > 4 * len(self._entries) + 64:
+        if len(self._queue) > 2 * len(self._entries) + 64:
             self._rebuild()
 
     def _rebuild(self) -> None:

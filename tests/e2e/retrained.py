@@ -11,13 +11,20 @@ from safetensors.torch import load_file, save_file
 from ellm_sgl.client.process import DEMO_MODEL
 
 
-def retrained_into(folder: Path) -> Path:
-    """Written there; returns the folder."""
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def retrained_into(folder: Path, from_row: int | None = None) -> Path:
+    """Written there; returns the folder.
+
+    Args:
+        from_row: only embeddings of tokens from this one on are others.
+    """
     shutil.copytree(DEMO_MODEL, folder, dirs_exist_ok=True)
     noise = torch.Generator().manual_seed(1)
-    weights = {
-        name: weight * (1 + 0.2 * torch.randn(weight.shape, generator=noise))
-        for name, weight in load_file(folder / "model.safetensors").items()
-    }
+    weights = load_file(folder / "model.safetensors")
+    changed = list(weights.values()) if from_row is None else [weights[EMBEDDING][from_row:]]
+    for weight in changed:
+        weight *= 1 + 0.2 * torch.randn(weight.shape, generator=noise)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

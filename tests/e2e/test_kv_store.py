@@ -21,6 +21,7 @@ from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.store import Chain
 from ellm_sgl.store.records import read
 from tests.e2e.load import ask, greedy, prompts, token_ids
+from tests.e2e.retrained import retrained_into
 from tests.e2e.test_memory_pressure import wait_for
 from tests.servers import STRICT
 
@@ -44,14 +45,16 @@ def bodies(prompts: list[list[int]]) -> list[dict[str, object]]:
     return [greedy(p, OUTPUT) for p in prompts]
 
 
-def serve(folder: Path) -> ServerProcess:
+def serve(folder: Path, *more: str) -> ServerProcess:
+    cores = sorted(os.sched_getaffinity(0))
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"} if "--tp" in more else {}
     return ServerProcess(
         [
             *DEMO_ARGUMENTS, "--ellm-policy", "fcfs",
             "--ellm-device-kv-tokens", str(TOKENS), "--chunked-prefill-size", str(CHUNK),
-            "--ellm-kv-store", str(folder), "--ellm-kv-store-size", "64MiB",
+            "--ellm-kv-store", str(folder), "--ellm-kv-store-size", "64MiB", *more,
         ],
-        STRICT,
+        {**STRICT, **binding},
     )  # fmt: skip
 
 
@@ -148,3 +151,24 @@ def lost(url: str, prompt: list[int]) -> None:
     """A request whose server is killed."""
     with pytest.raises(httpx.TransportError):
         httpx.post(f"{url}/generate", json=greedy(prompt, 2_000), timeout=60)
+
+
+def test_new_weights_of_one_rank_are_new_weights_for_all(tmp_path: Path) -> None:
+    """Whose own part of the model is as before: its KV is not."""
+    prompt = [160 + 37 * i % 100 if i % 4 else t for i, t in enumerate(PROMPTS[0][:600])]
+    body = greedy(prompt, OUTPUT) | {"return_logprob": True}
+    other = retrained_into(tmp_path / "model", from_row=160)
+
+    def logprobs(server: ServerProcess) -> list[float]:
+        [answer] = ask(server.url, [body])
+        return [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+
+    found = []
+    for model in ([], ["--model-path", str(other)]):
+        with serve(tmp_path / "kv", "--tp", "2", *model) as server:
+            found.append(logprobs(server))
+            assert server.state()["kv_store"]["fetched_tokens_total"] == 0
+            server.flush_cache()
+            assert logprobs(server) == pytest.approx(found[-1], abs=1e-4)
+            assert server.state()["kv_store"]["fetched_tokens_total"] > 500
+    assert found[0] != pytest.approx(found[1], abs=1e-2)

@@ -30,6 +30,33 @@ def test_requests_are_kept_apart_as_in_the_tree(version: str) -> None:
     assert sorted(adapter.namespaces(req)) == [f"{name} of this" for name in names]
 
 
+def test_a_rank_whose_own_weights_have_stayed_has_another_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its KV depends on what the others' layers add to each output."""
+    from ellm_sgl.sglang import fingerprint
+
+    others = ["b" * 32]
+
+    def gather(marks: list[str], mark: str, group: Any) -> None:
+        assert group == "ranks"
+        marks[:] = [mark, *others]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    ranks = SimpleNamespace(tp_rank=0, tp_size=2)
+    scheduler: Any = SimpleNamespace(ps=ranks, tp_group=SimpleNamespace(cpu_group="ranks"))
+
+    def mark() -> str:
+        return fingerprint._of_all_ranks("a" * 32, scheduler)
+
+    before = mark()
+    assert before == mark() and re.fullmatch("[0-9a-f]{32}", before)
+    others[:] = ["c" * 32]
+    assert mark() != before
+    ranks.tp_size = 1
+    assert mark() == "a" * 32
+
+
 def test_the_fingerprint_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.runtime_context import get_parallel
 

@@ -248,6 +248,51 @@ def test_of_a_long_queue_so_many_are_looked_up_at_a_time(tmp_path: Path) -> None
     assert scene.stored.fetch(reqs, decoding=0) == frozenset(reqs[LOOKED_UP:])
 
 
+def test_a_long_prefix_is_read_in_turns_where_nobody_decodes_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between these the server answers others."""
+    from ellm_sgl.sglang import kv_store
+
+    scene = Scene(tmp_path, 16, store_blocks=64)
+    req = scene.request(100, 6)
+    scene.store_all(req)
+    monkeypatch.setattr(kv_store, "READ_BYTES", 2 * scene.nbytes)
+    assert [scene.stored.fetch([req], decoding=0) for _ in range(3)] == [{req}, {req}, set()]
+    assert scene.in_tree(req) == 6
+
+
+def test_what_was_read_and_made_way_is_read_again_once_there_is_room(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 8, store_blocks=64)
+    waiting, running = scene.request(100, 4), scene.request(500, 6)
+    scene.store_all(waiting)
+    assert not scene.stored.fetch([waiting], decoding=1)
+    assert scene.in_tree(waiting) == 4
+    scene.plane.elastic.reclaim_prefixes(6)
+    blocks = scene.compute(running)
+    before = scene.stored.fetched_tokens
+    for _ in range(3):  # in part would be for nothing: it would go first as the other grows
+        assert not scene.stored.fetch([waiting], decoding=1)
+        assert scene.stored.fetched_tokens == before and scene.in_tree(waiting) < 4
+    scene.table.unmap(running.req_pool_idx)
+    scene.table.release(blocks)
+    assert not scene.stored.fetch([waiting], decoding=1)
+    assert scene.in_tree(waiting) == 4
+
+
+def test_who_has_been_looked_up_is_not_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ellm_sgl.sglang.kv_store import LOOKED_UP
+
+    scene = Scene(tmp_path, 16, store_blocks=64)
+    reqs = [scene.request(100 * n, 2) for n in range(1, LOOKED_UP + 4)]
+    behind = frozenset(reqs[LOOKED_UP:])
+    assert scene.stored.fetch(reqs, decoding=1) == behind
+    monkeypatch.setattr(scene.tree, "match_prefix", None)
+    assert scene.stored.fetch(reqs, decoding=1) == behind
+
+
 def test_a_prefix_that_was_read_makes_way_for_none_behind_it(tmp_path: Path) -> None:
     scene = Scene(tmp_path, 8, store_blocks=64)
     first, second = scene.request(100, 6), scene.request(500, 6)
