@@ -142,8 +142,9 @@ class Resizer:
         table = self._elastic.table
         if not table.shape.num_groups <= units <= table.num_units:
             raise ValueError(f"{units} units, of {table.shape.num_groups} to {table.num_units}")
+        if units != self.wanted_units:
+            self._told = False
         self.wanted_units, self.outcome = units, Outcome.UNDER_WAY
-        self._told = False
         if self._growth is not None:
             self._growth.stop()
         self.step(idle)

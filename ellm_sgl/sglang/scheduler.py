@@ -189,7 +189,7 @@ class EllmScheduler:
         context_of(self.scheduler).may_evict = not batch.reqs
         self.iteration.elastic.under_way = self.under_way()
         if (sizing := context_of(self.scheduler).sizing) is not None and self.asks:
-            sizing.observe(self.scheduler, self.resizer)
+            sizing.observe(self.scheduler, self.resizer, batch.reqs)
         self.fetching = frozenset()
         if (stored := context_of(self.scheduler).stored) is not None:
             stored.keep_computed(batch.reqs)
@@ -305,7 +305,7 @@ class EllmScheduler:
         sizing = context_of(self.scheduler).sizing
         if sizing is None:
             return units
-        return self.least_of_ranks([min(units, sizing.at_once(self.resizer))])[0]
+        return self._of_rank_0(lambda: min(units, sizing.at_once(self.resizer)))
 
     def idle(self) -> bool:
         """Whether no request is in SGLang's hands: those whose prompt the last step has computed,

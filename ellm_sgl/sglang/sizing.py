@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.budget import LedgerBusyError, LedgerError, Member, Standing, Waker, hold
@@ -27,6 +27,7 @@ from ellm_sgl.policies import Growth
 from ellm_sgl.policies.base import NO_GROWTH
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -113,25 +114,26 @@ class Sizing:
         sender = socket.context
         threading.Thread(target=self._run, args=(sender,), name="ellm-size", daemon=True).start()
 
-    def observe(self, scheduler: Scheduler, resizer: Resizer) -> None:
-        """On rank 0, before a step: what requests need."""
+    def observe(self, scheduler: Scheduler, resizer: Resizer, running: Sequence[Req]) -> None:
+        """On rank 0, before a step: what requests need.
+
+        Args:
+            running: those that decode, and those whose prompt the last step has computed: the
+                scheduler's own batch may lack these still.
+        """
         now, before = time.monotonic(), self._load
         if (
             now < self._observed_s + OBSERVE_S
             and before.idle_since_s is None
             and before.asked_units == resizer.wanted_units
-            and scheduler.running_batch.reqs
+            and running
             and not scheduler.waiting_queue
         ):
             return
         self._observed_s, idle_since = now, None
-        if not (
-            work(scheduler.running_batch.reqs)
-            or work(scheduler.waiting_queue)
-            or scheduler.chunked_req
-        ):
+        if not (work(running) or work(scheduler.waiting_queue) or scheduler.chunked_req):
             idle_since = now if before.idle_since_s is None else before.idle_since_s
-        needed = needed_units(scheduler, self.sizes, self.most_units)
+        needed = needed_units(scheduler, running, self.sizes, self.most_units)
         self._load = Load(
             needed,
             self.most_units,
@@ -170,12 +172,13 @@ class Sizing:
         )
 
     def at_once(self, resizer: Resizer) -> int:
-        """Units that may be asked for without a debit: those that have been debited. Ranks differ:
-        that the ledger is of no use any more is known on rank 0 alone."""
+        """On rank 0: units that may be asked for without a debit: those that have been debited, or
+        the floor, which is promised, where the ledger is of no use any more."""
         if not self.shares:
             return self.sizes.most_units
         if self.problem is not None and self.standing is not None:
-            return max(self.sizes.units_in(self.standing.committed), resizer.limit_units)
+            had = self.sizes.units_in(self.standing.committed)
+            return max(had, resizer.limit_units, self.least_units)
         coming = resizer.wanted_units if resizer.outcome is Outcome.UNDER_WAY else 0
         return max(resizer.limit_units, coming)
 
@@ -184,6 +187,13 @@ class Sizing:
         load = self._load
         self._load = dataclasses.replace(load, released=away, asked_units=resizer.wanted_units)
         self._waker.wake()
+
+    def told_to_come_to(self, most_units: int, resizer: Resizer) -> None:
+        """On every rank: so many units are the most from now on; and the pool may have been asked
+        to come to another size."""
+        self.most_units = most_units
+        asked = resizer.wanted_units
+        self._load = dataclasses.replace(self._load, asked_units=asked, most_units=most_units)
 
     def apply(self, ours: Any, units: int) -> None:
         """On every rank: come to so many units, unless they are negative, and report. What has been
@@ -205,6 +215,8 @@ class Sizing:
             under_way=resizer.outcome is Outcome.UNDER_WAY,
             ceiling=resizer.outcome is Outcome.CEILING,
         )
+        # Where generation is paused nobody observes.
+        self.told_to_come_to(self.most_units, resizer)
         self._asked = False
         self._waker.wake()
         if less and ours.idle():  # last: another server may wait for the pool's memory
@@ -227,6 +239,9 @@ class Sizing:
             logger.error("eLLM budget: %s; this server keeps what it has", error)
         except zmq.ContextTerminated:
             pass
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
+            logger.exception("eLLM budget: this server keeps what it has")
 
     def _turn(self, sender: Any) -> None:
         from sglang.srt.managers.io_struct import SetInternalStateReq, sock_send
@@ -254,7 +269,7 @@ def work(reqs: Iterable[Any]) -> list[Any]:
     return [req for req in reqs if not is_health_check_generate_req(req)]
 
 
-def needed_units(scheduler: Scheduler, sizes: Sizes, most: int) -> int:
+def needed_units(scheduler: Scheduler, running: Iterable[Req], sizes: Sizes, most: int) -> int:
     """Units for the KV of all requests, with what they are expected to generate: as much as
     SGLang's admission counts. At most `most`.
 
@@ -274,9 +289,9 @@ def needed_units(scheduler: Scheduler, sizes: Sizes, most: int) -> int:
         left = req.sampling_params.max_new_tokens - len(req.output_ids)
         return min(max(left, 0), CLIP_MAX_NEW_TOKENS)
 
-    running = work(scheduler.running_batch.reqs)
-    tokens += int(sum(map(to_come, running)) * scheduler.new_token_ratio_tracker.current)
-    tokens += 2 * block * len(running)  # the last one is not full, and the next is at hand
+    decoding = work(running)
+    tokens += int(sum(map(to_come, decoding)) * scheduler.new_token_ratio_tracker.current)
+    tokens += 2 * block * len(decoding)  # the last one is not full, and the next is at hand
     for req in work(scheduler.waiting_queue):
         if tokens * sizes.groups >= most * block:
             break
@@ -309,14 +324,15 @@ def make_sizing(
         shape.num_groups,
         table.num_units,
     )
-    least = shape.blocks_for(settings.min_device_kv_tokens or 1) * shape.num_groups
+    # Whole blocks, as what the pool starts with.
+    least = max((settings.min_device_kv_tokens or 0) // shape.block_tokens, 1) * shape.num_groups
     if pool.arena is None:
         given = "memory-budget" if settings.memory_budget is not None else "idle-release-s"
         raise ConfigError(f"--ellm-{given}: only CPU hosts give memory back so far; leave it out")
-    if least > table.num_units:
+    if least > table.unit_limit:
         raise ConfigError(
-            f"--ellm-min-device-kv-tokens {settings.min_device_kv_tokens}: the pool holds "
-            f"{shape.tokens_in(table.num_units)} at most; give fewer"
+            f"--ellm-min-device-kv-tokens {settings.min_device_kv_tokens}: the pool starts with "
+            f"{shape.tokens_in(table.unit_limit)}; give fewer, or more --ellm-device-kv-tokens"
         )
     key = group.broadcast_object(f"ellm_size_{secrets.token_hex(16)}")
     if settings.budget is None:

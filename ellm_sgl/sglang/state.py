@@ -271,12 +271,12 @@ def _resize(scheduler: Scheduler, units: int) -> None:
     """At once, or, where servers share a budget, to no more than so many: the rest is a question
     of shares. What has been released comes back at that size."""
     sizing, ours = context_of(scheduler).sizing, scheduler_of(scheduler)
-    if sizing is not None:
-        sizing.most_units = units
     if ours.released is not None:
         ours.released = dataclasses.replace(ours.released, units=units)
-        return
-    ours.resize(ours.at_once(units))
+    else:
+        ours.resize(ours.at_once(units))
+    if sizing is not None:
+        sizing.told_to_come_to(units, ours.resizer)
 
 
 def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None, int | None]:

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from ellm_sgl.client.process import DEMO_MODEL
 
-
 EMBEDDING = "model.embed_tokens.weight"
 
 

@@ -15,8 +15,8 @@ import torch
 import zmq
 
 from ellm_sgl.budget import Member, Standing, path_of
-from ellm_sgl.config import EllmConfig
-from ellm_sgl.memory import KVPool, Outcome, Sizes
+from ellm_sgl.config import ConfigError, EllmConfig
+from ellm_sgl.memory import KVPool, Outcome, PageTable, Sizes
 from ellm_sgl.sglang import sizing as module
 from ellm_sgl.sglang import state
 from ellm_sgl.sglang.context import context_of
@@ -59,7 +59,8 @@ class SharingServer(Server):
             time.sleep(0.01)
 
     def observe(self) -> None:
-        self.sizing.observe(self.scheduler, scheduler_of(self.scheduler).resizer)
+        resizer = scheduler_of(self.scheduler).resizer
+        self.sizing.observe(self.scheduler, resizer, self.scheduler.running_batch.reqs)
 
     def turn(self, wait_ms: int = 20_000) -> int:
         """Take one of its requests; returns the units that it asks for, -1 for none."""
@@ -136,7 +137,8 @@ def test_another_server_gets_what_this_one_does_not_need(
     other = Member("test", BUDGET, "b", UNIT, folder=tmp_path)
     other.publish(BUDGET)
     assert server.turn() == LEAST and server.table.unit_limit == LEAST
-    server.turn()  # a report
+    # Where generation is paused nobody observes: it is not asked to report again and again.
+    assert not server.socket.poll(200)
     deadline = time.monotonic() + 20
     while (standing := other.publish(BUDGET)).free < BUDGET - LEAST * UNIT:
         assert time.monotonic() < deadline
@@ -154,7 +156,8 @@ def test_another_server_gets_what_this_one_does_not_need(
 
 def test_what_requests_need_is_what_admission_counts(server: SharingServer) -> None:
     def needed() -> int:
-        return module.needed_units(server.scheduler, server.sizing.sizes, ALL) // GROUPS
+        running = server.scheduler.running_batch.reqs
+        return module.needed_units(server.scheduler, running, server.sizing.sizes, ALL) // GROUPS
 
     assert needed() == 0
     blocks = server.table.allocate(3)
@@ -166,6 +169,17 @@ def test_what_requests_need_is_what_admission_counts(server: SharingServer) -> N
     assert needed() == 7 + 2 + 2
     server.scheduler.waiting_queue = [waiting(16, 10**6)]
     assert needed() == BLOCKS
+
+
+def test_whose_prompt_has_just_been_computed_is_not_forgotten(server: SharingServer) -> None:
+    """SGLang's scheduler does not call its batch the running one yet."""
+    assert not server.scheduler.running_batch.reqs
+    resizer = scheduler_of(server.scheduler).resizer
+    server.sizing.observe(server.scheduler, resizer, [waiting(20, 1000)])
+    deadline = time.monotonic() + 20
+    while (told := server.sizing.describe()) is None or told["needed_bytes"] == LEAST * UNIT:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_operator_says_how_much_it_may_be(
@@ -228,7 +242,58 @@ def test_a_ledger_that_breaks_leaves_the_server_what_it_has(
     assert server.table.unit_limit == ALL
     assert server.adjust(ellm_device_kv_tokens=160) and server.table.unit_limit == 10 * GROUPS
     assert server.adjust(ellm_device_kv_tokens=320)
-    assert scheduler_of(server.scheduler).resizer.wanted_units == 20 * GROUPS, "which it had"
+    ours = scheduler_of(server.scheduler)
+    assert ours.resizer.wanted_units == 20 * GROUPS, "which it had"
+    ours.resizer.ask(GROUPS, idle=True)  # as after a release, when the ledger was there
+    while ours.resizer.outcome is Outcome.UNDER_WAY:
+        assert time.monotonic() < deadline
+        ours.resizer.step(idle=True)
+    server.sizing.standing = Standing(0, GROUPS * UNIT, 0)
+    assert ours.at_once(ALL) == LEAST, "which it has been promised"
+
+
+def test_an_error_that_nobody_foresaw_ends_the_sharing_alone(
+    server: SharingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("foreseen by nobody")
+
+    sizer: Any = server.sizing._sizer
+    monkeypatch.setattr(sizer, "tick", fails)
+    deadline = time.monotonic() + 20
+    while server.sizing.problem is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert server.sizing.problem == "ZeroDivisionError: foreseen by nobody"
+
+
+@pytest.mark.parametrize(("start", "floor"), [(62, 63 * SHAPE.block_tokens), (62, 10**9)])
+def test_a_floor_above_what_the_pool_starts_with_is_refused(
+    monkeypatch: pytest.MonkeyPatch, start: int, floor: int
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{floor}: the pool starts with 992; give fewer, or"):
+        made(monkeypatch, start, floor)
+
+
+def test_a_floor_is_whole_blocks_as_is_what_the_pool_starts_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both may be the same number of tokens, whichever that is."""
+    assert made(monkeypatch, 62, 63 * SHAPE.block_tokens - 1).least_units == 62 * GROUPS
+    assert made(monkeypatch, 62, None).least_units == GROUPS
+
+
+def made(monkeypatch: pytest.MonkeyPatch, start: int, floor: int | None) -> Sizing:
+    """Of a server with so many blocks of 100 at first, and a floor of so many tokens."""
+    group = SimpleNamespace(world_size=1, rank_in_group=0, broadcast_object=lambda it: it)
+    monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: group)
+    table = PageTable(SHAPE, 200, 100 * GROUPS)
+    table.limit_units(start * GROUPS)
+    pool = KVPool(SHAPE, 100 * GROUPS, 1, 8, torch.float32, "cpu", reserve=FakeArena)
+    settings = EllmConfig(idle_release_s=5.0, min_device_kv_tokens=floor)
+    sizing = module.make_sizing(settings, table, pool, None)
+    assert sizing is not None
+    return sizing
 
 
 def test_no_more_comes_at_the_operators_word_than_has_been_debited(server: SharingServer) -> None:
