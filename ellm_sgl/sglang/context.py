@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.config.sizes import read_size
 from ellm_sgl.engine import Iteration
 from ellm_sgl.latency import HardwareProfile
 from ellm_sgl.memory import ElasticMemory, KVPool, PageTable
@@ -24,7 +23,7 @@ from ellm_sgl.sglang.sizing import Sizing
 from ellm_sgl.sglang.step_memory import StepMemory
 from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.step import AnyStreamer, Executor, HiddenStates, Planner
-from ellm_sgl.store import most_memory
+from ellm_sgl.store import most_buffered
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -93,9 +92,7 @@ class Context:
             settings.host_path is not None,
             0
             if settings.kv_store is None
-            else most_memory(
-                pool.unit_bytes * table.shape.num_groups, read_size(settings.kv_store_size) // ranks
-            ),
+            else most_buffered(pool.unit_bytes * table.shape.num_groups),
             ranks,
         )
         self.stored: StoredPrefixes | None = None

@@ -13,7 +13,7 @@ in here.
 from ellm_sgl.store.chain import Chain
 from ellm_sgl.store.folder import StoreFolder, check_folder
 from ellm_sgl.store.index import StoreFullError
-from ellm_sgl.store.store import READ_BYTES, BlockStore, Bytes, Totals, most_memory
+from ellm_sgl.store.store import READ_BYTES, BlockStore, Bytes, Totals, most_buffered
 
 __all__ = [
     "READ_BYTES",
@@ -24,5 +24,5 @@ __all__ = [
     "StoreFullError",
     "Totals",
     "check_folder",
-    "most_memory",
+    "most_buffered",
 ]

@@ -36,8 +36,6 @@ QUEUED_BYTES = 64 << 20
 """Of blocks that wait to be written; while there are more, none is taken."""
 READ_BYTES = 64 << 20
 """Of blocks that are read at a time."""
-ENTRY_BYTES = 512
-"""Memory that a block's place in the index takes, rounded up."""
 
 
 @dataclass
@@ -296,11 +294,9 @@ class BlockStore:
         return got == self.block_bytes and _checksum(key, out) == entry.crc
 
 
-def most_memory(block_bytes: int, most_bytes: int) -> int:
-    """Bytes of memory that a store of such blocks may have in use: what waits to be written, what
-    has been read, and the index of as many blocks as it holds at most."""
-    buffered = max(QUEUED_BYTES, block_bytes) + max(READ_BYTES, block_bytes)
-    return buffered + most_bytes // (block_bytes + RECORD_BYTES) * ENTRY_BYTES
+def most_buffered(block_bytes: int) -> int:
+    """Bytes of memory that a store of such blocks may have in use."""
+    return max(QUEUED_BYTES, block_bytes) + max(READ_BYTES, block_bytes)
 
 
 def _checksum(key: bytes, block: Bytes) -> int:
