@@ -235,8 +235,8 @@ def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> 
 async def _pieces(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """What has been generated so far, each time that there is more of it."""
     async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip()
-        if not data or data == "[DONE]":
+        name, _, data = line.partition(":")
+        if name != "data" or data.strip() == "[DONE]":  # a comment's has no name
             continue
         piece = json.loads(data)
         if "error" in piece:

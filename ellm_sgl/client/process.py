@@ -59,8 +59,11 @@ class ServerError(RuntimeError):
 
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
     """A server's environment, with these variables beside those of this process."""
-    # A proxy is for other hosts; SGLang too asks itself whether it has started.
-    return {**SERVER_ENVIRONMENT, **os.environ, "NO_PROXY": "127.0.0.1", **variables}
+    # A proxy is for other hosts; SGLang too asks itself whether it has started. Some clients read
+    # the one name before the other.
+    known = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
+    direct = {name: f"{hosts},127.0.0.1" if hosts else "127.0.0.1" for name, hosts in known.items()}
+    return {**SERVER_ENVIRONMENT, **os.environ, **direct, **variables}
 
 
 class ServerProcess:

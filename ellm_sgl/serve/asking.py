@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -38,7 +39,14 @@ def connected(url: str, api_key: str | None) -> httpx.Client:
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        # Proxies are for other hosts; SSL_CERT_FILE and SSL_CERT_DIR count.
+        return httpx.Client(
+            base_url=url,
+            headers=headers,
+            timeout=TIMEOUT_S,
+            trust_env=False,
+            verify=ssl.create_default_context(),
+        )
     except (httpx.InvalidURL, UnicodeEncodeError) as error:
         raise AskError(str(error)) from None
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ellm_sgl.client.process import stop_on_signals
 from ellm_sgl.config.click_types import FiniteRange
 from ellm_sgl.config.commands import answer, json_flag, told_in_a_line
 from ellm_sgl.serve.asking import AskError, connected, server_options
@@ -39,7 +40,7 @@ def top(url: str, interval_s: float, once: bool, api_key: str | None, as_json: b
 
 def _watch(client: httpx.Client, interval_s: float) -> None:
     history, console = History(), Console()
-    with Live(console=console, auto_refresh=False, screen=True) as live:
+    with stop_on_signals(), Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             try:
                 now = look(client)

@@ -32,7 +32,7 @@ def take_from_environment(command: click.Command, prefix: str) -> None:
         for name, each in command.commands.items():
             take_from_environment(each, f"{prefix}_{name.upper()}".replace("-", "_"))
     for option in command.params:
-        if isinstance(option, click.Option):
+        if isinstance(option, click.Option) and option.expose_value:  # not --version
             known = [option.envvar] if isinstance(option.envvar, str) else option.envvar or ()
             option.envvar = [*known, f"{prefix}_{name_of(option).upper()}"]
 

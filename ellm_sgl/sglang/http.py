@@ -50,9 +50,18 @@ def serve_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
         return
     if not getattr(http_server.app.state, "ellm", False):
         http_server.app.state.ellm = True
-        add_routes(http_server)
         if adapter().resolved(manager.server_args).max_queued_requests is not None:
-            http_server.app.add_middleware(QueueFull)
+            _wrap(http_server.app, QueueFull)
+        add_routes(http_server)
+
+
+def _wrap(app: Any, *middlewares: Any) -> None:
+    """Around the routes, the first outermost, inside all of SGLang's: so these get bodies that it
+    has unpacked, and what they answer has the headers of all its answers (CORS)."""
+    from starlette.middleware import Middleware
+
+    assert app.middleware_stack is None, "it serves already"
+    app.user_middleware += [Middleware(each) for each in middlewares]
 
 
 def open_page(_: Any, app: Any, *, api_key: str | None, **__: Any) -> None:
@@ -74,8 +83,7 @@ def add_routes(http_server: Any) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     app = http_server.app
-    app.add_middleware(SloFields)
-    app.add_middleware(KeepAlive)
+    _wrap(app, KeepAlive, SloFields)
     routes = plain_router()
 
     async def control(method: str, body: dict[str, Any]) -> list[Answer]:

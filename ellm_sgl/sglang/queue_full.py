@@ -78,7 +78,9 @@ class QueueFull:
         await self._app(scope, receive, look)
 
     def _retry_after(self) -> dict[str, str]:
-        return {"Retry-After": str(min(max(math.ceil(self._waited_s), 1), LONGEST_S))}
+        seconds = min(max(math.ceil(self._waited_s), 1), LONGEST_S)
+        # A page from another origin reads no header that is not named.
+        return {"Retry-After": str(seconds), "Access-Control-Expose-Headers": "Retry-After"}
 
 
 def turn_away(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:

@@ -19,7 +19,6 @@ def screen(scheduler: Scheduler, ours: Context) -> str:
     tokens = shape.tokens_in(ours.table.num_units)
     options = f" {json.dumps(settings.options)}" if settings.options else ""
     slo = "none: throughput decides (--ellm-tpot-slo-ms)"
-    host = f"http://{args.host}:{args.port}"
     metrics = "/metrics" if args.enable_metrics else "/metrics with --enable-metrics"
     lines = {
         "model": f"{args.model_path} ({scheduler.model_config.dtype}, {shape.num_layers} layers, "
@@ -29,7 +28,7 @@ def screen(scheduler: Scheduler, ours: Context) -> str:
         "policy": settings.policy + options,
         "SLO": slo if settings.tpot_slo_ms is None else f"{settings.tpot_slo_ms:g} ms per token",
         "machine": "" if ours.hardware is None else _rates(ours.hardware),
-        "look at": f"{host}/ellm/ (a page), /ellm/state, {metrics}",
+        "look at": f"{args.url()}/ellm/ (a page), /ellm/state, {metrics}",
     }
     return "eLLM is on\n" + "\n".join(f"  {name:8} {text}" for name, text in lines.items())
 

@@ -42,7 +42,9 @@ def ask_at_once(url: str, path: str, bodies: list[Any]) -> list[httpx.Response]:
     """The answers, in the order of the bodies."""
 
     async def ask() -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=300, limits=CONNECTIONS, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            timeout=300, limits=CONNECTIONS, trust_env=False, headers={"Origin": "http://a.page"}
+        ) as client:
             return await asyncio.gather(*(client.post(url + path, json=body) for body in bodies))
 
     return asyncio.run(ask())
@@ -50,6 +52,8 @@ def ask_at_once(url: str, path: str, bodies: list[Any]) -> list[httpx.Response]:
 
 def assert_told(answer: httpx.Response, message: str) -> None:
     assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    assert answer.headers["Access-Control-Allow-Origin"] in ("*", "http://a.page")
+    assert answer.headers["Access-Control-Expose-Headers"] == "Retry-After"
     said = answer.json()
     assert (said["message"], said["code"]) == (message, 429)
 

@@ -104,6 +104,13 @@ def test_the_environment_is_read_by_flags() -> None:
     assert done.exit_code == 1 and "no preset 'nosuch'" in done.stderr
 
 
+def test_what_ends_the_command_is_no_setting() -> None:
+    """Images say which version they are of."""
+    for version in ("0.1.0", "1"):
+        done = run("policies", "list", "--json", ELLM_SGL_VERSION=version)
+        assert done.exit_code == 0 and done.stdout.startswith("{"), done.output
+
+
 def test_the_guides_file_is_read(tmp_path: Path) -> None:
     [text] = re.findall(r"```toml\n(\[serve\].*?)```", GUIDE.read_text(), re.DOTALL)
     file = tmp_path / "ellm.toml"

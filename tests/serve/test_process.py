@@ -18,6 +18,7 @@ import pytest
 from ellm_sgl.client.process import (
     CONNECTIONS,
     ServerProcess,
+    environment_with,
     hold_port,
     port_of,
     stop_on_signals,
@@ -153,6 +154,14 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_server_asks_itself_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the two names its client reads."""
+    monkeypatch.setenv("no_proxy", "localhost,.corp")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    found = environment_with({})
+    assert found["no_proxy"] == "localhost,.corp,127.0.0.1" and found["NO_PROXY"] == "127.0.0.1"
 
 
 def test_servers_that_were_stopped_hold_no_files() -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
+import shutil
+import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +87,44 @@ def url() -> Iterator[str]:
 
 def top(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["top", *arguments])
+
+
+def test_a_certificate_that_the_machine_trusts_is_trusted(tmp_path: Path) -> None:
+    """As its environment says (SSL_CERT_FILE)."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("no openssl on this machine")
+    files = ["-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost"]
+    made = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *files,
+            "-addext", "subjectAltName=DNS:localhost"]  # fmt: skip
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Served) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked = "--url", f"https://localhost:{server.server_port}", "--once", "--api-key", KEY
+        assert "CERTIFICATE_VERIFY_FAILED" in top(*asked).stderr
+        trusts = {"SSL_CERT_FILE": str(tmp_path / "cert.pem")}
+        assert "policy fcfs" in CliRunner(env=trusts).invoke(main, ["top", *asked]).stdout
+        server.shutdown()
+
+
+def test_a_terminal_is_as_before_once_it_is_told_to_end(url: str) -> None:
+    ours, its = pty.openpty()
+    command = [sys.executable, "-m", "ellm_sgl.serve.cli", "top", "--url", url, "--api-key", KEY]
+    environment = os.environ | {"TERM": "xterm"}
+    child = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment)
+    os.close(its)
+    said = b""
+    with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
+        while part := os.read(ours, 4096):
+            said += part
+            if b"evicted units" in said and child.poll() is None:
+                child.terminate()
+    os.close(ours)
+    child.wait(20)
+    assert said.count(b"\x1b[?1049h") == said.count(b"\x1b[?1049l") == 1
+    assert said.rindex(b"\x1b[?25h") > said.rindex(b"\x1b[?25l")
 
 
 def test_it_says_what_the_page_says(url: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from ellm_sgl.client.generate import Answer, Client, Output
 from ellm_sgl.client.process import ServerError
 from ellm_sgl.serve.verify.loads import CHATS, TURNS, Aborts, Chats
+from ellm_sgl.sglang.keep_alive import COMMENT
 
 TOKENS = 24
 """Of each answer that the server below gives."""
@@ -46,6 +47,7 @@ class Stream(httpx.AsyncByteStream):
         self.server, self.prompt, self.count = server, prompt, count
 
     async def __aiter__(self) -> Any:
+        yield COMMENT  # as of a stream that waits for long
         for sent in range(1, self.count + 1):
             await asyncio.sleep(0 if sent != self.server.stalls_at else 3600)
             ended = "abort" if "r" in self.server.aborted else "length"
