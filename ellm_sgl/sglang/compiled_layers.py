@@ -101,6 +101,9 @@ class CompiledLayers:
             raise NotCompiledError("hidden states of the layers are kept")
         if executor.separate is not None:
             raise NotCompiledError("recomputed rows have a pass of their own")
+        modules = decoder.layers.modules()  # later steps that recompute look at them themselves
+        if any(each._forward_hooks or each._forward_pre_hooks for each in modules):
+            raise NotCompiledError("somebody looks at what its modules do")
         self._decoder, self._executor, self._pool = decoder, executor, pool
         self._prefetch = prefetch
         self._original: Callable[..., Any] = decoder.forward
@@ -113,8 +116,6 @@ class CompiledLayers:
 
     def _compile(self) -> None:
         layers, shape = self._decoder.layers, self._pool.shape
-        if any(each._forward_hooks or each._forward_pre_hooks for each in layers.modules()):
-            raise NotCompiledError("somebody looks at what its modules do")
         self._parameters = Parameters(layers)
         try:
             heads = {_heads(layer) for layer in layers}
@@ -197,14 +198,14 @@ class CompiledLayers:
                 return None
         embedded = self._decoder.embed_tokens(input_ids).contiguous()
         compiled, streamer = self._compiled, self._executor.streamer
-        step = embedded, positions, plan.groups, plan.delta
+        step = compiled.prepare(embedded, positions, plan.groups, plan.delta)
         if streamer is None or not plan.transfers:
-            if not compiled.run(*step, 0, self._pool.shape.num_layers):
+            if not compiled.run(step, 0, self._pool.shape.num_layers):
                 return None
         else:
             for group, (first, last) in enumerate(self._groups):
                 streamer.wait(group)
-                if not compiled.run(*step, first, last):
+                if not compiled.run(step, first, last):
                     return None  # before anything has run: positions are the same for all
                 streamer.done(group)
         self.steps += 1

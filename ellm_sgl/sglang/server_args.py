@@ -199,6 +199,19 @@ def _refuse_unsupported(args: ServerArgs, resolved: bool) -> None:
             "SGLANG_RUST_SERVER=1: requests would come through a server that has neither eLLM's "
             f"checks nor its routes; unset it or use --ellm-policy {OFF}"
         )
+    if args.tp_size > 1 and not adapter().times_out_alike:
+        for limit in (envs.SGLANG_REQ_WAITING_TIMEOUT, envs.SGLANG_REQ_RUNNING_TIMEOUT):
+            if limit.get() > 0:
+                _refuse(
+                    f"{limit.name}={limit.get():g} with --tp-size {args.tp_size}: each rank looks "
+                    f"at its own clock in sglang {installed()}, and one could give up a request "
+                    "that another goes on with; unset it, or use sglang 0.5.20"
+                )
+    if args.enable_mixed_chunk and envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.get():
+        _refuse(
+            "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP=1 with --enable-mixed-chunk: requests "
+            "could end after the step in which they decode has been planned; leave out one of them"
+        )
     if said := refusal(args, resolved):
         _refuse(f"{said} or use --ellm-policy {OFF}")
 

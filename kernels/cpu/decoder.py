@@ -121,17 +121,14 @@ class CompiledDecoder:
             each.group, each.ends_group = group, group != following
         self._layers = (Layer * len(made))(*made)
 
-    def run(
+    def prepare(
         self,
         embedded: torch.Tensor,
         positions: torch.Tensor,
         groups: Sequence[GroupLayout],
         delta: float,
-        first: int,
-        last: int,
-    ) -> bool:
-        """Layers [first, last); those before have run. False, and nothing done: a position has no
-        cosines.
+    ) -> PreparedStep:
+        """A step, for `run`.
 
         Args:
             embedded: [rows of the first group, hidden], contiguous: the first layer's input.
@@ -161,7 +158,12 @@ class CompiledDecoder:
             addressof(of_step), positions.data_ptr(), embedded.data_ptr(),
             torch.get_num_threads(), *weight_prefetch(self._dtype, rows), delta,
         )  # fmt: skip
-        return bool(self._library.ellm_decode(self._layers, first, last, byref(step)))
+        return PreparedStep(step, (embedded, positions, of_groups, of_step))
+
+    def run(self, step: PreparedStep, first: int, last: int) -> bool:
+        """Layers [first, last) of a step; those before have run. False, and nothing done: a
+        position has no cosines."""
+        return bool(self._library.ellm_decode(self._layers, first, last, byref(step.numbers)))
 
     def _plan(self, group: GroupLayout) -> Plan:
         plan = prepared(group.stacked, self._block_tokens, self._head_size)
@@ -173,6 +175,15 @@ class CompiledDecoder:
         """Of the last layer that has run: its output and the residual stream beside it, [rows,
         hidden] each, until the next step."""
         return self._buffers.down[:rows], self._buffers.after[:rows]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """A step that can be run, group by group."""
+
+    numbers: Step
+    kept: tuple[object, ...]
+    """What it points to."""
 
 
 class _Buffers:

@@ -138,7 +138,8 @@ CallsFollow::~CallsFollow() { calls_follow.fetch_sub(1, std::memory_order_relaxe
 int useful_threads(int most, double microseconds) {
   const bool awake = calls_follow.load(std::memory_order_relaxed) > 0;
   const double worth = awake ? kWorthHaving : kWorthWaking;
-  return std::max(1, std::min(most, 1 + static_cast<int>(microseconds / worth)));
+  // Compared first: of a prompt of a million tokens it is more than an int holds.
+  return std::max(1, static_cast<int>(std::min<double>(most, 1 + microseconds / worth)));
 }
 
 void run_on_threads(int threads, void (*work)(void*, int), void* context) {

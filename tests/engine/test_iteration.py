@@ -207,6 +207,19 @@ def test_a_closed_queue_opens_when_there_is_more_room_than_at_the_refusal() -> N
     assert not iteration.queue_closed(True, True)
 
 
+def test_who_is_known_by_the_entry_of_one_that_was_refused_and_left_is_looked_at() -> None:
+    server = Server(2)
+    iteration, refused = server.iteration, server.arrive()
+    one = dataclasses.replace(KEEP_ALL, admit=(0,), admitted_ratios=(0.0,))
+    server.put_in_force(one, (refused,))
+    iteration.refused(iteration.admission_tokens()[1])
+    assert iteration.queue_closed(True, True)
+    iteration.left(refused)
+    assert server.arrive() == refused
+    server.put_in_force(one, (refused,))
+    assert not iteration.queue_closed(True, True)
+
+
 def test_a_queue_opens_when_the_pool_has_grown_though_others_have_taken_as_much() -> None:
     server = Server(2)
     iteration, table, waiting = server.iteration, server.table, (server.arrive(),)

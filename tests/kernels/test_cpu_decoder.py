@@ -130,8 +130,9 @@ class Case:
     def at_once(self, *stops: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same compiled, in calls that end at these layers."""
         decoder, first = self.compiled(), 0
+        step = decoder.prepare(self.embedded, self.positions, self.groups, 0.5)
         for stop in (*stops, LAYERS):
-            assert decoder.run(self.embedded, self.positions, self.groups, 0.5, first, stop)
+            assert decoder.run(step, first, stop)
             first = stop
         return decoder.outputs(self.new)
 
@@ -249,11 +250,14 @@ def case() -> Case:
 def test_steps_follow_one_another(case: Case) -> None:
     """Nothing of a step stays in the buffers that the next one reads."""
     decoder = case.compiled()
-    step = case.positions, case.groups, 0.5, 0, LAYERS
-    assert decoder.run(case.embedded, *step)
+    other = torch.full_like(case.embedded, 1e30)
+    step, between = (
+        decoder.prepare(x, case.positions, case.groups, 0.5) for x in (case.embedded, other)
+    )
+    assert decoder.run(step, 0, LAYERS)
     expected = [x.clone() for x in decoder.outputs(2)]
-    assert decoder.run(torch.full_like(case.embedded, 1e30), *step)
-    assert decoder.run(case.embedded, *step)
+    assert decoder.run(between, 0, LAYERS)
+    assert decoder.run(step, 0, LAYERS)
     assert all(map(torch.equal, decoder.outputs(2), expected))
 
 
@@ -270,7 +274,8 @@ def test_a_position_without_cosines_leaves_the_step_undone(case: Case) -> None:
     decoder = case.compiled()
     kept = [k.clone() for k, _ in case.pools]
     case.positions[1] = POSITIONS
-    assert not decoder.run(case.embedded, case.positions, case.groups, 0.5, 0, LAYERS)
+    step = decoder.prepare(case.embedded, case.positions, case.groups, 0.5)
+    assert not decoder.run(step, 0, LAYERS)
     for (keys, _), before in zip(case.pools, kept, strict=True):
         torch.testing.assert_close(keys, before, rtol=0, atol=0, equal_nan=True)
 
@@ -279,7 +284,7 @@ def test_a_unit_that_the_pool_does_not_have(case: Case) -> None:
     stacked = case.groups[0].stacked
     groups = stacked._replace(units=stacked.units + 10**6).layouts()
     with pytest.raises(ValueError, match=r"^unit 10000"):
-        case.compiled().run(case.embedded, case.positions, groups, 0.5, 0, LAYERS)
+        case.compiled().prepare(case.embedded, case.positions, groups, 0.5)
 
 
 def test_more_rows_than_it_has_room_for(case: Case) -> None:
@@ -288,7 +293,7 @@ def test_more_rows_than_it_has_room_for(case: Case) -> None:
     positions = torch.zeros(len(embedded), dtype=torch.int64)
     for rows in (embedded, embedded[:1]):
         with pytest.raises(ValueError, match=rf"^{len(rows)} rows of 2, at most 512$"):
-            decoder.run(rows, positions, case.groups, 0.5, 0, LAYERS)
+            decoder.prepare(rows, positions, case.groups, 0.5)
 
 
 @pytest.mark.parametrize(

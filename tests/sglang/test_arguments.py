@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,9 @@ IN_PART: dict[str, dict[str, Any]] = {
     "device": {"device": "xpu"},
 }
 """Arguments that are refused with some values only, and those values."""
+
+
+OVERLAP = "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP"
 
 
 def given(**values: Any) -> Any:
@@ -104,6 +108,36 @@ def test_a_server_in_rust_is_refused(
     with pytest.raises(SystemExit):
         check_arguments(pytest.fail, given())
     assert "SGLANG_RUST_SERVER=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "more", "alike", "refused"),
+    [
+        ("SGLANG_REQ_WAITING_TIMEOUT", "2.5", {"tp_size": 2}, False, True),
+        ("SGLANG_REQ_RUNNING_TIMEOUT", "60", {"tp_size": 2}, False, True),
+        ("SGLANG_REQ_RUNNING_TIMEOUT", "60", {"tp_size": 2}, True, False),
+        ("SGLANG_REQ_RUNNING_TIMEOUT", "60", {}, False, False),
+        (OVERLAP, "1", {"enable_mixed_chunk": True}, True, True),
+        (OVERLAP, "1", {}, True, False),
+    ],
+)  # fmt: skip
+def test_variables_of_sglang_that_steps_cannot_follow_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    value: str,
+    more: dict[str, object],
+    alike: bool,
+    refused: bool,
+) -> None:
+    from ellm_sgl.sglang.server_args import _refuse_unsupported
+    from ellm_sgl.sglang.versions import adapter
+
+    monkeypatch.setattr(type(adapter()), "times_out_alike", alike)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) if refused else nullcontext():
+        _refuse_unsupported(given(**more), resolved=False)
+    assert (f"{name}={value} with --" in capsys.readouterr().err) == refused
 
 
 def test_the_page_is_what_the_table_says() -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from ellm_sgl.config import ConfigError
+from ellm_sgl.kernels.cpu.prefetch import DEFAULT
+from ellm_sgl.memory import PoolShape
 from ellm_sgl.sglang import compiled_layers
-from ellm_sgl.sglang.compiled_layers import NotCompiledError
+from ellm_sgl.sglang.compiled_layers import CompiledLayers, NotCompiledError
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
@@ -64,6 +66,25 @@ def test_parameters_that_move_or_are_replaced_are_noticed() -> None:
     parameters = compiled_layers.Parameters(layers)
     del first.bias
     assert parameters.moved()
+
+
+def test_weights_that_move_in_a_step_that_recomputes_are_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a step looks at the modules itself; it is others' hooks that keep SGLang's layers."""
+    layers = nn.ModuleList([Layer("extra")])
+    decoder = SimpleNamespace(layers=layers, forward=None)
+    executor: Any = SimpleNamespace(hidden=None, separate=None)
+    pool: Any = SimpleNamespace(shape=PoolShape(num_layers=1, layer_group=1, block_tokens=4))
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledLayers, "_compile", lambda _: None)
+        found = CompiledLayers(decoder, executor, pool, DEFAULT)
+    handle = layers[0].register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(NotCompiledError, match=r"^'Layer' object has no attribute 'self_attn'$"):
+        found._compile()
+    with pytest.raises(NotCompiledError, match=r"^somebody looks at what its modules do$"):
+        CompiledLayers(decoder, executor, pool, DEFAULT)
+    handle.remove()
 
 
 def projection(**other: Any) -> SimpleNamespace:

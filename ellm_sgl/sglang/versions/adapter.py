@@ -57,6 +57,9 @@ class Adapter(ABC):
     tree_calls: ClassVar[type[TreeCalls]]
     rows_field: ClassVar[str]
     """Of a `ForwardBatch`: how many rows it has, padding aside."""
+    times_out_alike: ClassVar[bool]
+    """Whether one rank tells all who has waited or run for too long; else each looks at its own
+    clock, and they may differ."""
     has_chunk_cache: ClassVar[bool]
     """Whether there is one in place of a disabled tree (`chunk_cache.py`)."""
 

@@ -42,6 +42,7 @@ class Sglang0517(Adapter):
     tree_calls = TreeCalls0517
     rows_field = "num_token_non_padded_cpu"
     has_chunk_cache = True
+    times_out_alike = False
 
     def defaults(self) -> dict[str, Any]:
         from sglang.srt.server_args import ServerArgs

@@ -21,6 +21,7 @@ class Sglang0520(Sglang0517):
     version = "0.5.20"
     moved: ClassVar[Mapping[str, str]] = {f"{_ARGS}.__post_init__": f"{_ARGS}.resolve_once"}
     rows_field = "global_num_token_non_padded_cpu"
+    times_out_alike = True
 
     def defaults(self) -> dict[str, Any]:
         import msgspec
