@@ -106,7 +106,7 @@ TABLE_2 = {
 PREDICTION_ERROR = 0.13
 """MAPE of its latency model, on a V100 (§6.6)."""
 MODEL_ERROR = {0.2: (-0.016, 0.054), -0.2: (-0.019, 0.034)}
-"""By the error of its constants: change of throughput and of TTFT (§6.6)."""
+"""By the error of its FLOP/s and bandwidth: change of throughput and of TTFT (§6.6)."""
 
 DECISION_MS = {CHAT_13B: 4.58, LONG_13B: 2.91, CHAT_70B: 6.04, LONG_70B: 3.25}
 """Mean time to solve for b and r (Fig. 16(a))."""

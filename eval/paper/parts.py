@@ -184,7 +184,7 @@ def _model_error(results: Results) -> Iterator[Row]:
             for what, claim, figure in zip(("tokens/s", "TTFT"), said, (raw, ttft), strict=True):
                 change = over(figure(done), figure(exact))
                 yield Row(
-                    "§6.6", f"{what} with constants wrong by {error:+.0%}: {', '.join(case)}",
+                    "§6.6", f"{what} with rates taken for {1 + error:.0%}: {', '.join(case)}",
                     percent(claim), None if change is None else 100 * (change - 1), None,
                     f"Change. Mean TPOT {tpot_ms(done):.0f} ms ({tpot_ms(exact):.0f} exact).", " %",
                 )  # fmt: skip

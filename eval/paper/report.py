@@ -140,7 +140,7 @@ def _figures(results: Results) -> Iterator[str]:
     )
     for case, group in results.by_case("6.6").items():
         yield _plot(
-            plots.lines(by_variant(group), "error of the policy's latency model (share)",
+            plots.lines(by_variant(group), "error of the policy's FLOP/s and bandwidth (share)",
                         "output tokens/s", "mean TTFT, s", "p99 TPOT, ms"),
             f"§6.6. {', '.join(case)}: the policy's model is wrong by 20 %, and does not learn.",
         )  # fmt: skip

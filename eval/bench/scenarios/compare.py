@@ -143,15 +143,19 @@ class Compare(Scenario):
         return {name: c for name, c in every.items() if not self.servers or name in self.servers}
 
     def starters(self) -> loads.Starters:
+        given = self.contenders()
+        if ELLM in given:
+            given = {AMPLE: given[ELLM], **given}
         return {
             name: loads.starter(model=c.arguments, environment=c.environment)
-            for name, c in self.contenders().items()
+            for name, c in given.items()
         }
 
     def settings(self) -> list[Setting]:
-        """Ample memory first; of eLLM's, the value is the device's KV tokens."""
+        """Ample memory first, on a server of its own: output lengths that it learns are no help to
+        the other. Of eLLM's, the value is the device's KV tokens."""
         names, load = list(self.contenders()), self.sent
-        ours = [Setting(AMPLE, ELLM, load.ample_tokens), Setting(ELLM, ELLM, load.device_tokens)]
+        ours = [Setting(AMPLE, AMPLE, load.ample_tokens), Setting(ELLM, ELLM, load.device_tokens)]
         baselines = [Setting(name, name) for name in names if name != ELLM]
         return [*ours, *baselines] if ELLM in names else baselines
 

@@ -75,7 +75,7 @@ class Peers(Scenario):
         Column("reading,\nof what memory allows", "read_share", "{:.2f}"),
         Column("prefill\ntokens/s", "prefill"),
         Paired("eLLM,\nof it", "prefill", inverse=True),
-        Column("products,\nof what the cores allow", "multiply_share", "{:.2f}"),
+        Column("products,\nof PyTorch's rate", "multiply_share", "{:.2f}"),
     )
 
     def check(self) -> None:
