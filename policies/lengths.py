@@ -121,13 +121,11 @@ class OutputLengths:
         self, generated: IntArray, priority: IntArray, ahead: IntArray
     ) -> FloatArray:
         """Minus the logarithm of `survival`, which takes the same."""
-        if not self._cumulative:
-            return _between(self._pooled, generated, ahead)
-        result = np.empty((len(ahead), len(generated)))
-        for kind in np.unique(priority).tolist():
+        result = _between(self._pooled, generated, ahead)
+        for kind, cumulative in self._cumulative.items():
             members = priority == kind
-            cumulative = self._cumulative.get(kind, self._pooled)
-            result[:, members] = _between(cumulative, generated[members], ahead)
+            if members.any():
+                result[:, members] = _between(cumulative, generated[members], ahead)
         return result
 
     @property

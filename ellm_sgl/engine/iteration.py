@@ -161,8 +161,8 @@ class Iteration:
     def refused(self, eventually: int, entry: int | None = None) -> None:
         """Those who wait found no room beyond so many tokens: of the one considered last, by
         default the first who may be admitted."""
-        who = self._id_of(self.in_force.first if entry is None else entry)
-        self._refused = who, eventually, self.elastic.table.unit_limit
+        first, pool = self.in_force.first, self.elastic.table.unit_limit
+        self._refused = first if entry is None else entry, eventually, pool
 
     def queue_closed(self, closed: bool, anybody_waits: bool, reclaimable: int = 0) -> bool:
         """Whether nobody is admitted now: nobody is to be, or, `closed` before, the same request is
@@ -173,16 +173,10 @@ class Iteration:
             return anybody_waits
         if not closed or self._refused is None:
             return False
-        who, eventually, pool = self._refused
-        if who != self._id_of(self.in_force.first) or self.elastic.table.unit_limit > pool:
+        entry, eventually, pool = self._refused
+        if entry != self.in_force.first or self.elastic.table.unit_limit > pool:
             return False
         return self.admission_tokens(reclaimable)[1] <= eventually
-
-    def _id_of(self, entry: int | None) -> int | None:
-        """Entries are used again, for those who come when others have left."""
-        if entry is None:
-            return None
-        return int(self.requests.request_ids(np.array([entry]))[0])
 
     # -- make room --------------------------------------------------------------------------
 
@@ -284,6 +278,8 @@ class Iteration:
 
     def left(self, entry: int) -> None:
         """The server knows a request no longer; if it has not ended, it was aborted."""
+        if self._refused is not None and self._refused[0] == entry:
+            self._refused = None  # who gets that entry next is somebody else
         if (ended := self.requests.remove(entry)) is not None:
             self.controller.guard.ended(ended)
 

@@ -143,7 +143,8 @@ class RequestTable:
         """These requests have got a token each; `lengths` counts it."""
         column = self._columns
         first = entries[np.isnan(column["first_token_s"][entries])]
-        column["first_token_s"][first] = now_s
+        # Where a decision stood nobody looked when the first token came, with the prompt.
+        column["first_token_s"][first] = column["answered_s"][first] = now_s
         column["last_token_s"][entries] = now_s
         column["tokens"][entries] = lengths
         column["first_length"][first] = column["tokens"][first]

@@ -106,6 +106,12 @@ class Memory:
         active = (1.0 - kept_share) * self.room / max(self.cached.mean(), 1.0)
         return int(active + kept_share * self.room / max(self.kept.mean(), 1.0))
 
+    @property
+    def both_tiers(self) -> int:
+        """How many requests of the running ones' mean length device and host have room for: more
+        could not change places without some being computed again."""
+        return int((self.room + self.state.host_tokens) / max(self.cached.mean(), 1.0))
+
     def holds(self, active: BoolArray, resuming: int | None) -> bool:
         """Whether enough of the active ones can be evicted for all to fit: of the resuming one
         nothing is."""

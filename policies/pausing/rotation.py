@@ -287,10 +287,14 @@ class RotationDecision:
         room = np.cumsum(((first + AHEAD) // block + 1) * block)
         seconds = self._prefill_seconds(first)
         in_time = np.searchsorted(seconds, self._spare_s(self.paused, level), side="right")
-        fitting = np.searchsorted(room, self._memory.free(self._present()), side="right")
-        if in_time and not fitting and not self._kept_out:
+        free = self._memory.free(self._present())
+        if in_time and free < room[0] and not self._kept_out:
             self._make_way(int(room[0]), float(seconds[0]), level)
-        return int(min(in_time, fitting))
+        # What those that pause now have is there until the next step.
+        now = min(free, self._state.memory.device_free_tokens + self._memory.beyond)
+        if in_time and now < room[0] <= free:
+            self._expects = True
+        return int(min(in_time, np.searchsorted(room, now, side="right")))
 
     def _resume_if_free(self) -> None:
         """Fetch the one whose deadline is the earliest, if there is room for it anyway."""
@@ -366,12 +370,13 @@ def can_rotate(state: SystemState, loose: float = LOOSE) -> bool:
 
 
 def _worth_it(state: SystemState) -> int:
-    """How many may run for what those of them that pause keep of memory: more where all who wait
-    can run then than where some wait nevertheless."""
+    """How many may run for what those of them that pause keep of memory, and for what the host has
+    room for: more where all who wait can run then than where some wait nevertheless."""
     memory, known = Memory.of(state, 0.0), len(state.running) + len(state.waiting)
-    if known <= (most := memory.turns(KEPT_FOR_ALL)):
-        return most
-    return memory.turns(KEPT_SHARE)
+    most = memory.turns(KEPT_FOR_ALL)
+    if known > most:
+        most = memory.turns(KEPT_SHARE)
+    return min(most, memory.both_tiers)
 
 
 def _all_fit(state: SystemState) -> bool:

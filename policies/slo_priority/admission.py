@@ -19,7 +19,7 @@ from ellm_sgl.policies.problem.candidates import (
 )
 from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
 from ellm_sgl.policies.problem.under_way import as_running
-from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
+from ellm_sgl.policies.slo_priority.levels import LEVELS, MOST_STEPS, Levels
 
 BRIEF_S = 0.1
 """Longest prefill of several requests while requests that are more urgent may come."""
@@ -30,8 +30,6 @@ PREFILL_SHARE = 0.125
 more urgent requests decode."""
 MOST_SAVED_S = 10.0
 """A longer prompt need not save up more: it waits this / PREFILL_SHARE at most."""
-MOST_STEPS = 16
-"""No more counts of a time that is longer than so many steps: the server had nothing to do."""
 PATIENCE = 2.0
 """A prompt that takes longer than the more urgent requests are ahead of their SLO saves up so many
 times its time: most of them have got further by then. A request that has just begun is ahead by

@@ -19,6 +19,10 @@ AGE_S = 60.0
 """A waiting request goes ahead of requests one level above it that arrive so much later; one that
 runs counts as one level more urgent when it has paused for others so long in all."""
 
+MOST_STEPS = 16
+"""No more counts of a time that is longer than so many steps: the server had nothing to do, or was
+paused."""
+
 
 @dataclass(frozen=True, eq=False)
 class Levels:
@@ -53,6 +57,8 @@ class Overtaken:
     def aged(self, state: SystemState, level: IntArray) -> IntArray:
         """The running requests' levels, each less by one for every AGE_S that it has paused."""
         passed = max(state.now_s - self._until_s, 0.0)
+        if state.last_step is not None:
+            passed = min(passed, MOST_STEPS * state.last_step.seconds)
         self._until_s = state.now_s
         if not (len(self._paused) or self._seconds):
             return level

@@ -145,6 +145,16 @@ def test_the_time_to_the_second_token_counts_where_the_first_was_seen() -> None:
     assert book.measured(slot, 14.5).tpot_s == pytest.approx(2.25)
 
 
+def test_the_first_token_of_one_that_was_not_looked_at_comes_with_its_first_step() -> None:
+    """As where a decision stands after a prompt's last chunk."""
+    book = RequestTable()
+    slot = book.add(ARRIVAL, 0.0)
+    for length, now in ((11, 10.0), (12, 11.0)):
+        book.decoded(entries_array([slot]), np.array([length]), now)
+    arrival_s = book.waiting(entries_array([slot]), 0.0).arrival_s[0]
+    assert book.measured(slot, 60.0).ttft_s == 10.0 - arrival_s
+
+
 def test_ids_of_requests_that_are_made_up_are_those_of_no_other() -> None:
     book = RequestTable(first_id=-2)
     entries = entries_array([book.add(ARRIVAL, 0.0) for _ in range(2)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ellm_sgl.policies import lengths
 from ellm_sgl.policies.lengths import EDGES, OutputLengths, Seen
 
 NOBODY = np.zeros(0, np.int64)
@@ -100,6 +103,24 @@ def test_classes_are_told_apart_and_a_new_one_is_like_the_others() -> None:
     assert survival(known, priority=5)[at_300] > 0.75
     unknown = survival(known, priority=7)
     assert np.array_equal(unknown, survival(OutputLengths(pooled, {}, NOBODY, NOBODY)))
+
+
+def test_what_is_looked_up_does_not_grow_with_classes_that_are_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients may number their requests by priority."""
+    by_class = {kind: learnt(lognormal(60 * kind, 30)) for kind in (1, 2)}
+    generated, priority = np.arange(300), np.arange(300)
+    known = OutputLengths(learnt(lognormal(90, 60)), by_class, generated, priority)
+    looked_up, between = [], lengths._between
+
+    def counted(*given: Any) -> Any:
+        looked_up.append(given)
+        return between(*given)
+
+    monkeypatch.setattr(lengths, "_between", counted)
+    known.survival(generated, priority, AHEAD)
+    assert len(looked_up) <= 1 + len(by_class)
 
 
 def test_nothing_seen_is_taken_for_long() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from ellm_sgl.policies import Policy, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.pausing.limits import LINK_SHARE, Deadlines
-from ellm_sgl.policies.pausing.rotation import can_rotate
+from ellm_sgl.policies.pausing.rotation import _worth_it, can_rotate
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.problem.candidates import SLO_SHARE
 from ellm_sgl.policies.slo_priority import SloPriority, levels
@@ -68,6 +69,9 @@ class Loop:
         self.tokens = 0
         self.overflow = 0
         """Steps in which more was on the device than it holds."""
+        self.cramped = 0
+        """Prompts for which there was no room when they were computed: those that pause for them
+        leave the device with the step after."""
         self.recomputed = 0
         self.unjust = 0
         """Decisions by which somebody pauses, not being fetched, while less urgent ones run."""
@@ -124,6 +128,8 @@ class Loop:
     def _prefill(self, admitted: list[One], waiting: list[One]) -> None:
         rows = sum(r.prompt for r in admitted)
         self.now_s += float(Linear().step_seconds(StepWork(0, 0, prefill_rows=rows)))
+        room = sum((r.prompt // BLOCK + 1) * BLOCK for r in admitted)
+        self.cramped += self._resident() + room > self.device
         for one in admitted:
             waiting.remove(one)
             one.tokens, one.first_s, one.last_s = one.prompt, self.now_s, self.now_s
@@ -195,7 +201,7 @@ def test_more_run_and_start_earlier_within_the_slo(seed: int, link: float) -> No
     assert wait[1] < wait[0]
     assert tpots(after).max() <= SLO_S
     assert rotating.now_s <= 1.03 * plain.now_s  # to serve the same tokens
-    assert rotating.overflow == 0
+    assert (rotating.overflow, rotating.cramped) == (0, 0)
     assert rotating.recomputed == 0, "somebody resumed before its KV was back"
 
 
@@ -242,6 +248,35 @@ def test_no_host_tier_or_no_slo_is_no_rotation() -> None:
         state = make_state(running, device_tokens=320, host_tokens=host, tpot_slo_s=slo)
         assert not can_rotate(state)
         assert Fcfs().batch(state) == Fcfs(rotate=False).batch(state)
+
+
+def test_nobody_is_admitted_to_room_that_those_who_pause_have_yet_to_leave() -> None:
+    """SGLang computes the prompt first, and nobody makes way for it then."""
+    policy, tokens = Fcfs(), np.full(9, 174)  # eight further ones do not fit in eleven blocks
+    given: dict[str, Any] = {"tpot_s": 0.01, "waited_s": 0.0, "prompt_tokens": [20] * 9}
+    running = requests(tokens, **given)
+    waits = requests([16], request_id=[99], arrival_s=[999.0])
+    full = make_state(running, waits, device_tokens=9 * 176, device_free_tokens=0,
+                      host_tokens=10**6, tpot_slo_s=SLO_S, latency=Linear(), model=SHAPES["tiny"],
+                      hardware=PROFILES["cpu"])  # fmt: skip
+    batch = policy.batch(full)
+    assert batch.pause and not batch.admit
+    uncached = np.where(np.isin(np.arange(9), batch.pause), 160, 0)
+    left = dataclasses.replace(
+        full,
+        running=requests(tokens, uncached_tokens=uncached, **given),
+        memory=dataclasses.replace(full.memory, device_free_tokens=int(uncached.sum())),
+    )
+    assert policy.batch(left).admit == (0,)
+
+
+@pytest.mark.parametrize(("host", "most"), [(10**6, 27), (600, 12), (160, 9)])
+def test_no_more_run_than_both_tiers_have_room_for(host: int, most: int) -> None:
+    """Where memory holds nine, and each keeps a block; who is nowhere would be computed again."""
+    running = requests([160] * 9, tpot_s=0.01, waited_s=0.0)
+    state = make_state(running, requests([160] * 5), device_tokens=9 * 176, host_tokens=host,
+                       tpot_slo_s=SLO_S, latency=Linear(), model=SHAPES["tiny"])  # fmt: skip
+    assert _worth_it(state) == most
 
 
 def deadlines(slack: list[float], fetch: list[float]) -> Deadlines:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Fcfs
-from ellm_sgl.policies.base import Batch, SystemState
+from ellm_sgl.policies.base import Batch, StepReport, SystemState
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.slo_priority.levels import (
@@ -107,6 +108,16 @@ def test_pauses_add_up_but_for_those_ahead_of_their_slo() -> None:
         overtaken.note(np.array(paused))
     # In all 0.6, 1.1 and 8.5 times AGE_S of the first, and 0.5 and 7.9 of the last.
     assert found == [[2, 2, 2, 2], [2, 2, 2, 2], [2, 2, 2, 2], [1, 2, 2, 2], [0, 2, 2, 0]]
+
+
+def test_a_server_that_stood_still_has_aged_nobody() -> None:
+    state = make_state(requests([160, 160]), device_tokens=999)
+    state = replace(state, last_step=StepReport(StepWork(2, 320), 0.01, 0.01))
+    overtaken, level = Overtaken(), np.full(2, 2)
+    overtaken.aged(state, level)
+    overtaken.note(np.array([0]))
+    later = replace(state, now_s=state.now_s + 10 * AGE_S)  # generation was paused meanwhile
+    assert overtaken.aged(later, level).tolist() == [2, 2]
 
 
 def test_who_is_out_for_lack_of_room_takes_nobodys_turn() -> None:
