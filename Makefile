@@ -55,7 +55,7 @@ setup: $(STAMP)
 compile = $(1) -m compileall -qq -j 0 "$$($(1) -c '$(PURELIB)')" || true
 
 $(STAMP): $(LOCKS) $(BUILD)
-	@test -x $(BIN)/python || { echo 'setup: creating $(VENV) ($(PYTHON))'; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo 'setup: creating $(VENV) ($(PYTHON))'; $(PYTHON) -m venv $(VENV); }
 	@echo 'setup: installing the pinned packages (some minutes the first time)'
 	@$(PIP) install --no-compile --no-deps $(addprefix -r ,$(LOCKS))
 	@$(call compile,$(BIN)/python)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -59,18 +59,22 @@ def _containers(root: Path) -> Iterator[Room]:
     for line in groups:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _limits(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "")
+            # Beyond memory.high the kernel slows the process down, as good as a limit.
+            limits = "memory.high", "memory.max"
+            yield from _limits(root / "sys/fs/cgroup", path, limits, "memory.current", "")
         elif "memory" in controllers.split(","):
             yield from _limits(
                 root / "sys/fs/cgroup/memory",
                 path,
-                "memory.limit_in_bytes",
+                ("memory.limit_in_bytes",),
                 "memory.usage_in_bytes",
                 "total_",
             )
 
 
-def _limits(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[Room]:
+def _limits(
+    mount: Path, path: str, limits: Sequence[str], usage: str, prefix: str
+) -> Iterator[Room]:
     """Of a cgroup and those above it. In a container the path may be the one outside, of which
     only the mount's root is there.
 
@@ -81,15 +85,26 @@ def _limits(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Iter
     for group in dict.fromkeys((mount / inner, *((mount / inner).parents))):
         if not group.is_relative_to(mount):
             return
+        known = {limit: bound for limit in limits if (bound := _number(group / limit))}
+        if not known:
+            continue
+        limit = min(known, key=known.__getitem__)
         try:
-            bound = int((group / limit).read_text())
             # Of the files that are cached, whether read once or often, the kernel frees any.
             cached = _statistics(group, prefix + "inactive_file", prefix + "active_file")
             taken = int((group / usage).read_text()) - cached
-        except (OSError, ValueError):  # none, or "max"
+        except (OSError, ValueError):
             continue
-        if bound < _NO_LIMIT:
-            yield Room(bound, max(taken, 0), f"the container ({group / limit})")
+        yield Room(known[limit], max(taken, 0), f"the container ({group / limit})")
+
+
+def _number(limit: Path) -> int | None:
+    """Bytes; None where there is no such limit."""
+    try:
+        bound = int(limit.read_text())
+    except (OSError, ValueError):  # none, or "max"
+        return None
+    return bound if bound < _NO_LIMIT else None
 
 
 def _statistics(group: Path, *names: str) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from ellm_sgl.budget.machine import ROOT, tightest
 from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.sglang.versions import VERSIONS, installed, untested
 
@@ -50,9 +51,12 @@ def _python() -> Finding:
 
 
 def _memory() -> Finding:
-    free = psutil.virtual_memory().available / 1e9
+    room = tightest(ROOT)
+    free = room.free / 1e9
     remedy = f"free some memory: a small server needs about {MINIMUM_FREE_MEMORY_GB:.0f} GB"
-    return _found("memory", free >= MINIMUM_FREE_MEMORY_GB, f"{free:.1f} GB free", remedy)
+    return _found(
+        "memory", free >= MINIMUM_FREE_MEMORY_GB, f"{free:.1f} GB free of {room.of}", remedy
+    )
 
 
 def _torch() -> Finding:
@@ -93,7 +97,11 @@ def _kernels() -> Finding:
     from ellm_sgl.kernels.cpu.library import load
 
     chosen = choose(torch.device("cpu"), 128, torch.float32, torch.float32)
-    hint = "; install g++ or clang, then: ellm-sgl kernels build" if load().problem else ""
+    hint = (
+        "; install g++ 10 or newer, or clang, then: ellm-sgl kernels build"
+        if load().problem
+        else ""
+    )
     return Finding("attention", True, chosen.said + hint)
 
 

@@ -83,13 +83,14 @@ class Context:
         self.sizing: Sizing | None = None
         """Where others have a say in the pool's size."""
         kept = 0 if streamer is None else (table.host.kv_units + 1) * pool.unit_bytes
+        states = 0 if hidden is None else hidden.nbytes
         self.memory = StepMemory(
             table,
             pool,
             self.elastic.room,
             kept,
-            0 if hidden is None else hidden.nbytes,
-            settings.host_path is not None,
+            states,
+            kept * (settings.host_path is not None) + states * settings.hidden_in_file,
             0
             if settings.kv_store is None
             else most_buffered(pool.unit_bytes * table.shape.num_groups),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ellm_sgl.budget.machine import ROOT, container, largest
+from ellm_sgl.budget.machine import ROOT, container, largest, tightest
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.host_file import in_memory
 from ellm_sgl.sglang.versions import adapter
@@ -40,13 +40,15 @@ def tokens_within(
     all_bytes = token_bytes * processes
     if settings.device_kv_tokens is None and arguments.max_total_tokens is None:
         chosen //= replicas
-    _check(settings, all_bytes)
-    found = container(ROOT)
-    if found is None or settings.device_kv_tokens is not None:
-        return chosen
     # The kernel takes a file's pages back where memory is short: they are no part of what is used.
     on_disk = settings.host_path is not None and not in_memory(settings.host_path)
     host = 0 if on_disk else host_bytes * processes
+    _check(settings, all_bytes, host)
+    found = container(ROOT)
+    if found is None and host > 0:
+        found = tightest(ROOT)
+    if found is None or settings.device_kv_tokens is not None:
+        return chosen
     room = max(int(found.free * arguments.mem_fraction_static) - host, 0)
     tokens = min(chosen, room // all_bytes)
     if ranks > 1:  # what is in use changes while they look
@@ -66,7 +68,7 @@ def tokens_within(
     return tokens
 
 
-def _check(settings: EllmConfig, token_bytes: int) -> None:
+def _check(settings: EllmConfig, token_bytes: int, host_bytes: int) -> None:
     """Of sizes that were given: as promises, not as what is free just now, since memory is taken
     when it is used."""
     for name in ("device_kv_tokens", "max_device_kv_tokens"):
@@ -81,3 +83,12 @@ def _check(settings: EllmConfig, token_bytes: int) -> None:
                 f"--ellm-{name.replace('_', '-')} {tokens}: its KV takes {nbytes:,} bytes, and "
                 f"{most.of} has {most.limit:,} in all; give at most {most.limit // token_bytes}"
             )
+    device_bytes = (settings.device_kv_tokens or 0) * token_bytes
+    if settings.budget is not None:
+        device_bytes = min(device_bytes, settings.budget.nbytes)
+    if host_bytes and device_bytes + host_bytes > (most := largest(ROOT)).limit:
+        raise ConfigError(
+            f"--ellm-host-kv-tokens {settings.host_kv_tokens}: the host tier takes {host_bytes:,} "
+            f"bytes beside the pool's {device_bytes:,}, and {most.of} has {most.limit:,} in all; "
+            "give fewer"
+        )

@@ -21,7 +21,7 @@ class StepMemory:
         table, pool: of the device, not used so far.
         room: of steps.
         host_tier, hidden: bytes of these pools,
-        in_file: which have their memory already.
+        in_files: bytes of both which have their memory already.
         store: most bytes of what waits for the store on disk, or comes from it.
         ranks: of this server, which all take as much.
     """
@@ -33,12 +33,13 @@ class StepMemory:
         room: StepRoom,
         host_tier: int,
         hidden: int,
-        in_file: bool,
+        in_files: int,
         store: int,
         ranks: int,
     ) -> None:
         self._table, self._pool, self._room = table, pool, room
-        self._host_tier, self._hidden, self._in_file = host_tier, hidden, in_file
+        self._host_tier, self._hidden = host_tier, hidden
+        self._lazy_host = host_tier + hidden - in_files
         self._store, self._ranks = store, ranks
         self._bounded = pool.buffer.device.type == "cpu"
         self._looked_s, self._left, self._counted = -math.inf, math.inf, table.committed_units
@@ -56,6 +57,10 @@ class StepMemory:
             self._looked_s, self._counted = now, self._table.committed_units
             self._left = self._free() - MARGIN_BYTES
         return self._left - max(self.backed_units() - self._counted, 0) * self._pool.unit_bytes
+
+    def note_written(self, units: int) -> None:
+        """The pool's first units have been written to, by no request."""
+        self._most_units = max(self._most_units, units)
 
     def for_growth(self) -> float:
         """Bytes that the pool may grow by at this moment: the next step keeps what it needs."""
@@ -76,9 +81,9 @@ class StepMemory:
         promised += self._store
         used = table.host.num_units - table.host.free_units
         self._most_host_units = max(self._most_host_units, used)
-        if not self._in_file and used < table.host.num_units:
+        if used < table.host.num_units:
             share = 1 - self._most_host_units / table.host.num_units
-            promised += int(share * (self._host_tier + self._hidden))
+            promised += int(share * self._lazy_host)
         return promised
 
     def describe(self) -> BytesByOwner:

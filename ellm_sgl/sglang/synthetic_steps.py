@@ -30,7 +30,7 @@ class SyntheticSteps:
     def __init__(self, runner: ModelRunner, ours: Context) -> None:
         self._runner = runner
         self._executor = ours.executor
-        self._pool = ours.pool
+        self._pool, self._memory = ours.pool, ours.memory
         self._units: int = ours.table.committed_units
         self._context: int = runner.model_config.context_len
         self._cleared = 0
@@ -48,7 +48,7 @@ class SyntheticSteps:
         units = self._units_of(mix)
         made_up = torch.Generator().manual_seed(seed)
         self._pool.buffer[: units + 1].normal_(generator=made_up)
-        self._cleared = max(self._cleared, units)
+        self._note(units)
         table, requests = self._requests(mix)
         batch = self._batch(mix)
         vocabulary = self._runner.model_config.vocab_size
@@ -83,7 +83,12 @@ class SyntheticSteps:
         """Values that arithmetic is neither slow on (denormal numbers) nor lost on (NaN)."""
         if units > self._cleared:
             self._pool.buffer[self._cleared : units + 1].zero_()
-            self._cleared = units
+            self._note(units)
+
+    def _note(self, units: int) -> None:
+        """So many of the first units have been written to."""
+        self._cleared = max(self._cleared, units)
+        self._memory.note_written(units)
 
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> Any:
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context

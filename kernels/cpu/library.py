@@ -184,7 +184,9 @@ def load() -> Loaded:
     """The library, loaded once per process; or why it cannot be used. Never raises."""
     path = FOLDER / LIBRARY
     if not path.exists():
-        return Loaded(None, "not built: no C++ compiler when installing, or a plain checkout")
+        return Loaded(
+            None, "not built: no C++ compiler when installing, one that failed, or a plain checkout"
+        )
     try:
         library = ctypes.CDLL(str(path))
         library.ellm_sources.restype = c_char_p

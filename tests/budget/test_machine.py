@@ -63,6 +63,20 @@ def test_the_tightest_of_a_container_and_those_around_it(root: Path) -> None:
     assert found is not None and (found.limit, found.free) == (8 * GIB, GIB)
 
 
+def test_what_the_kernel_slows_down_beyond_is_a_limit(root: Path) -> None:
+    put(root, "proc/self/cgroup", "0::/pod")
+    version_2(root, "pod", "max", GIB)
+    put(root, "sys/fs/cgroup/pod/memory.high", "max")
+    assert container(root) is None
+    for most, high, limit in (("max", 8, 8), (4 * GIB, 8, 4), (9 * GIB, 8, 8)):
+        version_2(root, "pod", most, GIB)
+        put(root, "sys/fs/cgroup/pod/memory.high", high * GIB)
+        found = container(root)
+        name = "high" if limit == high else "max"
+        assert found is not None and (found.limit, found.free) == (limit * GIB, (limit - 1) * GIB)
+        assert found.of == f"the container ({root}/sys/fs/cgroup/pod/memory.{name})"
+
+
 def test_version_1_seen_from_within(root: Path) -> None:
     """Where the path is that of the machine outside, and the mount begins at the container."""
     put(root, "proc/self/cgroup", V1 + "\n0::/")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from click.testing import CliRunner, Result
 
+from ellm_sgl.budget.machine import Room
 from ellm_sgl.kernels.cpu import library
 from ellm_sgl.serve import doctor
 from ellm_sgl.serve.cli import main
@@ -29,13 +28,13 @@ def remedies() -> dict[str, str]:
 def test_what_is_wrong_is_told_with_a_remedy_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    memory = SimpleNamespace(available=10**9)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    """Of a container what it may have, whatever the machine has."""
+    monkeypatch.setattr(doctor, "tightest", lambda _: Room(2 * 10**9, 10**9, "the container (x)"))
     told = run("--json")
     assert told.exit_code == 1
     document: dict[str, Any] = json.loads(told.stdout)
     [wrong] = [finding for finding in document["findings"] if not finding["ok"]]
-    assert (wrong["name"], wrong["found"]) == ("memory", "1.0 GB free")
+    assert (wrong["name"], wrong["found"]) == ("memory", "1.0 GB free of the container (x)")
     assert wrong["remedy"] == "free some memory: a small server needs about 3 GB"
     shown = run()
     assert shown.exit_code == 1 and "free some memory" in shown.stdout

@@ -84,6 +84,27 @@ def test_what_was_given_is_refused_where_it_can_never_be(root: Path) -> None:
     assert tokens_within(shared, 5000, TOKEN, 0, SGLANG) == 5000, "it never has more than its share"
 
 
+def test_a_host_tier_for_which_there_is_no_room_is_refused(root: Path) -> None:
+    """Beside a pool of any size, with a container's limit and without."""
+    for device, host in ((None, 17), (8, 9)):
+        tokens = None if device is None else device * GIB // TOKEN
+        given = EllmConfig(device_kv_tokens=tokens, host_kv_tokens=host * GIB // TOKEN)
+        with pytest.raises(ConfigError, match=rf"--ellm-host-kv-tokens {host * GIB // TOKEN}: the "
+                           rf"host tier takes .* bytes beside the pool's {(device or 0) * GIB:,}, "
+                           "and the machine has 17,179,869,184 in all; give fewer"):  # fmt: skip
+            tokens_within(given, tokens or 6000, TOKEN, host * GIB, SGLANG)
+    fits = EllmConfig(device_kv_tokens=8 * GIB // TOKEN, host_kv_tokens=1)
+    assert tokens_within(fits, 8192, TOKEN, 8 * GIB, SGLANG) == 8192
+    version_2(root, "pod", 4 * GIB, GIB)
+    with pytest.raises(ConfigError, match=r"and the container \(.*\) has 4,294,967,296 in all"):
+        tokens_within(EllmConfig(device_kv_tokens=2048), 2048, TOKEN, 3 * GIB, SGLANG)
+
+
+def test_sglangs_choice_leaves_room_for_the_host_tier_on_a_machine_without_limits() -> None:
+    config = EllmConfig(host_kv_tokens=1)
+    assert tokens_within(config, 6000, TOKEN, 2 * GIB, SGLANG) == (6 - 2) * GIB // TOKEN
+
+
 def test_replicas_share_the_machine(root: Path) -> None:
     assert tokens_within(EllmConfig(), 6000, TOKEN, 0, sglang(2)) == 3000
     assert tokens_within(EllmConfig(), 6000, TOKEN, 0, sglang(2, 6000)) == 6000, "given, for each"

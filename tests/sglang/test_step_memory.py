@@ -30,7 +30,7 @@ def test_a_step_does_not_count_on_what_the_pool_is_growing_by(free: SimpleNamesp
     table.limit_units(8)
     table.decommit_units(8)
     pool = KVPool(SHAPE, UNITS, 1, 8, torch.float32, "cpu", reserve=FakeArena, committed=8)
-    memory = StepMemory(table, pool, StepRoom(Activations(), 4), 0, 0, False, 0, 1)
+    memory = StepMemory(table, pool, StepRoom(Activations(), 4), 0, 0, 0, 0, 1)
     before = memory.left()
     assert before <= free.free - MARGIN_BYTES
     memory.backed_units = lambda: 8 + 12  # a growth has begun since it was looked up
@@ -39,3 +39,27 @@ def test_a_step_does_not_count_on_what_the_pool_is_growing_by(free: SimpleNamesp
     assert before - memory.left() == 12 * pool.unit_bytes
     memory.backed_units = lambda: 4
     assert memory.left() == before
+
+
+def test_what_calibration_has_written_to_is_not_promised_once_more(free: SimpleNamespace) -> None:
+    table = PageTable(SHAPE, UNITS, UNITS)
+    pool = KVPool(SHAPE, UNITS, 1, 8, torch.float32, "cpu", reserve=FakeArena)
+
+    def made() -> StepMemory:
+        return StepMemory(table, pool, StepRoom(Activations(), 4), 0, 0, 0, 0, 1)
+
+    before, memory = made().left(), made()
+    memory.note_written(10)
+    assert memory.left() - before == pool.bytes_behind(10) - pool.bytes_behind(0)
+
+
+def test_of_the_host_tier_what_is_in_files_has_its_memory(free: SimpleNamespace) -> None:
+    """Hidden states on the device have none, whatever file there is for KV."""
+    table = PageTable(SHAPE, UNITS, UNITS, host_units=8)
+    pool = KVPool(SHAPE, UNITS, 1, 8, torch.float32, "cpu", reserve=FakeArena)
+
+    def left(in_files: int) -> float:
+        return StepMemory(table, pool, StepRoom(Activations(), 4), 700, 300, in_files, 0, 1).left()
+
+    assert left(1000) - left(0) == 1000
+    assert left(700) - left(0) == 700
