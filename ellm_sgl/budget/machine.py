@@ -85,7 +85,8 @@ def _limits(
     for group in dict.fromkeys((mount / inner, *((mount / inner).parents))):
         if not group.is_relative_to(mount):
             return
-        known = {limit: bound for limit in limits if (bound := _number(group / limit))}
+        found = {limit: _number(group / limit) for limit in limits}
+        known = {limit: bound for limit, bound in found.items() if bound is not None}
         if not known:
             continue
         limit = min(known, key=known.__getitem__)

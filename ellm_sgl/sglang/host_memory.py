@@ -71,21 +71,22 @@ def tokens_within(
 def _check(settings: EllmConfig, token_bytes: int, host_bytes: int) -> None:
     """Of sizes that were given: as promises, not as what is free just now, since memory is taken
     when it is used."""
+
+    def taken(tokens: int) -> int:
+        nbytes = tokens * token_bytes
+        return nbytes if settings.budget is None else min(nbytes, settings.budget.nbytes)
+
     for name in ("device_kv_tokens", "max_device_kv_tokens"):
         tokens = getattr(settings, name)
         if tokens is None:
             continue
-        nbytes = tokens * token_bytes
-        if settings.budget is not None:
-            nbytes = min(nbytes, settings.budget.nbytes)
+        nbytes = taken(tokens)
         if nbytes > (most := largest(ROOT)).limit:
             raise ConfigError(
                 f"--ellm-{name.replace('_', '-')} {tokens}: its KV takes {nbytes:,} bytes, and "
                 f"{most.of} has {most.limit:,} in all; give at most {most.limit // token_bytes}"
             )
-    device_bytes = (settings.device_kv_tokens or 0) * token_bytes
-    if settings.budget is not None:
-        device_bytes = min(device_bytes, settings.budget.nbytes)
+    device_bytes = taken(settings.device_kv_tokens or 0)
     if host_bytes and device_bytes + host_bytes > (most := largest(ROOT)).limit:
         raise ConfigError(
             f"--ellm-host-kv-tokens {settings.host_kv_tokens}: the host tier takes {host_bytes:,} "

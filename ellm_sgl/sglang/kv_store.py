@@ -227,10 +227,9 @@ class StoredPrefixes:
             first.fetched = False
         left = self._blocks_in(BESIDE_A_STEP if decoding else READ_BYTES)
         looked_up = [(req, self._stored(req)) for req in reqs[:LOOKED_UP]]
+        unread = [place for place, (_, stored) in enumerate(looked_up) if not stored.fetched]
         with ExitStack() as locks:
-            for place, (req, stored) in enumerate(looked_up):
-                if all(later.fetched for _, later in looked_up[place:]):
-                    break
+            for place, (req, stored) in enumerate(looked_up[: max(unread, default=-1) + 1]):
                 key, slots, _ = self._locked(req, locks)
                 while not stored.fetched:
                     if left <= 0:

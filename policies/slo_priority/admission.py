@@ -19,7 +19,7 @@ from ellm_sgl.policies.problem.candidates import (
 )
 from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
 from ellm_sgl.policies.problem.under_way import as_running
-from ellm_sgl.policies.slo_priority.levels import LEVELS, MOST_STEPS, Levels
+from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels, passed_s
 
 BRIEF_S = 0.1
 """Longest prefill of several requests while requests that are more urgent may come."""
@@ -59,10 +59,8 @@ class PrefillBudget:
             several: some requests are more urgent than others.
         """
         if several and self._several:
-            passed = max(state.now_s - self._until_s, 0.0)
-            if state.last_step is not None:
-                passed = min(passed, MOST_STEPS * state.last_step.seconds)
-            self._saved_s = min(self._saved_s + PREFILL_SHARE * passed, MOST_SAVED_S)
+            saved_s = PREFILL_SHARE * passed_s(state, self._until_s)
+            self._saved_s = min(self._saved_s + saved_s, MOST_SAVED_S)
         if several:
             self._contended_s = state.now_s
         self._until_s, self._several = state.now_s, several

@@ -56,9 +56,7 @@ class Overtaken:
 
     def aged(self, state: SystemState, level: IntArray) -> IntArray:
         """The running requests' levels, each less by one for every AGE_S that it has paused."""
-        passed = max(state.now_s - self._until_s, 0.0)
-        if state.last_step is not None:
-            passed = min(passed, MOST_STEPS * state.last_step.seconds)
+        passed = passed_s(state, self._until_s)
         self._until_s = state.now_s
         if not (len(self._paused) or self._seconds):
             return level
@@ -69,6 +67,14 @@ class Overtaken:
         pairs = zip(ids.tolist(), seconds.tolist(), strict=True)
         self._seconds = {i: s for i, s in pairs if s > 0.0}
         return np.asarray(np.maximum(level - seconds // AGE_S, 0), np.int64)
+
+
+def passed_s(state: SystemState, since_s: float) -> float:
+    """Time that counts since then; 0 where nothing was noted before."""
+    passed = max(state.now_s - since_s, 0.0)
+    if state.last_step is not None:
+        passed = min(passed, MOST_STEPS * state.last_step.seconds)
+    return passed
 
 
 def rank_levels(running: Requests, waiting: Requests) -> Levels:

@@ -29,3 +29,14 @@ def test_growth_ends_where_others_take_what_was_there() -> None:
         assert server.steps()
     assert server.resizer.outcome is Outcome.CEILING
     assert server.table.unit_limit == 6 * GROUPS
+
+
+def test_who_asks_again_for_what_there_is_not_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = Server(start=2)
+    server.arena.room = server.arena.committed
+    for blocks, told in ((6, 1), (6, 1), (7, 2)):
+        server.ask(blocks)
+        assert server.end() is Outcome.CEILING
+        assert caplog.text.count("no memory to grow further") == told

@@ -251,17 +251,6 @@ def test_where_the_machine_gives_no_more_growth_ends_and_the_server_goes_on() ->
     assert server.end() is Outcome.APPLIED and server.table.unit_limit == 12 * GROUPS
 
 
-def test_who_asks_again_for_what_there_is_not_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    server = Server(start=2)
-    server.arena.room = server.arena.committed
-    for blocks, told in ((6, 1), (6, 1), (7, 2)):
-        server.ask(blocks)
-        assert server.end() is Outcome.CEILING
-        assert caplog.text.count("no memory to grow further") == told
-
-
 def test_a_pool_at_its_ceiling_grows_once_others_have_given_memory_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -90,7 +90,7 @@ def top(*arguments: str) -> Result:
 
 
 def test_a_certificate_that_the_machine_trusts_is_trusted(tmp_path: Path) -> None:
-    """As its environment says (SSL_CERT_FILE)."""
+    """As its environment says (SSL_CERT_FILE). Python cannot make a certificate: openssl does."""
     if (openssl := shutil.which("openssl")) is None:
         pytest.skip("no openssl on this machine")
     files = ["-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost"]
