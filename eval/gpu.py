@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import httpx
 
 from ellm_sgl.client.process import ServerError, ServerProcess, stop_on_signals
 from ellm_sgl.client.replay import Request, replay_to_end
@@ -120,8 +121,9 @@ def run_serve(budgets_gb: Sequence[float]) -> dict[str, Any]:
             for name, arguments in servers(folder, budget or None).items():
                 try:
                     served += serve(name, arguments, budget or None)
-                except ServerError as error:
-                    served.append({"server": name, "budget_gb": budget, "failed": str(error)})
+                except (ServerError, httpx.HTTPError) as error:
+                    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+                    served.append({"server": name, "budget_gb": budget, "failed": said})
     return {"ok": all(map(_served_well, served)), "served": served}
 
 
@@ -204,9 +206,9 @@ def _command(*arguments: str) -> dict[str, Any]:
 def measure(
     out: Path, parts: Sequence[str], budgets_gb: Sequence[float], say: Callable[[str], None]
 ) -> bool:
-    """Run the parts asked for; what `out` holds of others stays. Returns whether all passed."""
+    """Run the parts asked for; what `out` holds of others stays, and of servers those with other
+    budgets. Each part says what it ran on. Returns whether all passed."""
     found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    found["device"] = device()
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "tests": run_tests,
         "verify": run_verify,
@@ -215,7 +217,14 @@ def measure(
     }
     for part in parts:
         say(part)
-        found[part] = runs[part]()
+        before = found.get(part, {}).get("served", ())
+        found[part] = runs[part]() | {"ran_on": device()}
+        if part == "serve":
+            anew = {run["budget_gb"] or 0.0 for run in found[part]["served"]}
+            kept = [run for run in before if (run["budget_gb"] or 0.0) not in anew]
+            found[part]["served"] = kept + [
+                run | {"ran_on": found[part]["ran_on"]} for run in found[part]["served"]
+            ]
         out.write_text(json.dumps(found, indent=1))
         say(f"{part}: {'ok' if found[part]['ok'] else 'FAILED'}")
     return all(found[part]["ok"] for part in parts)

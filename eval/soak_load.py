@@ -65,7 +65,7 @@ def known_answers(url: str) -> list[Known]:
     rng = random.Random(98)
     prompts = [_prompt(rng, _prefixes()) for _ in range(KNOWN)]
     answers = generate(url, prompts, max(OUTPUT_TOKENS))
-    return [Known(p, a.token_ids) for p, a in zip(prompts, answers, strict=True)]
+    return [Known(*known) for known in zip(prompts, answers, strict=True)]
 
 
 async def load(url: str, until: Until, seed: int, at_once: int, known: list[Known]) -> Tally:

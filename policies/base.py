@@ -112,6 +112,13 @@ class StepReport:
     """What the latency model had predicted, in seconds."""
     swap_stall_s: float = 0.0
     """Seconds that the step waited for transfers from host memory."""
+    ended_s: float = 0.0
+    """When the next step started, or none did, in seconds (monotonic)."""
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds without those that the step waited for transfers."""
+        return self.seconds - self.swap_stall_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +127,9 @@ class SystemState:
 
     now_s: float
     """The server's clock, in seconds (monotonic)."""
+    busy_s: float
+    """For how much of its time the server had something to do and went on with it, in seconds; of
+    the time that it was idle or paused nothing counts."""
     running: Requests
     """Requests that decode; by `request_id`, that is, in the order in which they arrived."""
     waiting: Requests

@@ -75,6 +75,11 @@ class Client:
         answer = await self._post("/generate", _body(prompt, tokens))
         return Answer(tuple(prompt), tokens, _output(answer))
 
+    async def token_ids(self, prompt: Sequence[int], tokens: int) -> tuple[int, ...]:
+        """Those of `complete`, of a request that asks for nothing else."""
+        answer = await self._post("/generate", _greedy(prompt, tokens))
+        return tuple(answer["output_ids"])
+
     async def drop(
         self, prompt: Sequence[int], tokens: int, after: int, when_stalled: bool
     ) -> Answer:
@@ -218,18 +223,21 @@ def run_with_client(url: str, work: Callable[[Client], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-def generate(url: str, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Output]:
-    """Greedy outputs of all prompts, sent at once.
+def generate(
+    url: str, prompts: Sequence[Sequence[int]], output_tokens: int
+) -> list[tuple[int, ...]]:
+    """Greedy outputs of all prompts, sent at once: token ids alone, since log-probabilities cost
+    the server time.
 
     Raises:
         ServerError: the server refused one.
         httpx.TransportError: it went away.
     """
 
-    async def ask(client: Client) -> list[Answer]:
-        return await asyncio.gather(*(client.complete(p, output_tokens) for p in prompts))
+    async def ask(client: Client) -> list[tuple[int, ...]]:
+        return await asyncio.gather(*(client.token_ids(p, output_tokens) for p in prompts))
 
-    return [answer.output for answer in run_with_client(url, ask)]
+    return run_with_client(url, ask)
 
 
 async def _pieces(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
@@ -249,9 +257,13 @@ def _check(response: httpx.Response) -> None:
         raise ServerError(f"{response.url.path}: {response.status_code} {response.text[:300]}")
 
 
-def _body(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+def _greedy(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    return {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+    return {"input_ids": list(prompt), "sampling_params": sampling}
+
+
+def _body(prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    return {**_greedy(prompt, tokens), "return_logprob": True}
 
 
 def _given_up(prompt: Sequence[int], tokens: int, last: dict[str, Any] | None) -> Answer:

@@ -99,6 +99,7 @@ class Controller:
             memory = self.host_buffer.observe(running, waiting, memory)
         return SystemState(
             now_s=now_s,
+            busy_s=self.steps.busy_s,
             running=running,
             waiting=waiting,
             prefilling=prefilling,
@@ -130,7 +131,7 @@ class Controller:
             admitted_ratios=tuple(ratios.admitted.tolist()),
             # A policy may have answered with NumPy's integers, which JSON does not know.
             split=WorkSplit(int(split.swap_layers), int(split.recompute_layers), int(split.delta)),
-            fetch_ahead_s=0.0 if last is None else LINK_SHARE * last.seconds,
+            fetch_ahead_s=0.0 if last is None else LINK_SHARE * last.computing_s,
             stands=self.guard.idle_without_pressure and keeps_all,
         )
         replaced = self.guard.failures.total() > failures

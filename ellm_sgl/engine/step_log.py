@@ -44,6 +44,8 @@ class StepLog:
         self.steps = 0
         self.pace = Pace()
         self._clock = clock
+        self._ended_busy_s = 0.0
+        """Of the steps that have ended."""
         self._started: tuple[StepWork, float, float, int] | None = None
         self._stall_s = 0.0
         self._phase_changes = PhaseChanges()
@@ -51,6 +53,26 @@ class StepLog:
     @property
     def last(self) -> StepReport | None:
         return self.reports[-1] if self.reports else None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds from the starts of steps to those of the next, the one in flight included. While
+        nothing runs it stands still."""
+        if self._started is None:
+            return self._ended_busy_s
+        return self._ended_busy_s + self._clock() - self._started[1]
+
+    def recent(self, seconds: float) -> list[StepReport]:
+        """Steps that ended in the last `seconds`, the latest first; while one is in flight, in
+        those before it, and the last one in any case."""
+        found: list[StepReport] = []
+        since = (self._clock() if self._started is None else self._started[1]) - seconds
+        for report in reversed(self.reports):
+            alone = self._started is not None and not found
+            if report.ended_s < since and not alone:
+                break
+            found.append(report)
+        return found
 
     def start(self, work: StepWork, steps: int = 1) -> None:
         """A step begins, or so many alike; the one before, if there was no pause between, has
@@ -74,12 +96,13 @@ class StepLog:
         if self._started is None:
             return
         work, began, predicted, steps = self._started
-        report = StepReport(work, (now - began) / steps, predicted, self._stall_s)
+        report = StepReport(work, (now - began) / steps, predicted, self._stall_s / steps, now)
         self._started, self._stall_s = None, 0.0
+        self._ended_busy_s += now - began
         self.reports.append(report)
         if work.decode_rows and not work.prefill_rows:
             self.last_decode = report
         self.pace.note(work, now - began, predicted, steps)
         self.steps += steps
         # Waiting for the link says nothing about how long reading and computing take.
-        self.model.observe(work, report.seconds - report.swap_stall_s / steps)
+        self.model.observe(work, report.computing_s)

@@ -26,6 +26,10 @@ SPARKS = "▁▂▃▄▅▆▇█"
 KEPT = 60
 """Looks that the history shows."""
 DECISIONS_SHOWN = 5
+WHOLE_LINES = 24
+"""That a picture needs to show some requests and the last decisions,"""
+SHORT_LINES = 12
+"""and one that leaves these out, as where several replicas share a terminal."""
 TOTALS = (
     "evicted_units_total", "fetched_units_total", "recomputed_tokens_total", "pauses_total",
     "retractions_total",
@@ -87,26 +91,43 @@ def draw(
         AskError: something is not where it was.
     """
     with of_this_version():
-        first, *others = now.replicas()
-        rows = height // (1 + len(others))
-        pictures = [_picture(first, cached, width, rows)]
-        return Group(*pictures, *(_picture(other, (), width, rows) for other in others))
+        first, *others = every = now.replicas()
+        rows = height // len(every)
+        if not others or rows >= WHOLE_LINES:
+            pictures = [_picture(first, cached, width, rows)]
+            return Group(*pictures, *(_picture(other, (), width, rows) for other in others))
+        short = [_framed(look, _outline(look, (), _bar_width(width))) for look in every]
+        if len(every) * SHORT_LINES > height:
+            fit = max((height - 1) // SHORT_LINES, 1)
+            more = f"and {len(every) - fit:,} more replicas; ellm-sgl top --once shows all"
+            short[fit:] = [Text(more, "dim")]
+        return Group(*short)
+
+
+def _bar_width(width: int) -> int:
+    return min(max(width - BESIDE, BARS[0]), BARS[1])
 
 
 def _picture(now: Look, cached: Sequence[float], width: int, height: int) -> RenderableType:
-    longest = min(max(width - BESIDE, BARS[0]), BARS[1])
+    longest = _bar_width(width)
     decisions = now.seen["decisions"][:DECISIONS_SHOWN]
     room = max(height - 17 - len(decisions), 3)
-    parts: list[RenderableType] = [_figures(now), Text(""), _tiers(now, cached, longest), Text("")]
-    parts.append(_requests(now, room, longest))
+    parts = [*_outline(now, cached, longest), Text(""), _requests(now, room, longest)]
     if decisions:
         parts += [Text(""), _decisions(decisions)]
-    parts += [Text(""), _totals(now)]
+    return _framed(now, parts)
+
+
+def _outline(now: Look, cached: Sequence[float], bar_width: int) -> list[RenderableType]:
+    return [_figures(now), Text(""), _tiers(now, cached, bar_width)]
+
+
+def _framed(now: Look, parts: Sequence[RenderableType]) -> RenderableType:
     policy = now.state["policy"]["name"]
     title = f"eLLM, policy {policy}"
     if "replica" in now.state:
         title += f", replica {now.state['replica']}"
-    return Panel(Group(*parts), title=Text(title), title_align="left")
+    return Panel(Group(*parts, Text(""), _totals(now)), title=Text(title), title_align="left")
 
 
 def _figures(now: Look) -> RenderableType:

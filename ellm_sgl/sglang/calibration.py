@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ellm_sgl.config import ConfigError
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 _PROBE_BYTES = 64 << 20
 """Size of the buffers that are read and copied: well beyond any cache."""
+_UNIT_ELEMENTS = 4096
+"""A unit's size, about: 16 KiB."""
 _SCHEDULER_STEP_S, _SCHEDULER_ROW_S = 1.3e-3, 6e-5
 """Time between two forward passes, and its part per request: SGLang 0.5.17 with the demo model
 on one core of an AMD EPYC. On a GPU it passes while the device computes."""
@@ -138,10 +141,12 @@ def measured_bytes(
     Args:
         mixes: those that are affordable.
     """
+    more = (mix for mix in steps.that_fit(MEASURED_BYTES) if mix in mixes)
+    measured = dict.fromkeys((*steps.that_fit(FEW_ROWS), *more))
     with nullcontext() if ours.compiled is None else ours.compiled.aside():
         return [
             (mix.rows, mix.requests, peak_bytes(functools.partial(steps.run, mix)))
-            for mix in (*steps.that_fit(FEW_ROWS), *(m for m in MEASURED_BYTES if m in mixes))
+            for mix in measured
         ]
 
 
@@ -191,7 +196,7 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
     buffer = torch.ones(_PROBE_BYTES // 4, device=device)
     read = _PROBE_BYTES / _best(buffer.sum, device)
     host = torch.ones(_PROBE_BYTES // 4, pin_memory=device.type == "cuda")
-    copy = _best(lambda: buffer.copy_(host, non_blocking=True), device)
+    copy = _best(_transfer(host, buffer), device)
     small = _best(lambda: buffer[:1024].copy_(host[:1024], non_blocking=True), device)
     return HardwareProfile(
         name=device.type,
@@ -208,6 +213,16 @@ def measure_device(device: str | torch.device) -> HardwareProfile:
         # Steps that recompute may go through SGLang's layers, others through captured graphs.
         restore_overhead_s=1e-3,
     )
+
+
+def _transfer(host: torch.Tensor, buffer: torch.Tensor) -> Callable[[], Any]:
+    """A copy of all of `host` to the device, as KV is fetched: where the processor copies, a thread
+    does, unit by unit from wherever they are."""
+    if buffer.device.type != "cpu":
+        return lambda: buffer.copy_(host, non_blocking=True)
+    source, target = (t.numpy().reshape(-1, _UNIT_ELEMENTS) for t in (host, buffer))
+    order = np.random.default_rng(0).permutation(len(source))
+    return lambda: source.take(order, axis=0, out=target, mode="clip")
 
 
 def _affordable(shape: ModelShape, guess: HardwareProfile, steps: SyntheticSteps) -> Sequence[Mix]:

@@ -227,7 +227,7 @@ def compile_layers(runner: ModelRunner, ours: Context) -> CompiledLayers | None:
         if get_parallel().tp_size > 1:
             raise NotCompiledError("several ranks")
         found = CompiledLayers(runner.model.model, ours.executor, ours.pool, prefetch)
-        _check(found, SyntheticSteps(runner, ours))
+        _check(found, SyntheticSteps(runner, ours), ours.pool.shape.block_tokens)
     except NotCompiledError as reason:
         logger.info("eLLM layers: SGLang's own (%s)", reason)
         return None
@@ -243,15 +243,21 @@ def _wanted() -> bool:
     return text == "on"
 
 
-def _check(found: CompiledLayers, steps: SyntheticSteps) -> None:
+def _check(found: CompiledLayers, steps: SyntheticSteps, block: int) -> None:
     """Attaches it, if steps have the same logits and write the same KV in every layer, to the bit,
-    as SGLang's layers: what a layer writes depends on all that those below it computed."""
+    as SGLang's layers: what a layer writes depends on all that those below it computed.
+
+    Args:
+        block: tokens of one.
+    """
     # Few blocks: of a large model each is megabytes of KV. Rows beyond those for which weights are
     # read once are more of the same.
     most = min(found.most_rows, 72)
     mixes = (
         *(Mix(1, 17), Mix(5, 20), Mix(1, 40, new=7), Mix(1, 20 + most, new=most)),
-        *(Mix(1, 20, uncached=16), Mix(2, 40, uncached=16), Mix(1, 40, new=7, uncached=16)),
+        Mix(1, block + 4, uncached=block),
+        Mix(2, 2 * block + 8, uncached=block),
+        Mix(1, 2 * block + 8, new=7, uncached=block),
     )
     taken = [mix for mix in mixes if mix.rows <= found.most_rows]
     for seed, mix in enumerate(steps.that_fit(taken)):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
 
 from ellm_sgl.config import DEVICE
 from ellm_sgl.engine import Iteration
-from ellm_sgl.engine.attainment import TPOT, TTFT, Outcome
+from ellm_sgl.engine.attainment import OTHER, TPOT, TTFT, Outcome
 from ellm_sgl.memory.shape import PoolStatistics
 from ellm_sgl.memory.totals import Totals
 from ellm_sgl.sglang.context import Context
@@ -28,11 +27,11 @@ class Scene:
     statistics: PoolStatistics
     running: int
     """Requests; those that pause included."""
+    prefilling: int
+    """Whose prompts are computed in chunks."""
     waiting: int
-
-    @classmethod
-    def of(cls, ours: Context, iteration: Iteration, running: int, waiting: int) -> Self:
-        return cls(ours, iteration, ours.table.statistics(), running, waiting)
+    lower_first: bool = False
+    """Clients give the more urgent requests the smaller numbers."""
 
     @property
     def totals(self) -> Totals:
@@ -65,7 +64,12 @@ def _one(of: Callable[[Scene], float]) -> Callable[[Scene], Values]:
 
 def _requests(scene: Scene) -> Values:
     paused = min(len(scene.iteration.in_force.pause), scene.running)
-    counts = {"decoding": scene.running - paused, "paused": paused, "waiting": scene.waiting}
+    counts = {
+        "decoding": scene.running - paused,
+        "paused": paused,
+        "prefilling": scene.prefilling,
+        "waiting": scene.waiting,
+    }
     return {(state,): count for state, count in counts.items()}
 
 
@@ -129,9 +133,18 @@ def _attained(scene: Scene) -> Values:
     ordinary = [Outcome("0", objective, met) for objective in (TPOT, TTFT) for met in (True, False)]
     every = {outcome: counts[outcome] for outcome in (*ordinary, *counts)}
     return {
-        (which.priority, which.objective, "met" if which.met else "missed"): count
+        (
+            _as_given(which.priority, scene.lower_first),
+            which.objective,
+            "met" if which.met else "missed",
+        ): count
         for which, count in every.items()
     }
+
+
+def _as_given(priority: str, lower_first: bool) -> str:
+    """A class's label, with the sign that its requests came with."""
+    return str(-int(priority)) if lower_first and priority != OTHER else priority
 
 
 GAUGES = (

@@ -12,6 +12,7 @@ from typing import Any
 from ellm_sgl.budget.machine import ROOT, container, largest, tightest
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.host_file import in_memory
+from ellm_sgl.memory.step_room import MARGIN_BYTES
 from ellm_sgl.sglang.versions import adapter
 
 logger = logging.getLogger(__name__)
@@ -44,21 +45,23 @@ def tokens_within(
     on_disk = settings.host_path is not None and not in_memory(settings.host_path)
     host = 0 if on_disk else host_bytes * processes
     _check(settings, all_bytes, host)
-    found = container(ROOT)
-    if found is None and host > 0:
-        found = tightest(ROOT)
+    # SGLang has looked at the machine, but as if there were no host tier.
+    found = tightest(ROOT) if host > 0 else container(ROOT)
     if found is None or settings.device_kv_tokens is not None:
         return chosen
-    room = max(int(found.free * arguments.mem_fraction_static) - host, 0)
+    of_pool = int(found.free * arguments.mem_fraction_static)
+    room = max(min(of_pool, found.free - host - MARGIN_BYTES), 0)
     tokens = min(chosen, room // all_bytes)
     if ranks > 1:  # what is in use changes while they look
         from sglang.srt.distributed import get_tp_group
 
         tokens = get_tp_group().broadcast_object(tokens)
     if tokens < settings.block_tokens:
+        beside = f" beside the host tier's {host:,}" if host else ""
+        remedy = "give fewer --ellm-host-kv-tokens" if host else "raise its memory limit"
         raise ConfigError(
             f"{found.of} has {found.free:,} bytes free of {found.limit:,}, no room for a pool of "
-            "KV; raise its memory limit, or give fewer --ellm-host-kv-tokens"
+            f"KV{beside}; {remedy}"
         )
     if tokens < chosen:
         logger.info(
@@ -66,6 +69,23 @@ def tokens_within(
             tokens, chosen, found.of, found.free, found.limit,
         )  # fmt: skip
     return tokens
+
+
+def check_pinned(settings: EllmConfig, host_bytes: int, configurator: Any) -> None:
+    """Refuse a host tier beside a CUDA device that the machine has no memory for: it is pinned at
+    the start, all of it, and by PyTorch in powers of two.
+
+    Args:
+        host_bytes: on one rank.
+
+    Raises:
+        ConfigError: there is no room for it.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    if host_bytes and (settings.host_path is None or in_memory(settings.host_path)):
+        processes = get_parallel().tp_size * adapter().resolved(configurator.server_args).dp_size
+        _check_host(settings, (1 << (host_bytes - 1).bit_length()) * processes, 0)
 
 
 def _check(settings: EllmConfig, token_bytes: int, host_bytes: int) -> None:
@@ -86,10 +106,22 @@ def _check(settings: EllmConfig, token_bytes: int, host_bytes: int) -> None:
                 f"--ellm-{name.replace('_', '-')} {tokens}: its KV takes {nbytes:,} bytes, and "
                 f"{most.of} has {most.limit:,} in all; give at most {most.limit // token_bytes}"
             )
-    device_bytes = taken(settings.device_kv_tokens or 0)
-    if host_bytes and device_bytes + host_bytes > (most := largest(ROOT)).limit:
+    if host_bytes:
+        _check_host(settings, host_bytes, taken(settings.device_kv_tokens or 0))
+
+
+def _check_host(settings: EllmConfig, host_bytes: int, device_bytes: int) -> None:
+    """Of the host tier, which nobody takes back: it fits beside the pool, and what is in use now,
+    weights above all, leaves room for it."""
+    takes = (
+        f"--ellm-host-kv-tokens {settings.host_kv_tokens}: the host tier takes {host_bytes:,} bytes"
+    )
+    if device_bytes + host_bytes > (most := largest(ROOT)).limit:
         raise ConfigError(
-            f"--ellm-host-kv-tokens {settings.host_kv_tokens}: the host tier takes {host_bytes:,} "
-            f"bytes beside the pool's {device_bytes:,}, and {most.of} has {most.limit:,} in all; "
-            "give fewer"
+            f"{takes} beside the pool's {device_bytes:,}, and {most.of} has {most.limit:,} in "
+            "all; give fewer"
+        )
+    if host_bytes > (found := tightest(ROOT)).free:
+        raise ConfigError(
+            f"{takes}, and {found.of} has {found.free:,} free of {found.limit:,}; give fewer"
         )

@@ -262,8 +262,11 @@ class StoredPrefixes:
             return False
         with ExitStack() as locks:
             _, slots, _ = self._locked(req, locks)
-            stored.lacking = max(stored.there - len(slots) // self._block_tokens, 1)
-            return stored.lacking <= self._room(decoding)
+            lacking = max(stored.there - len(slots) // self._block_tokens, 1)
+            free = self._room(decoding)
+            # `room` counts what is still there of the prefix, which cannot make way for the rest.
+            stored.lacking = lacking + room - free
+            return lacking <= free
 
     def _fetch(
         self,

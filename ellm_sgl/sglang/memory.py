@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 from ellm_sgl.config import RECOMPUTE, ConfigError, EllmConfig
 from ellm_sgl.memory import Arena, CpuArena, KVPool, OutOfBlocksError, PageTable
 from ellm_sgl.sglang.context import Context
-from ellm_sgl.sglang.host_memory import tokens_within
+from ellm_sgl.sglang.host_memory import check_pinned, tokens_within
 from ellm_sgl.sglang.host_tier import (
     SLOTS,
     device_units,
@@ -56,15 +56,17 @@ def widen_logical_capacity(config: Any, configurator: Any, *_: Any, **__: Any) -
     _bound_requests(config, configurator)
     block = settings.block_tokens
     chosen = settings.device_kv_tokens or config.max_total_num_tokens
-    if configurator.device == "cpu":
-        from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_parallel
 
-        shape, unit_bytes, hidden_bytes = pool_sizes(
-            settings, configurator.model_config, get_parallel().attn_tp_size,
-            configurator.layer_info.num_effective_layers, configurator.kv_cache_dtype,
-        )  # fmt: skip
+    shape, unit_bytes, hidden_bytes = pool_sizes(
+        settings, configurator.model_config, get_parallel().attn_tp_size,
+        configurator.layer_info.num_effective_layers, configurator.kv_cache_dtype,
+    )  # fmt: skip
+    host_bytes = most_host_bytes(settings, shape, unit_bytes, hidden_bytes)
+    if configurator.device != "cpu":
+        check_pinned(settings, host_bytes, configurator)
+    else:
         token_bytes = unit_bytes * shape.num_groups // shape.block_tokens
-        host_bytes = most_host_bytes(settings, shape, unit_bytes, hidden_bytes)
         chosen = tokens_within(settings, chosen, token_bytes, host_bytes, configurator)
     device = chosen // block * block
     most = _most_tokens(settings, device)

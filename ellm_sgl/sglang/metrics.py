@@ -49,15 +49,21 @@ class Metrics:
         ours: of that process, with the loop.
         labels: that every metric has: SGLang's.
         registry: prometheus_client's own unless given.
+        lower_first: as of `Scene`.
     """
 
     def __init__(
-        self, ours: Context, labels: Mapping[str, str], registry: CollectorRegistry | None = None
+        self,
+        ours: Context,
+        labels: Mapping[str, str],
+        registry: CollectorRegistry | None = None,
+        lower_first: bool = False,
     ) -> None:
         # Not before: where metrics are kept is decided as prometheus_client is imported.
         from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
         self._ours = ours
+        self._lower_first = lower_first
         self._labels = dict(labels)
         self._registry = registry or REGISTRY
         recent: dict[str, Any] = {"multiprocess_mode": "mostrecent"}
@@ -71,26 +77,39 @@ class Metrics:
         """By the family's name."""
         self._steps = self._decisions = 0
         self._due_s = -math.inf
+        self._failed = False
         for phase in PHASES:
             for distribution in (STEP_SECONDS, STEP_PREDICTED_SECONDS, STEP_ERROR_RATIO):
                 self._child(distribution, self._histograms[distribution], (phase,))
         self._child(DECISION_SECONDS, self._histograms[DECISION_SECONDS], ())
 
-    def update(self, running: int, waiting: int, now_s: float, idle: bool = False) -> None:
+    def update(
+        self, running: int, prefilling: int, waiting: int, now_s: float, idle: bool = False
+    ) -> None:
         """Once per turn of the loop; returns at once unless an update is due.
 
         Args:
-            running, waiting: requests.
+            running, prefilling, waiting: requests.
             now_s: monotonic.
             idle: nothing runs from now on: the last steps are told of at once.
         """
+        if self._failed:
+            return
+        try:
+            self._update((running, prefilling, waiting), now_s, idle)
+        except Exception:  # who is only watched goes on
+            logger.exception("eLLM: no metrics from now on")
+            self._failed = True
+
+    def _update(self, counts: tuple[int, int, int], now_s: float, idle: bool) -> None:
         iteration = self._ours.iteration
         assert iteration is not None
         ended = idle and iteration.controller.steps.steps != self._steps
         if now_s < self._due_s and not ended:
             return
         self._due_s = now_s + UPDATE_S
-        scene = Scene.of(self._ours, iteration, running, waiting)
+        statistics = self._ours.table.statistics()
+        scene = Scene(self._ours, iteration, statistics, *counts, self._lower_first)
         for family, metric in self._gauges:
             told, values = self._told[family.name], family.values(scene)
             gone = dict.fromkeys(told.keys() - values.keys(), 0.0)
@@ -157,4 +176,5 @@ def metrics_of(scheduler: Scheduler, registry: CollectorRegistry | None = None) 
     if taken := sorted(ours.intersection(given).difference({"priority"})):
         logger.warning("labels %s: eLLM's metrics have their own", ", ".join(taken))
     labels = {name: value for name, value in given.items() if name not in ours}
-    return Metrics(context_of(scheduler), labels, registry)
+    lower_first = bool(scheduler.schedule_low_priority_values_first)
+    return Metrics(context_of(scheduler), labels, registry, lower_first)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from ellm_sgl.latency import StepWork
 
@@ -23,6 +24,14 @@ class Mix:
     def kind(self) -> tuple[bool, ...]:
         """Steps of one kind run the same kernels."""
         return self.new > 1, self.uncached > 0, self.tokens > self.new > 1
+
+    def in_blocks(self, block_tokens: int) -> Self:
+        """What is restored comes in whole blocks."""
+        return replace(self, uncached=-(-self.uncached // block_tokens) * block_tokens)
+
+    def fits(self, context: int) -> bool:
+        """Whether there can be such requests: restored is only what had been computed."""
+        return self.uncached + self.new <= self.tokens <= context
 
     @property
     def rows(self) -> int:

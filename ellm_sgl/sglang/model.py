@@ -12,7 +12,7 @@ from ellm_sgl.step import planned_work
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -54,9 +54,17 @@ def run_step(
         plan = iteration.plan_extend(ours.planner, seq_ids, forward_batch.extend_seq_lens_cpu)
     rows = plan.new_rows + plan.recomputed_rows
     iteration.elastic.room.reserve(rows, _logit_rows(forward_batch), len(plan.borrowed))
-    work = planned_work(plan, mode.is_decode())
+    work = planned_work(plan, _prompts(runner, mode, len(seq_ids)))
     with iteration.execute(ours.executor, plan, work):
         return original(runner, forward_batch, *args, **kwargs)
+
+
+def _prompts(runner: ModelRunner, mode: ForwardMode, requests: int) -> int:
+    """How many of a step's requests compute prompts: the first ones, where SGLang mixes others in
+    that decode."""
+    if mode.is_decode():
+        return 0
+    return len(scheduler_of(runner).prefilling) if mode.is_mixed() else requests
 
 
 def _logit_rows(batch: ForwardBatch) -> int:

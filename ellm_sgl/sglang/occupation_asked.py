@@ -13,7 +13,7 @@ from typing import Any
 
 from ellm_sgl.config import RECOMPUTE, EllmConfig
 from ellm_sgl.config.ranges import shown
-from ellm_sgl.sglang import enabling
+from ellm_sgl.sglang import cuda, enabling
 
 KV = "kv_cache"
 """SGLang's tag."""
@@ -70,6 +70,8 @@ def _check(settings: EllmConfig, tags: Any) -> None:
     end."""
     if settings.mode == RECOMPUTE:
         raise ValueError(f"memory cannot be released: mode {RECOMPUTE} leaves it to SGLang")
+    if cuda.available():
+        raise ValueError("memory cannot be released: KV gives memory back on CPU hosts only so far")
     if tags != [KV]:
         raise ValueError(
             f'tags {shown(tags)}: give ["{KV}"]; other memory cannot be released, since that needs '

@@ -12,9 +12,10 @@ from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.policies import StepReport
 
 RECENT_S = 5.0
-"""How fast it goes on is how fast prompts did in so many seconds,"""
+"""How fast it goes on is how fast its chunks did in so many seconds,"""
 FEWEST_CHUNKS = 2
-"""or in so many chunks, if these took longer."""
+"""or as so many chunks did, if these took longer. What lies before a longer time of nothing but
+decoding is another prompt's."""
 
 
 def describe_progress(
@@ -22,24 +23,28 @@ def describe_progress(
 ) -> dict[str, Any]:
     """Of a prompt of which something is left. Chunks take longer the more tokens are before them:
     what is left is predicted by the latency model, and corrected by what steps of late took over
-    what it had predicted of prompts, those that decoded meanwhile included.
+    what it had predicted of chunks, those that decoded between them included.
 
     Args:
-        done, total: its tokens.
+        done, total: its tokens; `done` with those of the chunk that is computed just now, whose
+            step is not among
         chunk: tokens that one step computes of it.
         steps: the latest first.
 
     Returns:
-        `done` tokens, `tokens_per_s` of late (None before the first chunk) and `left_ms`.
+        `done` tokens, `tokens_per_s` of late (None before its first chunk has been computed) and
+        `left_ms`.
     """
-    spent_s = predicted_s = 0.0
+    spent_s = predicted_s = decoding_s = 0.0
     tokens = chunks = 0
     for step in steps:
-        if spent_s > RECENT_S and chunks >= FEWEST_CHUNKS:
+        recent = spent_s <= RECENT_S or chunks < FEWEST_CHUNKS
+        if not recent or decoding_s > RECENT_S or tokens >= done - chunk:
             break
-        spent_s += step.seconds
+        decoding_s += step.seconds
         if step.work.prefill_rows:
             tokens += int(step.work.prefill_rows)
+            spent_s, decoding_s = spent_s + decoding_s, 0.0
             predicted_s += step.predicted_s
             chunks += 1
     begins = np.arange(done, total, max(chunk, 1))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ellm_sgl.engine import Iteration
 from ellm_sgl.memory import PageTable
-from ellm_sgl.policies import Requests, StepReport
+from ellm_sgl.policies import Requests
 from ellm_sgl.sglang.context import context_of, row_of
 from ellm_sgl.sglang.prompt_progress import describe_progress
 from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
@@ -98,7 +98,7 @@ def _rows(ours: EllmScheduler, known: Sequence[tuple[str, Req]]) -> list[dict[st
             "tokens": len(req.origin_input_ids) + len(req.output_ids),
             "prompt_tokens": len(req.origin_input_ids),
             "max_new_tokens": int(facts.max_new_tokens[i]),
-            "priority": int(facts.priority[i]),
+            "priority": ours.turned(int(facts.priority[i])),
             "spans": [] if row is None else next(spans),
             "prompt": None if state != "prefilling" else _progress(ours, req, row),
             "uncached_ratio": 0.0 if row is None else ratios.get(row, 0.0),
@@ -177,21 +177,16 @@ def _decisions(iteration: Iteration) -> list[dict[str, Any]]:
 
 
 def _steps(iteration: Iteration) -> dict[str, Any]:
-    """What steps of the last `RECENT_S` did; of the last one alone, if it took longer."""
-    seconds = 0.0
-    steps: list[StepReport] = []
-    for step in reversed(iteration.controller.steps.reports):
-        if steps and seconds + step.seconds > RECENT_S:
-            break
-        seconds += step.seconds
-        steps.append(step)
+    """What steps of the last `RECENT_S` did."""
+    steps = iteration.controller.steps.recent(RECENT_S)
+    seconds = sum(step.seconds for step in steps)
     count = max(len(steps), 1)
     return {
         "total": iteration.controller.steps.steps,
         "mean_ms": seconds / count * 1e3,
         "predicted_ms": sum(s.predicted_s for s in steps) / count * 1e3,
         "stalled_ms": sum(s.swap_stall_s for s in steps) / count * 1e3,
-        "batch": _mean([float(s.work.decode_rows) for s in steps if not s.work.prefill_rows]),
+        "batch": _mean([float(s.work.decode_rows) for s in steps if s.work.decode_rows]),
         "tokens_per_s": float(sum(s.work.decode_rows for s in steps)) / seconds if seconds else 0.0,
     }
 

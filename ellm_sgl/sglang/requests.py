@@ -6,7 +6,7 @@ process without eLLM's hooks: they too get an error of their own, and nobody els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.config.ranges import ANSWERS, shown
@@ -27,8 +27,9 @@ _CACHE_KEYS = ("extra_key", "cache_salt")
 
 def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> None:
     """Raise ValueError for what eLLM cannot serve: embeddings, places in a prompt that has to be
-    computed at once; and for what would end the scheduler: keys of the prefix cache that are no
-    text, and, on a CPU, token ids outside of the vocabulary.
+    computed at once; and for what would end SGLang's scheduler: keys of the prefix cache that are
+    no text, prompts of no token, log-probabilities of what is not there, and, on a CPU, token ids
+    outside of the vocabulary.
 
     Args:
         request: with SGLang's fields of a request, tokenized or not.
@@ -41,12 +42,47 @@ def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> Non
         )
     for name in _CACHE_KEYS:
         _check_text(name, getattr(request, name, None))
-    _check_beams(getattr(request, "sampling_params", None))
-    if not input_ids:
+    params = getattr(request, "sampling_params", None)
+    _check_beams(params)
+    _check_log_probabilities(request, vocabulary)
+    if _of(params, "min_new_tokens"):
+        _check_ids("stop_token_ids", _of(params, "stop_token_ids"), vocabulary)
+    if input_ids is not None and len(input_ids) == 0 and not _goes_on(request):
+        raise ValueError("a prompt of no token; give one at least")
+    _check_ids("input_ids", input_ids, vocabulary)
+
+
+def _check_ids(name: str, ids: Collection[int] | None, vocabulary: int) -> None:
+    if not ids:
         return
-    for token_id in (min(input_ids), max(input_ids)):
+    for token_id in (min(ids), max(ids)):
         if not 0 <= token_id < vocabulary:
-            raise ValueError(f"input_ids: {token_id} is not a token id, 0 <= id < {vocabulary}")
+            raise ValueError(f"{name}: {token_id} is not a token id, 0 <= id < {vocabulary}")
+
+
+def _check_log_probabilities(request: Any, vocabulary: int) -> None:
+    if not getattr(request, "return_logprob", False):
+        return
+    first, most = request.logprob_start_len, request.top_logprobs_num
+    if isinstance(first, int) and first < -1:
+        raise ValueError(
+            f"logprob_start_len: {shown(first)} is no place in a prompt; give 0 or more, or -1 for "
+            "those of the answer alone"
+        )
+    if isinstance(most, int) and not 0 <= most <= vocabulary:
+        raise ValueError(
+            f"top_logprobs_num: {shown(most)} of {vocabulary} token ids; give 0 to {vocabulary}"
+        )
+
+
+def _of(params: Any, name: str) -> Any:
+    """Of sampling parameters as a client sends them, or as SGLang's scheduler has them."""
+    return params.get(name) if isinstance(params, dict) else getattr(params, name, None)
+
+
+def _goes_on(request: Any) -> bool:
+    """Whether it is a turn of a session: what was said before may be all of its prompt."""
+    return bool(_of(getattr(request, "session_params", None), "id"))
 
 
 def _check_embeddings(request: Any) -> None:
@@ -63,8 +99,7 @@ def _check_text(name: str, value: object) -> None:
 def _check_beams(sampling_params: Any) -> None:
     """Raise ValueError for beams (SGLang 0.5.20 and later): their rows belong to no request."""
     for params in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
-        given = params.get("beam_width") if isinstance(params, dict) else None
-        width = given or getattr(params, "beam_width", None)
+        width = _of(params, "beam_width")
         if width not in (None, 1):
             raise ValueError(f"beam_width: {shown(width)} is not supported with eLLM; leave it out")
 
@@ -103,6 +138,8 @@ def _check_form(request: Any) -> None:
 
 def _prompts(request: Any) -> int | None:
     """How many are in a list of them; None where a request is of one prompt alone."""
+    if request.text is None and request.input_ids == [] and _goes_on(request):
+        return None
     given = request.input_ids if request.text is None else request.text
     if isinstance(given, list) and not (given and isinstance(given[0], int)):
         return len(given)

@@ -4,7 +4,6 @@ decide and report once per iteration."""
 from __future__ import annotations
 
 import dataclasses
-import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
-logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 _ENTRY = "_ellm_entry"
@@ -125,8 +123,11 @@ class EllmScheduler:
         """SGLang's priority, turned so that larger is more urgent."""
         if req.priority is None or abs(req.priority) >= 2**62:  # SGLang's "none given"
             return 0
-        lower_first = self.scheduler.schedule_low_priority_values_first
-        return -req.priority if lower_first else int(req.priority)
+        return self.turned(int(req.priority))
+
+    def turned(self, priority: int) -> int:
+        """A request's priority as it came, of its urgency; and the other way round."""
+        return -priority if self.scheduler.schedule_low_priority_values_first else priority
 
     def rank(self, req: Req) -> int | None:
         """Place of a waiting request among those that may be admitted; None: it may not."""
@@ -184,7 +185,7 @@ class EllmScheduler:
         self.prefilling, self.iteration.elastic.room.prompt_rows = (), 0
         self.iteration.report()
         self.note_gone()
-        self._tell(batch)
+        self.tell(batch)
         self.paused.end_aborted(batch)
         context_of(self.scheduler).may_evict = not batch.reqs
         self.iteration.elastic.under_way = self.under_way()
@@ -205,7 +206,7 @@ class EllmScheduler:
             self.iteration.decide_nothing()
             if self.scheduler.chunked_req is None:
                 self.iteration.idle()
-                self._tell(batch, idle=True)
+                self.tell(batch, idle=True)
             else:
                 left = context_of(self.scheduler).memory.left
                 self.iteration.elastic.room.left_bytes = self._of_rank_0(left)
@@ -227,14 +228,11 @@ class EllmScheduler:
             batch.batch_is_full, bool(self.scheduler.waiting_queue), room
         )
 
-    def _tell(self, batch: ScheduleBatch, idle: bool = False) -> None:
+    def tell(self, batch: ScheduleBatch, idle: bool = False) -> None:
         if self.metrics is not None:
-            waiting = len(self.scheduler.waiting_queue)
-            try:
-                self.metrics.update(len(batch.reqs), waiting, self.iteration.clock(), idle)
-            except Exception:  # who is only watched goes on
-                logger.exception("eLLM: no metrics from now on")
-                self.metrics = None
+            waiting, chunked = len(self.scheduler.waiting_queue), self.scheduler.chunked_req
+            counts = len(batch.reqs), int(chunked is not None), waiting
+            self.metrics.update(*counts, self.iteration.clock(), idle)
 
     def _admitted(self) -> list[Req]:
         """Waiting requests that may be admitted, in order."""
@@ -396,4 +394,7 @@ def count_waiting_chunk(sizes: tuple[int, int], checker: Any) -> tuple[int, int]
 def resize(scheduler: Scheduler, *_: Any, **__: Any) -> None:
     """Before `Scheduler.process_input_requests`: a pool that shrinks or grows goes on with it, also
     while generation is paused."""
-    scheduler_of(scheduler).resize()
+    ours = scheduler_of(scheduler)
+    ours.resize()
+    if scheduler._engine_paused:  # nothing is decided, but requests and memory change
+        ours.tell(scheduler.running_batch)

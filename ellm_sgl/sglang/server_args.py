@@ -150,6 +150,7 @@ def _check_model(config: EllmConfig, args: ServerArgs, model: Any) -> None:
             "and only methods that quantise weights alone are supported by eLLM "
             f"({', '.join(weights_alone)}); use --ellm-policy {OFF}"
         )
+    _check_rotation(args, model)
     if config.host_keeps.isdecimal() and int(config.host_keeps) > model.num_hidden_layers:
         _refuse(
             f"--ellm-host-keeps {config.host_keeps}: the model has {model.num_hidden_layers} "
@@ -163,6 +164,24 @@ def _check_model(config: EllmConfig, args: ServerArgs, model: Any) -> None:
         check_files(config, args, model)
     except ConfigError as error:
         _refuse(str(error))
+
+
+def _check_rotation(args: ServerArgs, model: Any) -> None:
+    """Refuse LongRoPE where contexts come to be long: SGLang rotates all rows of a step by the long
+    factors once one of them is beyond the original context, so that KV which is computed again is
+    not what it was."""
+    text = model.hf_text_config
+    scaling = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if scaling.get("rope_type", scaling.get("type")) != "longrope":
+        return
+    name = "original_max_position_embeddings"
+    original = scaling.get(name) or getattr(text, name, None)
+    if original is not None and model.context_len > original:
+        _refuse(
+            f"--model-path {args.model_path}: its positions are rotated by LongRoPE, with which a "
+            f"token's KV depends on the other rows of its step beyond {original} tokens; give "
+            f"--context-length {original}, or use --ellm-policy {OFF}"
+        )
 
 
 def check_adapted(args: ServerArgs) -> None:

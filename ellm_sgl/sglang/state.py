@@ -60,6 +60,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
         "device_units_total": statistics.units_total,
         "device_units_free": statistics.units_free,
         "running": len(scheduler.running_batch.reqs),
+        "prefilling": int(scheduler.chunked_req is not None),
         "waiting": len(scheduler.waiting_queue),
         "cached_ratio_mean": statistics.cached_ratio_mean,
         "uncached_tokens": statistics.uncached_tokens,
@@ -130,6 +131,7 @@ def _steps(ours: Context) -> list[dict[str, Any]]:
             "predicted_s": step.predicted_s,
             "paper_s": float(paper.step_seconds(step.work)),
             "swap_stall_s": step.swap_stall_s,
+            "ended_s": step.ended_s,
         }
         for step in loop.steps.reports
     ]

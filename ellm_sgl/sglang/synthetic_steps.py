@@ -36,10 +36,11 @@ class SyntheticSteps:
         self._cleared = 0
 
     def that_fit(self, mixes: Sequence[Mix]) -> list[Mix]:
-        """Those that pool and context are large enough for, in their order; if there are none, a
-        step of one request with all that there is room for."""
+        """Those that pool and context are large enough for, in their order, with what is restored
+        in whole blocks; if there are none, a step of one request with all there is room for."""
         shape, units, context = self._pool.shape, self._units, self._context
-        fitting = [m for m in mixes if self._units_of(m) <= units and m.tokens <= context]
+        whole = dict.fromkeys(m.in_blocks(shape.block_tokens) for m in mixes)
+        fitting = [m for m in whole if self._units_of(m) <= units and m.fits(context)]
         return fitting or [Mix(1, min(shape.tokens_in(units), context))]
 
     def outcome(self, mix: Mix, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -103,29 +103,30 @@ class Planner:
         return plan
 
 
-def planned_work(plan: StepPlan, decoding: bool) -> StepWork:
+def planned_work(plan: StepPlan, prompts: int) -> StepWork:
     """The work of a step as planned, summed up for a latency model: what its rows compute, what
     they read, what is fetched.
 
     Args:
-        decoding: SGLang's own rows are one new token per request, not prompts.
+        prompts: the first so many requests compute prompts, or chunks of them; the others decode.
     """
     requests = plan.groups[0].requests
-    if decoding and not plan.restored:  # most steps
+    if not prompts and not plan.restored:  # most steps
         return StepWork(len(requests), sum(r.new.end_position for r in requests))
     rows = np.array([r.new.size for r in requests])
     ends = np.array([r.new.end_position for r in requests])
     counts, starts = np.array(plan.restored, np.int64).reshape(-1, 2).T
+    new, until = rows[:prompts], ends[:prompts]
     computed = sum(group.rows - plan.new_rows for group in plan.groups)
     fetched = plan.fetched_tokens
     return StepWork(
-        decode_rows=len(rows) if decoding else 0,
-        decode_tokens=int(ends.sum()) if decoding else 0,
+        decode_rows=len(rows) - prompts,
+        decode_tokens=int(ends[prompts:].sum()),
         restored_tokens=int(counts.sum()),
         restored_squares=float((counts * counts).sum()),
         restored_prefix=float((counts * starts).sum()),
-        prefill_rows=0 if decoding else int(rows.sum()),
-        prefill_pairs=0.0 if decoding else float((rows * ends - rows * (rows - 1) / 2).sum()),
+        prefill_rows=int(new.sum()),
+        prefill_pairs=float((new * until - new * (new - 1) / 2).sum()),
         swap_tokens=int(counts.sum()) if fetched else 0,
         recompute_share=computed / (computed + fetched) if computed + fetched else 1.0,
     )

@@ -57,8 +57,8 @@ UNCACHED = {CHAT_70B: 0.36, LONG_13B: 0.47, LONG_70B: 0.47}
 """r, in the mean: cached ratios of 0.64 and 0.53 (§6.2)."""
 
 FIXED_RATIO = {"tokens/s": 1.57, "running": 2.0, "ttft": 1 - 0.4805}
-"""Over all cached: the best of Fig. 4; running requests and TTFT at r = 0.5 (Fig. 3(b), where
-"nearly" doubles)."""
+"""The best of Fig. 4 with TPOT "almost unaffected", over whole requests recomputed or swapped;
+running requests and TTFT at r = 0.5 over all cached (Fig. 3(b), where "nearly" doubles)."""
 FUSED_RATIO, FUSED_TOKENS, FUSED_TPOT = 0.4, 1.18, 0.75
 """One pass over two, at this r: tokens per second and TPOT (Fig. 5(b))."""
 

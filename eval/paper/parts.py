@@ -14,6 +14,7 @@ from ellm_sgl.eval.paper.plan import BASELINES
 from ellm_sgl.eval.paper.results import Results, by_variant
 from ellm_sgl.eval.paper.row import Row, over, percent
 from ellm_sgl.eval.simulator import preset
+from ellm_sgl.eval.simulator.machines import ALL_REDUCE_S
 from ellm_sgl.eval.simulator.settings import device_model
 from ellm_sgl.eval.validate.results import MEASURES
 from ellm_sgl.latency import StepWork
@@ -35,17 +36,28 @@ def parts(results: Results) -> Iterator[Row]:
     yield from _validation(results)
 
 
+UNAFFECTED = 1.05
+"""TPOT over that of a baseline, up to which it is "almost unaffected" (§2.3)."""
+
+
 def _fixed_ratio(results: Results) -> Iterator[Row]:
     lines = by_variant(results.of("4"))
     both = {d.job.x: d for d in lines["both"]}
-    all_cached, half = both[0.0], both[0.5]
-    best = max(both.values(), key=raw)
+    # Also at r = 0 pressure evicts parts of requests: all cached are those of whole requests.
+    (all_cached,), (swapped,) = (lines[f"{way}, whole requests"] for way in ("recompute", "swap"))
+    baseline, half = max(all_cached, swapped, key=raw), both[0.5]
+    kept = [d for d in both.values() if tpot_ms(d) <= UNAFFECTED * tpot_ms(baseline)]
+    best, fastest = max(kept, key=raw, default=None), max(both.values(), key=raw)
     load = ", ".join(CHAT_13B)
+    at = "At no r" if best is None else f"At r = {best.job.x:g}"
     yield Row(
-        "Fig. 4", f"tokens/s at the best fixed ratio over all cached: {load}",
-        claims.FIXED_RATIO["tokens/s"], over(raw(best), raw(all_cached)), None,
-        f"At r = {best.job.x:g}. TPOT is {tpot_ms(best):.0f} ms ({tpot_ms(all_cached):.0f} all "
-        "cached): every uncached token is restored in every step.", "x",
+        "Fig. 4", f"tokens/s at the best fixed ratio that leaves TPOT as it is, over the better of "
+        f"recomputing and swapping whole requests: {load}",
+        claims.FIXED_RATIO["tokens/s"],
+        None if best is None else over(raw(best), raw(baseline)), None,
+        f"{at}; whatever TPOT is {raw(fastest) / raw(baseline):.2f} at r = {fastest.job.x:g}, "
+        f"{tpot_ms(fastest):.0f} ms ({tpot_ms(baseline):.0f}): every uncached token is restored in "
+        "every step.", "x",
     )  # fmt: skip
     yield Row(
         "Fig. 3(b)", f"requests that run together at r = 0.5 over all cached: {load}",
@@ -231,6 +243,8 @@ def _links(results: Results) -> Iterator[Row]:
         float(device_model(paper_machine(name), results.settings).step_seconds(work))
         for name in (LARGER, "llama2-70b")
     )
+    # Over NVLink an all-reduce takes time, too.
+    fast -= 2 * preset(LARGER).shape.layers * ALL_REDUCE_S
     yield Row(
         "§7", "communication's share of a 70B decode step, 4 A100 over PCIe",
         percent(claims.COMMUNICATION_SHARE), percent((slow - fast) / slow), None,

@@ -60,6 +60,9 @@ class Balloon(Mode):
         self._clock = clock
         self._activation_tokens = activation_tokens
         self._buffer = buffer
+        self._looks = 1
+        """Of Alg. 2, once for each iteration since the last decision: many steps are simulated at
+        once."""
         self._kept_blocks = 0
         """For the activations of the prompt that is next."""
         self._sent_out: set[int] = set()
@@ -70,10 +73,16 @@ class Balloon(Mode):
         prompts = waiting[~out].tolist()
         if self._buffer is not None:
             now = np.array(running, np.int64)
-            self._buffer.observe(self._seen(now), self._seen(waiting[~out]), self._memory())
+            seen = self._seen(now), self._seen(waiting[~out]), self._memory()
+            for _ in range(max(self._looks, 1)):
+                self._buffer.observe(*seen)
+        self._looks = 0
         self._kept_blocks = self._kept_for(prompts[0]) if prompts else 0
         back = self._coming_back(len(running), waiting[out].tolist())
         return Moves(admit=prompts, back=back)
+
+    def decoded(self, ids: IntArray, steps: int) -> None:
+        self._looks += steps
 
     def _kept_for(self, request: int) -> int:
         tokens = self.prefill_tokens(request)

@@ -108,8 +108,9 @@ class Elastic(Mode):
     def enter(self, chunk: Chunk) -> Span:
         super().enter(chunk)
         before = self.table.blocks_of(chunk.request)[: self.table.shape.blocks_for(chunk.begin)]
-        missing = np.count_nonzero(self.table.misses_units(before))
-        return Span.of(np.array([missing * self.table.shape.block_tokens]))
+        missing = before[self.table.misses_units(before)]
+        each = self.table.shape.block_tokens
+        return Span.of(np.array([len(missing) * each]), self._lost(missing))
 
     def prefills(self, chunks: Sequence[Chunk]) -> None:
         self.elastic.place_new(np.concatenate(self._new), evict=not self._anybody_decodes)
@@ -149,7 +150,7 @@ class Elastic(Mode):
         units, _ = self.iteration.fetch_ahead(paused, decoding, LINK_SHARE * step_s)
         return len(units) * self._unit_tokens
 
-    def decoded(self, ids: IntArray) -> None:
+    def decoded(self, ids: IntArray, steps: int) -> None:
         self.iteration.in_step(self.progress.entry[ids], self.progress.kv_tokens[ids])
         self.iteration.report()
 
@@ -180,4 +181,9 @@ class Elastic(Mode):
     def _missing(self, requests: Sequence[int]) -> Span:
         """What a step with these requests restores: their blocks that lack a unit. As
         `PageTable.uncached_tokens`, but for a tail block, which counts as full."""
-        return Span.of(self.table.lacking_blocks(requests) * self.table.shape.block_tokens)
+        tokens = self.table.lacking_blocks(requests) * self.table.shape.block_tokens
+        return Span.of(tokens, self._lost(self.table.missing_of_each(requests)))
+
+    def _lost(self, missing: Ids) -> float:
+        """Tokens of those of these blocks that host memory has not, either."""
+        return float(np.count_nonzero(self.table.lost(missing)) * self.table.shape.block_tokens)

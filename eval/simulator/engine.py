@@ -152,7 +152,7 @@ class Simulation:
         self._waiting = self._waiting[~np.isin(self._waiting, requests)]
 
     def _prefill(self, chunks: tuple[Chunk, ...]) -> None:
-        rows = pairs = spans = squares = 0.0
+        rows = pairs = spans = squares = lost = 0.0
         for chunk in chunks:
             span = self.mode.enter(chunk)
             count = chunk.end - chunk.begin
@@ -160,6 +160,7 @@ class Simulation:
             pairs += count * chunk.begin + count * (count + 1) / 2
             spans += span.rows
             squares += span.squares
+            lost += span.lost
         self.mode.prefills(chunks)
         ended: list[int] = []
         if self.settings.mixed_chunks and self._decode_beside(rows, pairs):
@@ -173,6 +174,8 @@ class Simulation:
                 prefill_rows=rows,
                 prefill_pairs=pairs,
                 phase_changes=self._phase_changes.of(prefills=True),
+                swap_tokens=spans,
+                recompute_share=lost / max(spans, 1.0),
             )
             self._log(work)
             self.clock.now_s += float(self._device.step_seconds(work) * self._noise(1)[0])
@@ -218,7 +221,13 @@ class Simulation:
         work = self._decode_work(ids, fitting, *self.mode.grow(ids, fitting))
         self._log(work)
         ahead = self.mode.fetch_ahead(paused, len(ids), self._step_s)
-        moved = dataclasses.replace(work, restored_tokens=work.restored_tokens + ahead)
+        restored = work.restored_tokens + ahead
+        moved = dataclasses.replace(
+            work,
+            restored_tokens=restored,
+            swap_tokens=restored,
+            recompute_share=work.recompute_share * work.restored_tokens / np.maximum(restored, 1),
+        )
         self._stepped(ids, work, self._device.step_seconds(moved) * self._noise(fitting))
         self.admission.stepped(fitting, self._end_finished())
 
@@ -239,7 +248,7 @@ class Simulation:
         self._step_s = float(seconds[-1])
         self.clock.now_s = float(ends[-1])
         self._tokens_came(ids, ends)
-        self.mode.decoded(ids)
+        self.mode.decoded(ids, len(seconds))
         self.record.decode(ends, float(seconds.sum()), len(ids), len(self._waiting), work)
 
     def _noise(self, steps: int) -> FloatArray:
@@ -265,11 +274,15 @@ class Simulation:
         tokens = float(self.progress.kv_tokens[ids].sum())
         if steps == 1:
             last = first
+        restored = first.rows + share * (last.rows - first.rows)
+        lost = first.lost + share * (last.lost - first.lost)
         return StepWork(
             phase_changes=self._phase_changes.of(prefills=False) * (after == 1),
             decode_rows=len(ids),
             decode_tokens=tokens + len(ids) * after,
-            restored_tokens=first.rows + share * (last.rows - first.rows),
+            restored_tokens=restored,
+            swap_tokens=restored,
+            recompute_share=lost / np.maximum(restored, 1),
             restored_squares=first.squares + share * (last.squares - first.squares),
         )
 

@@ -72,11 +72,13 @@ class Span:
 
     rows: float = 0.0
     squares: float = 0.0
+    lost: float = 0.0
+    """Of the rows, those that host memory does not have: they can only be computed again."""
 
     @staticmethod
-    def of(tokens: IntArray) -> Span:
+    def of(tokens: IntArray, lost: float = 0.0) -> Span:
         n = tokens.astype(np.float64)
-        return Span(float(n.sum()), float(n @ n))
+        return Span(float(n.sum()), float(n @ n), lost)
 
 
 class Mode:
@@ -220,8 +222,8 @@ class Mode:
         """
         return 0.0
 
-    def decoded(self, ids: IntArray) -> None:
-        """These requests have just got a token each."""
+    def decoded(self, ids: IntArray, steps: int) -> None:
+        """These requests have just got so many tokens each, one in each step."""
 
     def leave(self, request: int, retracted: bool) -> None:
         """A request has ended, or waits again: its memory is free."""

@@ -27,7 +27,9 @@ class RestoringModel(LatencyModel):
     """Steps as another model predicts them, their spans restored in a given way.
 
     It is the device of a simulation, and what policies are shown: a policy that plans to
-    restore sees what restoring them costs here. Fixed: it never learns.
+    restore sees what restoring them costs here. Fixed: it never learns. Of work that says that
+    something is fetched (`swap_tokens`), `recompute_share` is what host memory has not: at least
+    that is computed again.
 
     Args:
         inner: predicts steps in which what is missing is recomputed in all layers.
@@ -90,8 +92,9 @@ class RestoringModel(LatencyModel):
         return np.asarray(self._limited(shares, work))
 
     def _limited(self, shares: Quantity, work: StepWork) -> Quantity:
-        """Shares, but that what the host cannot hold is recomputed."""
-        return larger(shares, 1 - self._host_tokens / larger(work.restored_tokens, 1))
+        """Shares, but that what the host cannot hold, or has not, is recomputed."""
+        beyond = 1 - self._host_tokens / larger(work.restored_tokens, 1)
+        return larger(larger(shares, beyond), (work.swap_tokens > 0) * work.recompute_share)
 
     def _compute_seconds(self, work: StepWork, shares: Quantity) -> FloatArray:
         span = {
@@ -104,7 +107,9 @@ class RestoringModel(LatencyModel):
         if self._fused:
             return self._inner.step_seconds(dataclasses.replace(work, **span))
         nothing = {name: 0.0 for name in span}
-        apart = self._inner.step_seconds(StepWork(0, 0, **span))
+        whole = {name: getattr(work, name) for name in span if name.startswith("restored")}
+        # A pass of its own, through the layers that are recomputed.
+        apart = shares * self._inner.step_seconds(StepWork(0, 0, **whole))
         decode = self._inner.step_seconds(dataclasses.replace(work, **nothing))
         return np.where(span["restored_tokens"] > 0, apart, 0.0) + decode
 

@@ -19,7 +19,7 @@ from ellm_sgl.policies.problem.candidates import (
 )
 from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
 from ellm_sgl.policies.problem.under_way import as_running
-from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels, passed_s
+from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
 
 BRIEF_S = 0.1
 """Longest prefill of several requests while requests that are more urgent may come."""
@@ -48,6 +48,8 @@ class PrefillBudget:
     def __init__(self) -> None:
         self._saved_s = 0.0
         self._until_s = math.inf
+        self._busy_s = math.inf
+        """`SystemState.busy_s` until then."""
         self._several = False
         self._contended_s = -math.inf
         self._offered: dict[int, float] = {}
@@ -59,11 +61,11 @@ class PrefillBudget:
             several: some requests are more urgent than others.
         """
         if several and self._several:
-            saved_s = PREFILL_SHARE * passed_s(state, self._until_s)
+            saved_s = PREFILL_SHARE * max(state.busy_s - self._busy_s, 0.0)
             self._saved_s = min(self._saved_s + saved_s, MOST_SAVED_S)
         if several:
             self._contended_s = state.now_s
-        self._until_s, self._several = state.now_s, several
+        self._until_s, self._busy_s, self._several = state.now_s, state.busy_s, several
         if self._offered:
             begun = np.concatenate((state.running.request_id, state.prefilling.request_id))
             admitted = self._offered.keys() & set(begun.tolist())

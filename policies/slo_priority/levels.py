@@ -19,10 +19,6 @@ AGE_S = 60.0
 """A waiting request goes ahead of requests one level above it that arrive so much later; one that
 runs counts as one level more urgent when it has paused for others so long in all."""
 
-MOST_STEPS = 16
-"""No more counts of a time that is longer than so many steps: the server had nothing to do, or was
-paused."""
-
 
 @dataclass(frozen=True, eq=False)
 class Levels:
@@ -48,7 +44,8 @@ class Overtaken:
         self._paused: IntArray = np.zeros(0, np.int64)
         """Ids of those that have paused since the iteration before."""
         self._seconds: dict[int, float] = {}
-        self._until_s = math.inf
+        self._busy_s = math.inf
+        """`SystemState.busy_s` of the iteration before."""
 
     def note(self, paused: IntArray) -> None:
         """The requests with these ids pause until the next iteration."""
@@ -56,8 +53,8 @@ class Overtaken:
 
     def aged(self, state: SystemState, level: IntArray) -> IntArray:
         """The running requests' levels, each less by one for every AGE_S that it has paused."""
-        passed = passed_s(state, self._until_s)
-        self._until_s = state.now_s
+        passed = max(state.busy_s - self._busy_s, 0.0)
+        self._busy_s = state.busy_s
         if not (len(self._paused) or self._seconds):
             return level
         ids, slack = state.running.request_id, slack_s(state, SLO_SHARE)
@@ -67,14 +64,6 @@ class Overtaken:
         pairs = zip(ids.tolist(), seconds.tolist(), strict=True)
         self._seconds = {i: s for i, s in pairs if s > 0.0}
         return np.asarray(np.maximum(level - seconds // AGE_S, 0), np.int64)
-
-
-def passed_s(state: SystemState, since_s: float) -> float:
-    """Time that counts since then; 0 where nothing was noted before."""
-    passed = max(state.now_s - since_s, 0.0)
-    if state.last_step is not None:
-        passed = min(passed, MOST_STEPS * state.last_step.seconds)
-    return passed
 
 
 def rank_levels(running: Requests, waiting: Requests) -> Levels:

@@ -128,6 +128,8 @@ class SloPriority(Policy):
     def _rotate(self, state: SystemState, levels: Levels) -> Batch:
         """More requests run than memory holds, the less urgent in turn."""
         self._budget.note(state, levels.several)
+        self._losses.note(state.busy_s, 0.0)
+        self._scheduled = None
         order = levels.order[:MOST_ADMITTED]
         if len(order):
             order = affordable(state, levels, self._budget, order)
@@ -184,7 +186,7 @@ class SloPriority(Policy):
         part = replace(state, running=select(state.running, active)) if len(out) else state
         uncached, memory = part.running.uncached_tokens, state.memory
         standing, given = self._scheduled, (levels, out, uncached, queue)
-        self._losses.note(state.now_s, 0.0 if standing is None else standing.answer.loss)
+        self._losses.note(state.busy_s, 0.0 if standing is None else standing.answer.loss)
         if standing is None or not standing.holds(*given):
             scarce = memory.device_free_tokens < SCARCE * memory.device_tokens
             pressure = queue or scarce or len(out) > 0 or bool(uncached.any())

@@ -90,14 +90,13 @@ class Losses:
         """`mean`: share of them that pauses may cost in the mean over LOSS_MEMORY_S."""
         self._allowed_mean = mean
         self._mean = mean
-        self._until_s = -math.inf
+        self._busy_s = math.inf
 
-    def note(self, now_s: float, loss: float) -> None:
-        """Since it was noted last, so much has been lost."""
-        if self._until_s > -math.inf:
-            kept = math.exp(-max(now_s - self._until_s, 0.0) / LOSS_MEMORY_S)
-            self._mean = kept * self._mean + (1 - kept) * loss
-        self._until_s = now_s
+    def note(self, busy_s: float, loss: float) -> None:
+        """Since it was noted last, so much has been lost. `busy_s`: as in `SystemState`."""
+        kept = math.exp(-max(busy_s - self._busy_s, 0.0) / LOSS_MEMORY_S)
+        self._mean = kept * self._mean + (1 - kept) * loss
+        self._busy_s = busy_s
 
     @property
     def allowed(self) -> float:
@@ -129,7 +128,7 @@ def build(
     lower = level > level.min(initial=LEVELS)
     if not lower.any():
         return NOBODY_PAUSES
-    slo = float(state.running.tpot_slo_s[~lower].min())
+    slo = min(float(state.running.tpot_slo_s[~lower].min()), state.tpot_slo_s)
     if not (pressure or np.isfinite(slo)):
         return NOBODY_PAUSES
     members = _groups(state, level)

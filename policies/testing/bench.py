@@ -148,7 +148,13 @@ def _one_token_further(state: SystemState, count: int) -> Iterator[SystemState]:
     """Within the blocks that the requests have, so that memory stays as it is; then again."""
     for step in range(count):
         running = replace(state.running, tokens=state.running.tokens + step % BLOCK_TOKENS)
-        yield replace(state, running=running, now_s=state.now_s + 0.05 * step)
+        passed = 0.05 * step
+        yield replace(
+            state,
+            running=running,
+            now_s=state.now_s + passed,
+            busy_s=state.busy_s + passed,
+        )
 
 
 def _decide(policy: Policy, state: SystemState) -> tuple[float, Batch, Ratios, StepWork]:

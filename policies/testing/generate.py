@@ -172,6 +172,7 @@ def make_state(
         latency = latency_seen(RooflineLatencyModel(model, hardware), running, memory)
     return SystemState(
         now_s=now_s,
+        busy_s=now_s,
         running=running,
         waiting=requests([]) if waiting is None else waiting,
         prefilling=requests([]) if prefilling is None else prefilling,

@@ -21,11 +21,24 @@ pytestmark = pytest.mark.slow
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 CONTEXT = 8192
+LOGPROBS = {"text": "some text", "return_logprob": True}
+DEMO_CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+}
 DEEP = '{"a": ' * 500 + "1" + "}" * 500
 
 
 def slos(**fields: Any) -> str:
     return json.dumps({"text": "x", "tpot_slo_ms": 5} | fields)
+
+
+def stops(token_id: int) -> str:
+    params = {"min_new_tokens": 5, "max_new_tokens": 8, "stop_token_ids": [token_id]}
+    return json.dumps({"text": "x", "sampling_params": params})
 
 
 @pytest.mark.parametrize(
@@ -42,6 +55,17 @@ def slos(**fields: Any) -> str:
         ("/generate", json.dumps({"text": "x", "sampling_params": {"temperature": -2}})),
         ("/generate", json.dumps({"input_embeds": [[0.0] * 192], "sampling_params": {}})),
         ("/generate", json.dumps({})),
+        ("/generate", json.dumps({"input_ids": [[]]})),
+        ("/generate", json.dumps({"input_ids": [[65, 66], []]})),
+        ("/generate", json.dumps({"text": ""})),
+        ("/generate", json.dumps({"text": ["x", ""]})),
+        ("/v1/completions", json.dumps({"model": "d", "prompt": [[65, 66], []]})),
+        ("/generate", json.dumps(LOGPROBS | {"logprob_start_len": -5})),
+        ("/generate", json.dumps(LOGPROBS | {"top_logprobs_num": 10**6})),
+        ("/generate", json.dumps(LOGPROBS | {"top_logprobs_num": -1})),
+        ("/v1/chat/completions", json.dumps(CHAT | {"logprobs": True, "top_logprobs": 10**6})),
+        ("/generate", stops(264)),
+        ("/generate", stops(-1)),
         ("/generate", slos(sampling_params={"custom_params": "x"})),
         ("/generate", slos(sampling_params="x")),
         ("/generate", slos(sampling_params=[])),
@@ -211,12 +235,17 @@ def test_every_combination_that_is_not_supported_is_refused_by_name() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel"),
         (
-            json.loads((DEMO_MODEL / "config.json").read_text())
+            DEMO_CONFIG
             | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
             "quantised with fp8",
         ),
+        (
+            DEMO_CONFIG | {"rope_parameters": LONG_ROPE | {"rope_theta": 10000.0}},
+            "rotated by LongRoPE",
+        ),
+        (DEMO_CONFIG | {"rope_scaling": LONG_ROPE}, "give --context-length 4096, or use"),
     ],
-    ids=["architecture", "quantised"],
+    ids=["architecture", "quantised", "long rope", "long rope of version 4"],
 )
 def test_model_that_is_not_supported_is_refused(
     config: dict[str, Any], named: str, tmp_path: Path

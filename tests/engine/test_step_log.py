@@ -100,3 +100,33 @@ def test_the_last_step_that_decoded_is_known_behind_a_prompt() -> None:
         log.start(work)
     log.idle()
     assert log.last is log.reports[-1] and log.last_decode is log.reports[0]
+
+
+def test_time_that_counts_is_that_of_steps_and_of_the_one_in_flight() -> None:
+    log = log_at(1.0, 1.5, 3.5, 4.0, 50.0, 51.0, 60.0)
+    assert log.busy_s == 0.0
+    log.start(WORK)  # at 1.0
+    assert log.busy_s == 0.5  # at 1.5
+    log.start(WORK)  # at 3.5
+    log.idle()  # at 4.0
+    assert log.busy_s == log.busy_s == 3.0  # nothing is in flight: nobody looks at the clock
+    log.start(WORK)  # at 50.0
+    assert log.busy_s == 4.0  # at 51.0
+    assert log.busy_s == 13.0  # at 60.0
+
+
+def test_what_happened_of_late_ends_where_nothing_ran() -> None:
+    times = [0.0, 0.5, 1.0, 1.25, 90.0, 90.5, 92.5, 95.0, 95.5, 97.0]
+    log = log_at(*times)
+    for _ in range(3):
+        log.start(WORK)
+    log.idle()  # at 1.25
+    log.start(WORK)  # at 90.0: in flight
+    assert [r.ended_s for r in log.recent(1.0)] == [1.25], "the last one in any case"
+    log.start(WORK)  # at 90.5
+    assert [r.ended_s for r in log.recent(1.0)] == [90.5]
+    log.start(WORK)  # at 92.5
+    assert [r.seconds for r in log.recent(1.0)] == [2.0]
+    log.idle()  # at 95.0
+    assert [r.ended_s for r in log.recent(1.0)] == [95.0]  # at 95.5
+    assert log.recent(1.0) == []  # at 97.0

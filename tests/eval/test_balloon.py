@@ -97,6 +97,19 @@ def test_alg_2_lets_prompts_go_to_the_host_once_first_tokens_are_late():
     assert mode.host_room() == 100
 
 
+def test_alg_2_looks_once_a_step_however_many_are_simulated_at_once():
+    rooms = []
+    for at_once in (1, 6, 12):
+        mode = balloon(1000, [700 * BLOCK, 100 * BLOCK], 100, HostBuffer(1.0))
+        mode._clock.now_s = 2.0  # its first token is late
+        for _ in range(12 // at_once):
+            mode.decide([], np.array([1]))
+            mode.decoded(np.array([0]), at_once)
+        mode.decide([], np.array([1]))
+        rooms.append(mode.host_room())
+    assert 1 < rooms[0] == rooms[1] == rooms[2] < 100
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_request_gets_its_tokens_in_whatever_memory(way):
     load = burst(12)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from click.testing import CliRunner
@@ -47,10 +49,42 @@ def test_a_part_that_fails_leaves_the_others(
     assert gpu.measure(out, ("tests",), (), said.append)
     assert not gpu.measure(out, ("bench",), (), said.append)
     found = json.loads(out.read_text())
-    assert found["tests"] == {"ok": True}
+    assert found["tests"] == {"ok": True, "ran_on": {"name": "none"}}
+    assert found["bench"].pop("ran_on") == {"name": "none"}
     assert found["bench"].pop("device")["samples"] == 0
     assert found["bench"] == {"ok": False, "said": ["no JSON"]}
     assert said[-1] == "bench: FAILED"
+
+
+def test_a_server_that_dies_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(name: str, *_: object) -> list[dict[str, Any]]:
+        if name == "ellm":
+            error = httpx.ConnectError("connection refused")
+            error.add_note("torch.OutOfMemoryError")
+            raise error
+        return [{"server": name, "summary": {"failed": 0}}]
+
+    monkeypatch.setattr(gpu, "serve", serve)
+    found = gpu.run_serve([2.0])
+    assert not found["ok"]
+    stock, ellm = found["served"]
+    assert stock["server"] == "stock"
+    assert ellm["failed"] == "connection refused\ntorch.OutOfMemoryError"
+
+
+def test_servers_of_another_call_stay_with_what_they_ran_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        gpu, "serve", lambda name, _, budget: [{"budget_gb": budget, "summary": {"failed": 0}}]
+    )
+    out = tmp_path / "gpu.json"
+    for name, budgets in {"H100": [8.0, 0.0], "H200": [2.0], "L4": [8.0]}.items():
+        monkeypatch.setattr(gpu, "device", lambda name=name: {"name": name})
+        gpu.measure(out, ("serve",), budgets, lambda _: None)
+    served = json.loads(out.read_text())["serve"]["served"]
+    told = {run["budget_gb"]: run["ran_on"]["name"] for run in served}
+    assert told == {None: "H100", 2.0: "H200", 8.0: "L4"} and len(served) == 6
 
 
 def test_the_folders_with_tests_for_a_device_are_there() -> None:

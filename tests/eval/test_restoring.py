@@ -78,6 +78,45 @@ def test_a_full_host_leaves_the_rest_to_recomputation():
     assert bounded == pytest.approx(model("recompute").step_seconds(work(0.3)))
 
 
+@pytest.mark.parametrize("restore", ["swap", "both"])
+def test_what_the_host_has_not_is_recomputed(restore):
+    """However much it could hold: told as the share of what is restored."""
+    whole = work(0.3)
+    for lost in (0.25, 1.0):
+        told = dataclasses.replace(whole, swap_tokens=whole.restored_tokens, recompute_share=lost)
+        least = dataclasses.replace(
+            whole,
+            restored_tokens=lost * whole.restored_tokens,
+            restored_squares=lost * whole.restored_squares,
+        )
+        seconds = model(restore).step_seconds(told)
+        assert seconds >= model("recompute").step_seconds(least)
+        assert seconds <= model("recompute").step_seconds(whole) * (1 + 1e-9)
+        assert model(restore).restored(told).recompute_share >= lost
+    many = dataclasses.replace(
+        StepWork(20, 18_000.0, 20 * np.array([0.0, 90, 90]), 20 * np.array([0.0, 8100, 8100])),
+        swap_tokens=20 * np.array([0.0, 90, 90]), recompute_share=np.array([0.0, 0.0, 1.0]),
+    )  # fmt: skip
+    none, all_there, all_lost = model(restore).step_seconds(many)
+    assert none <= all_there < all_lost
+
+
+def test_a_separate_pass_takes_its_share_of_the_layers():
+    """Few rows: reading weights is what it takes, of the layers that recompute."""
+    inner = RooflineLatencyModel(L4.shape, L4.profile)
+    few, rest = work(0.01), work(0.0)
+    decode = float(inner.step_seconds(rest))
+    whole = float(inner.step_seconds(StepWork(0, 0, few.restored_tokens, few.restored_squares)))
+    for share in (0.25, 0.5, 1.0):
+        apart = RestoringModel(inner, L4, (share,), fused=False)
+        link_s = (1 - share) * few.restored_tokens * L4.shape.kv_bytes_per_token
+        link_s = link_s / L4.profile.link_bytes_per_s + (share < 1) * L4.profile.link_latency_s
+        beside_s = L4.profile.fetch_share * link_s
+        assert link_s < decode
+        seconds = float(apart.step_seconds(few))
+        assert seconds == pytest.approx(decode + share * whole + beside_s, rel=1e-3)
+
+
 def test_separate_passes_read_the_weights_twice():
     apart = model("recompute", fused=False)
     assert apart.step_seconds(work(0.1)) > model("recompute").step_seconds(work(0.1))

@@ -16,6 +16,7 @@ from ellm_sgl.eval.simulator import MODES, Load, Settings, Simulation, preset, s
 from ellm_sgl.eval.simulator import settings as settings_module
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.report import sum_up
+from ellm_sgl.eval.simulator.restoring import RestoringModel
 from ellm_sgl.eval.simulator.settings import slower
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
 from ellm_sgl.policies import Batch, Fcfs, SystemState
@@ -128,6 +129,29 @@ def test_nobody_new_joins_before_who_was_swapped_out_is_back(monkeypatch):
     # The first to end makes the room; not SGLang's accounting, which would want room for growth.
     assert 3.5 < back_s == simulation.progress.last_s[0]
     assert simulation.progress.first_s[3] > back_s
+
+
+def test_what_a_full_host_has_not_kept_is_computed_again(monkeypatch):
+    """A transfer of KV that is nowhere would hide beside the step."""
+    load, settings = small_load(), Settings("ellm", "stock", conservativeness=0.02, restore="swap")
+    lost: list[float] = []
+    step_seconds = RestoringModel.step_seconds
+
+    def noted(self, work):
+        if np.size(work.decode_rows) == 1 and np.any(work.swap_tokens):
+            lost.append(float(np.max(work.recompute_share * work.restored_tokens)))
+        return step_seconds(self, work)
+
+    monkeypatch.setattr(RestoringModel, "step_seconds", noted)
+    ends = []
+    for host_tokens, keeps_all in ((None, True), (320, False)):
+        lost.clear()
+        simulation = Simulation(L4.limited(2000, host_tokens), settings, load)
+        simulation.run()
+        ends.append(simulation.clock.now_s)
+        # A prompt that begins without units beside others is not copied, either.
+        assert len(lost) > 100 and (float(np.median(lost)) == 0.0) == keeps_all
+    assert ends[1] > ends[0]
 
 
 def test_ample_memory_makes_all_modes_alike():

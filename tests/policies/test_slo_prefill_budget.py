@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ellm_sgl.latency import StepWork
-from ellm_sgl.policies import Fcfs, Policy, StepReport, SystemState
+from ellm_sgl.policies import Fcfs, Policy, SystemState
 from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.slo_priority.admission import (
     CONTENDED_S,
@@ -31,6 +30,11 @@ def scene(now_s: float, urgent_runs: bool = True) -> SystemState:
     return make_state(
         running, waiting, device_tokens=100_000, latency=CpuServer(), now_s=now_s, max_running=64
     )
+
+
+def at(state: SystemState, now_s: float) -> SystemState:
+    """With something to do all the time."""
+    return replace(state, now_s=now_s, busy_s=now_s)
 
 
 def test_a_long_prompt_waits_until_its_time_is_saved_up() -> None:
@@ -57,26 +61,26 @@ def test_a_prompt_waits_longer_for_one_that_could_not_make_up_for_it(
     policy = SloPriority()
     policy.batch(replace(first, running=running))
     for times, admitted in ((1.5, () if waits else (0,)), (1.5 * PATIENCE, (0,))):
-        later = replace(first, running=running, now_s=times * 0.1 / PREFILL_SHARE)
+        later = at(replace(first, running=running), times * 0.1 / PREFILL_SHARE)
         assert policy.batch(later).admit == admitted
 
 
 def test_what_a_prompt_took_has_to_be_saved_up_again() -> None:
     budget, state = PrefillBudget(), scene(0.0)
     budget.note(state, several=True)
-    budget.note(replace(state, now_s=1.0 / PREFILL_SHARE), several=True)
+    budget.note(at(state, 1.0 / PREFILL_SHARE), several=True)
     assert budget.affords(1.0) and not budget.affords(1.1)
     budget.offer(state.running, np.array([0.25, 0.25]))  # both of them run in the next state
-    budget.note(replace(state, now_s=1.0 / PREFILL_SHARE), several=True)
+    budget.note(at(state, 1.0 / PREFILL_SHARE), several=True)
     assert budget.affords(0.5) and not budget.affords(0.6)
 
 
 def test_an_offer_that_the_server_did_not_take_costs_nothing() -> None:
     budget, state = PrefillBudget(), scene(0.0)
     budget.note(state, several=True)
-    budget.note(replace(state, now_s=1.0 / PREFILL_SHARE), several=True)
+    budget.note(at(state, 1.0 / PREFILL_SHARE), several=True)
     budget.offer(state.waiting, np.full(3, 0.3))
-    budget.note(replace(state, now_s=1.0 / PREFILL_SHARE), several=True)
+    budget.note(at(state, 1.0 / PREFILL_SHARE), several=True)
     assert budget.affords(1.0)
 
 
@@ -111,7 +115,7 @@ def test_a_prompt_computed_in_chunks_has_to_be_paid_for_too() -> None:
     """When time is noted next, it is under way and does not decode yet."""
     budget, state = PrefillBudget(), scene(0.0)
     budget.note(state, several=True)
-    later = replace(state, now_s=1.0 / PREFILL_SHARE)
+    later = at(state, 1.0 / PREFILL_SHARE)
     budget.note(later, several=True)
     budget.offer(state.waiting, np.full(3, 0.75))
     budget.note(replace(later, prefilling=requests([LONG], request_id=8)), several=True)
@@ -122,9 +126,8 @@ def test_nothing_is_saved_up_while_all_are_alike_or_nobody_is_there() -> None:
     alike, idle = PrefillBudget(), PrefillBudget()
     state = scene(0.0)
     for several, now_s in ((False, 0.0), (False, 50.0), (True, 100.0)):
-        alike.note(replace(state, now_s=now_s), several)
+        alike.note(at(state, now_s), several)
     assert alike.affords(0.0) and not alike.affords(0.01)
-    step = StepReport(StepWork(2, 200), seconds=0.02, predicted_s=0.02)
     for now_s in (0.0, 100.0):
-        idle.note(replace(state, now_s=now_s, last_step=step), several=True)
+        idle.note(replace(state, now_s=now_s), several=True)
     assert not idle.affords(0.1)

@@ -76,10 +76,15 @@ def crowded(*waiting: tuple[int, float]) -> SystemState:
     return replace(state, waiting=line)
 
 
+def later(state: SystemState, seconds: float) -> SystemState:
+    """With something to do meanwhile."""
+    return replace(state, now_s=state.now_s + seconds, busy_s=state.busy_s + seconds)
+
+
 def test_nobody_goes_ahead_of_a_paused_request_for_longer_than_of_a_waiting_one() -> None:
     state, policy = crowded((1, 0.0), (1, 0.0)), SloPriority(loss=0.0)
     for passed, admitted in ((0.0, True), (AGE_S - 1, True), (AGE_S + 1, False)):
-        batch = policy.batch(replace(state, now_s=state.now_s + passed))
+        batch = policy.batch(later(state, passed))
         assert batch.pause == (2, 3)
         assert bool(batch.admit) == admitted
 
@@ -103,7 +108,7 @@ def test_pauses_add_up_but_for_those_ahead_of_their_slo() -> None:
     overtaken, level = Overtaken(), np.full(4, 2)
     found = []
     for ages, paused in ((0.0, [0, 2]), (0.6, [2, 3]), (1.1, [0, 2]), (1.6, [0, 2, 3]), (9.0, [])):
-        now = replace(state, now_s=state.now_s + ages * AGE_S)
+        now = later(state, ages * AGE_S)
         found.append(overtaken.aged(now, level).tolist())
         overtaken.note(np.array(paused))
     # In all 0.6, 1.1 and 8.5 times AGE_S of the first, and 0.5 and 7.9 of the last.
@@ -112,12 +117,15 @@ def test_pauses_add_up_but_for_those_ahead_of_their_slo() -> None:
 
 def test_a_server_that_stood_still_has_aged_nobody() -> None:
     state = make_state(requests([160, 160]), device_tokens=999)
-    state = replace(state, last_step=StepReport(StepWork(2, 320), 0.01, 0.01))
     overtaken, level = Overtaken(), np.full(2, 2)
     overtaken.aged(state, level)
     overtaken.note(np.array([0]))
-    later = replace(state, now_s=state.now_s + 10 * AGE_S)  # generation was paused meanwhile
-    assert overtaken.aged(later, level).tolist() == [2, 2]
+    # Generation was paused meanwhile.
+    state = replace(state, now_s=state.now_s + 10 * AGE_S)
+    assert overtaken.aged(state, level).tolist() == [2, 2]
+    # A prompt of minutes was computed, behind steps of 10 ms.
+    state = replace(later(state, 2 * AGE_S), last_step=StepReport(StepWork(2, 320), 0.01, 0.01))
+    assert overtaken.aged(state, level).tolist() == [0, 2]
 
 
 def test_who_is_out_for_lack_of_room_takes_nobodys_turn() -> None:
@@ -198,7 +206,7 @@ def test_the_same_history_gives_the_same_answers() -> None:
     first, second = SloPriority(), SloPriority()
     for seed in range(30):
         state = random_state(np.random.default_rng(seed), Size(32, 32, 2048))
-        for s in (state, replace(state, now_s=state.now_s + 0.05)):
+        for s in (state, later(state, 0.05)):
             a, b = first.batch(s), second.batch(s)
             assert a == b
             assert np.array_equal(first.ratio(s, a).running, second.ratio(s, b).running)
@@ -251,3 +259,19 @@ def test_a_stream_of_urgent_requests_does_not_starve_the_others() -> None:
     assert gap(0) <= 2 * MAX_STEPS_PER_TOKEN
     # Among equals who came last pauses, until others have ended.
     assert gap(1) <= 12 * MAX_STEPS_PER_TOKEN
+
+
+def test_while_requests_rotate_nothing_is_lost_to_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The schedule that stood before costs nothing then, however long that lasts."""
+    running = requests([256] * 24, priority=np.arange(24) % 2)
+    state = make_state(running, device_tokens=7000, latency=CpuServer(), device_free_tokens=900)
+    lost = []
+    for rotates in (False, True):
+        policy = SloPriority()
+        assert policy.batch(state).pause, "in turns"
+        with monkeypatch.context() as patch:
+            patch.setattr(policy._rotation, "applies", lambda *_, now=rotates: now)
+            policy.batch(later(state, 100.0))
+        policy.batch(later(state, 100.1))
+        lost.append(policy._losses.allowed)
+    assert lost[1] > lost[0]

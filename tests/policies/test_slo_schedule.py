@@ -133,6 +133,16 @@ def test_everybody_runs_now_and_then(others: int, lacking: int) -> None:
     assert 1 < longest < MAX_STEPS_PER_TOKEN
 
 
+def test_the_servers_slo_is_everybodys() -> None:
+    """Where a request brings none, and where it brings a looser one."""
+    told = built(state_of(4, 20, slo=0.04), pressure=False, allowed=0.4)
+    for own in (np.inf, 0.08):
+        state = replace(state_of(4, 20, slo=own), tpot_slo_s=0.04)
+        schedule = built(state, pressure=False, allowed=0.4)
+        assert schedule.loss == told.loss > 0
+        assert schedule.paused(state) == told.paused(state)
+
+
 def test_what_was_not_lost_may_be_lost_later() -> None:
     losses = Losses(LOSS)
     assert losses.allowed == LOSS

@@ -160,6 +160,24 @@ def test_replicas_are_told_apart() -> None:
     assert "evicted units 70" in told
 
 
+@pytest.mark.parametrize(("count", "height"), [(2, 50), (2, 30), (4, 50), (4, 30), (8, 40), (2, 8)])
+def test_replicas_share_the_terminal(count: int, height: int) -> None:
+    """As much of each as there is room for; those that are left out are counted."""
+    states = [STATE | {"replica": i} for i in range(count)]
+    many = SEEN | {"requests": [RUNS | {"rid": f"r{i}"} for i in range(200)]}
+    seen = [many | {"replica": i} for i in range(count)]
+    console = Console(width=140, height=height, record=True, file=io.StringIO())
+    look = Look(STATE | {"replicas": states}, many | {"replicas": seen})
+    picture = draw(look, [0.5] * 100, 140, height)
+    lines = console.render_lines(picture)
+    assert len(lines) <= max(height, 13)
+    console.print(picture)
+    told = console.export_text()
+    shown = sum(f"policy fcfs, replica {i}" in told for i in range(count))
+    assert shown == count or f"and {count - shown} more replicas" in told
+    assert shown >= 1 and (shown == count) == (height >= 12 * count)
+
+
 def test_json_is_one_document(url: str) -> None:
     done = top("--url", url, "--json", "--api-key", KEY)
     assert done.exit_code == 0

@@ -14,6 +14,7 @@ from ellm_sgl.kernels.cpu.prefetch import DEFAULT
 from ellm_sgl.memory import PoolShape
 from ellm_sgl.sglang import compiled_layers
 from ellm_sgl.sglang.compiled_layers import CompiledLayers, NotCompiledError
+from ellm_sgl.sglang.mixes import Mix
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
@@ -49,6 +50,63 @@ def test_the_variable_says_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(compiled_layers.VARIABLE, text)
         with pytest.raises(ConfigError, match=r"^ELLM_SGL_COMPILED_LAYERS=.*: give on or off"):
             compiled_layers._wanted()
+
+
+class Checked:
+    """Stands in for compiled layers and for made-up steps: logits, and KV [layers, rows]. The
+    compiled ones differ by `off`, and notice their steps only where `counts`."""
+
+    most_rows = 1024
+
+    def __init__(self, off: tuple[int, int] | None, counts: bool = True) -> None:
+        self._off, self._counts = off, counts
+        self.steps = 0
+        self.attached = False
+        self.checked: list[Mix] = []
+
+    def attach(self) -> None:
+        self.attached = True
+
+    def detach(self) -> None:
+        self.attached = False
+
+    def that_fit(self, mixes: list[Mix]) -> list[Mix]:
+        return [mix for mix in mixes if mix.fits(8192)]
+
+    def outcome(self, mix: Mix, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, kv = torch.full((mix.requests, 3), seed), torch.full((4, mix.rows), seed)
+        if self.attached:
+            self.steps += self._counts
+            self.checked.append(mix)
+            if self._off is not None:
+                (logits, kv)[self._off[0]][self._off[1], -1] += 1
+        return logits, kv
+
+
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_compiled_layers_are_attached_where_they_compute_the_same(block: int) -> None:
+    found: Any = Checked(off=None)
+    compiled_layers._check(found, found, block)
+    assert found.attached
+    restoring = [mix for mix in found.checked if mix.uncached]
+    assert len(restoring) == 3 and all(mix.uncached == block for mix in restoring)
+    assert {mix.new > 1 for mix in restoring} == {False, True}
+
+
+@pytest.mark.parametrize("off", [(0, 0), (1, 0), (1, 2), (1, 3)])
+def test_compiled_layers_that_compute_anything_else_are_refused(off: tuple[int, int]) -> None:
+    """Other logits, or other KV in one layer only."""
+    found: Any = Checked(off)
+    with pytest.raises(NotCompiledError, match=r"its results are not those of SGLang's layers: M"):
+        compiled_layers._check(found, found, 16)
+    assert not found.attached
+
+
+def test_compiled_layers_that_take_no_step_are_refused() -> None:
+    found: Any = Checked(off=None, counts=False)
+    with pytest.raises(NotCompiledError, match=r"steps are other than it takes: Mix"):
+        compiled_layers._check(found, found, 16)
+    assert not found.attached
 
 
 def test_parameters_that_move_or_are_replaced_are_noticed() -> None:

@@ -55,8 +55,10 @@ def test_sglangs_choice_is_bounded_by_the_container(
     with caplog.at_level(logging.INFO):
         assert tokens_within(EllmConfig(), 6000, TOKEN, 0, SGLANG) == 1536
     assert "1536 tokens, not 6000: the container (" in caplog.text
-    assert tokens_within(EllmConfig(), 6000, TOKEN, 536 * TOKEN, SGLANG) == 1000
     assert tokens_within(EllmConfig(), 100, TOKEN, 0, SGLANG) == 100
+    # Half of what is free is the pool's, whoever has the other half; there has to be one.
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 1472 * TOKEN, SGLANG) == 1536
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 2008 * TOKEN, SGLANG) == 1000
 
 
 def test_a_host_tier_on_disk_is_not_in_the_way(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +68,8 @@ def test_a_host_tier_on_disk_is_not_in_the_way(root: Path, monkeypatch: pytest.M
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
     version_2(root, "pod", 4 * GIB, GIB)
     for path, left in {"/data/tier": 1536, "/dev/tier": 1000, "/dev/disk/tier": 1536}.items():
-        config = EllmConfig(host_kv_tokens=536, host_path=path)
-        assert tokens_within(config, 6000, TOKEN, 536 * TOKEN, SGLANG) == left
+        config = EllmConfig(host_kv_tokens=2008, host_path=path)
+        assert tokens_within(config, 6000, TOKEN, 2008 * TOKEN, SGLANG) == left
 
 
 def test_what_was_given_is_refused_where_it_can_never_be(root: Path) -> None:
@@ -100,9 +102,44 @@ def test_a_host_tier_for_which_there_is_no_room_is_refused(root: Path) -> None:
         tokens_within(EllmConfig(device_kv_tokens=2048), 2048, TOKEN, 3 * GIB, SGLANG)
 
 
-def test_sglangs_choice_leaves_room_for_the_host_tier_on_a_machine_without_limits() -> None:
+def test_a_host_tier_larger_than_what_is_free_is_refused(root: Path) -> None:
+    """Weights that are loaded stay; nobody takes the host tier's memory back, either."""
+    given = EllmConfig(device_kv_tokens=1024, host_kv_tokens=13 * GIB // TOKEN)
+    with pytest.raises(ConfigError, match=r"--ellm-host-kv-tokens 13312: the host tier takes .* "
+                       "bytes, and the machine has 12,884,901,888 free of 17,179,869,184; "
+                       "give fewer"):  # fmt: skip
+        tokens_within(given, 1024, TOKEN, 13 * GIB, SGLANG)
+    version_2(root, "pod", 64 * GIB, 54 * GIB)  # a limit that is looser than the machine's own
+    with pytest.raises(ConfigError, match=r"and the container .* has 10,737,418,240 free"):
+        tokens_within(given, 1024, TOKEN, 11 * GIB, SGLANG)
+
+
+def test_pool_and_host_tier_fit_on_a_machine_without_limits() -> None:
     config = EllmConfig(host_kv_tokens=1)
-    assert tokens_within(config, 6000, TOKEN, 2 * GIB, SGLANG) == (6 - 2) * GIB // TOKEN
+    for host, pool in ((2, 6.0), (6, 6 - 1 / 16), (8, 4 - 1 / 16)):
+        tokens = tokens_within(config, 10_000, TOKEN, host * GIB, SGLANG)
+        assert tokens == int(pool * GIB) // TOKEN
+    with pytest.raises(ConfigError, match="no room for a pool of KV beside the host tier's "
+                       "12,880,707,584; give fewer --ellm-host-kv-tokens"):  # fmt: skip
+        tokens_within(config, 10_000, TOKEN, 12 * GIB - (4 << 20), SGLANG)
+
+
+@pytest.mark.parametrize("limit", [64, 16, 14])
+def test_a_loose_limit_does_not_hide_the_machine(root: Path, limit: int) -> None:
+    """12 GiB are free there, whatever the container might have."""
+    version_2(root, "pod", limit * GIB, GIB)
+    found = tokens_within(EllmConfig(host_kv_tokens=1), 10_000, TOKEN, 8 * GIB, SGLANG)
+    assert found == int((4 - 1 / 16) * GIB) // TOKEN
+
+
+def test_what_is_pinned_is_rounded_up_to_a_power_of_two(root: Path) -> None:
+    config = EllmConfig(host_kv_tokens=7 * GIB // TOKEN)
+    host_memory.check_pinned(config, 7 * GIB, SGLANG)
+    host_memory.check_pinned(config, 0, SGLANG)
+    with pytest.raises(ConfigError, match="the host tier takes 17,179,869,184 bytes, and the "):
+        host_memory.check_pinned(config, 9 * GIB, SGLANG)
+    with pytest.raises(ConfigError, match="the host tier takes 17,179,869,184 bytes, and the "):
+        host_memory.check_pinned(config, 7 * GIB, sglang(2))
 
 
 def test_replicas_share_the_machine(root: Path) -> None:
@@ -113,7 +150,7 @@ def test_replicas_share_the_machine(root: Path) -> None:
         tokens_within(EllmConfig(device_kv_tokens=9000), 9000, TOKEN, 0, sglang(2))
     version_2(root, "pod", 4 * GIB, GIB)
     assert tokens_within(EllmConfig(), 6000, TOKEN, 0, sglang(2)) == 768
-    assert tokens_within(EllmConfig(), 6000, TOKEN, 268 * TOKEN, sglang(2)) == 500
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 1004 * TOKEN, sglang(2)) == 500
 
 
 def test_a_container_that_is_full_is_told_of(root: Path) -> None:

@@ -15,6 +15,14 @@ from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 CONTEXT, RUNNING, DEVICE, BLOCK = 8192, 64, 50_000, 16
+ARGUMENTS = SimpleNamespace(max_prefill_tokens=CONTEXT, max_running_requests=RUNNING, dp_size=1)
+MODEL = SimpleNamespace(
+    context_len=CONTEXT,
+    hidden_size=8,
+    head_dim=4,
+    dtype=torch.bfloat16,
+    get_num_kv_heads=lambda ranks: 4,
+)
 
 
 def addresses(monkeypatch: pytest.MonkeyPatch, host_tokens: int) -> int:
@@ -23,10 +31,13 @@ def addresses(monkeypatch: pytest.MonkeyPatch, host_tokens: int) -> int:
     config: Any = SimpleNamespace(max_total_num_tokens=DEVICE, max_running_requests=RUNNING)
     configurator: Any = SimpleNamespace(
         device="cuda",
-        model_config=SimpleNamespace(context_len=CONTEXT),
-        server_args=SimpleNamespace(max_prefill_tokens=CONTEXT, max_running_requests=RUNNING),
+        model_config=MODEL,
+        layer_info=SimpleNamespace(num_effective_layers=3),
+        kv_cache_dtype=torch.bfloat16,
+        server_args=ARGUMENTS,
     )
-    memory.widen_logical_capacity(config, configurator)
+    with get_parallel().override(attn_tp_size=1, tp_size=1):
+        memory.widen_logical_capacity(config, configurator)
     found: int = config.max_total_num_tokens
     return found
 
@@ -52,19 +63,12 @@ def test_a_host_tier_is_reckoned_with_as_large_as_what_it_keeps(
         return chosen
 
     monkeypatch.setattr(memory, "tokens_within", tokens_within)
-    model = SimpleNamespace(
-        context_len=CONTEXT,
-        hidden_size=8,
-        head_dim=4,
-        dtype=torch.bfloat16,
-        get_num_kv_heads=lambda ranks: 4,
-    )
     configurator: Any = SimpleNamespace(
         device="cpu",
-        model_config=model,
+        model_config=MODEL,
         layer_info=SimpleNamespace(num_effective_layers=3),
         kv_cache_dtype=torch.bfloat16,
-        server_args=SimpleNamespace(max_prefill_tokens=CONTEXT, max_running_requests=RUNNING),
+        server_args=ARGUMENTS,
     )
     config: Any = SimpleNamespace(max_total_num_tokens=DEVICE, max_running_requests=RUNNING)
     with get_parallel().override(attn_tp_size=1):

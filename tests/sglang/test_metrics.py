@@ -23,6 +23,7 @@ from ellm_sgl.policies import FixedRatio, Stock
 from ellm_sgl.sglang import families
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.metrics import UPDATE_S, Metrics, metrics_of
+from ellm_sgl.sglang.scheduler import resize, scheduler_of
 from tests.sglang.test_state import Server
 
 DASHBOARD = Path(families.__file__).with_name("dashboard.json")
@@ -44,7 +45,7 @@ class Told:
 
     def update(self, after_s: float = UPDATE_S, idle: bool = False) -> None:
         self.now_s += after_s
-        self.metrics.update(running=3, waiting=2, now_s=self.now_s, idle=idle)
+        self.metrics.update(running=3, prefilling=1, waiting=2, now_s=self.now_s, idle=idle)
 
     def value(self, sample: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(sample, LABELS | labels)
@@ -58,6 +59,7 @@ def told() -> Told:
 def test_gauges_say_what_is_and_counters_what_has_been(told: Told) -> None:
     told.update()
     assert told.value("ellm_requests", state="waiting") == 2
+    assert told.value("ellm_requests", state="prefilling") == 1
     assert told.value("ellm_cached_ratio") == 1
     assert told.value("ellm_evicted_units_total") == 0
     told.elastic.totals.evicted_units += 7
@@ -82,8 +84,59 @@ def test_labels_of_sglang_that_ours_have_are_left_out(
     )
     made = metrics_of(scheduler, CollectorRegistry())
     assert made is not None
-    made.update(running=0, waiting=0, now_s=1.0)
+    made.update(running=0, prefilling=0, waiting=0, now_s=1.0)
     assert "labels kind, owner: eLLM's metrics have their own" in caplog.text
+
+
+@pytest.mark.parametrize("lower_first", [False, True])
+def test_classes_have_the_priorities_that_clients_give(told: Told, lower_first: bool) -> None:
+    """However SGLang orders them: policies count the more urgent as larger."""
+    scheduler = told.server.scheduler
+    scheduler.metrics_collector_context = SimpleNamespace(
+        collector=SimpleNamespace(labels=LABELS), current_scheduler_metrics_enabled=True
+    )
+    scheduler.schedule_low_priority_values_first = lower_first
+    urgency = scheduler_of(scheduler).turned(5)
+    told.iteration.attainment.ended(urgency, TPOT, limit_s=1.0, measured_s=0.5)
+    for other in range(1, MOST_CLASSES + 2):
+        told.iteration.attainment.ended(100 + other, TPOT, 1.0, 0.5)
+    registry = CollectorRegistry()
+    made = metrics_of(scheduler, registry)
+    assert made is not None
+    made.update(running=0, prefilling=0, waiting=0, now_s=1.0)
+
+    def count(priority: str) -> float | None:
+        of = {"priority": priority, "objective": TPOT, "result": "met"}
+        return registry.get_sample_value("ellm_slo_requests_total", LABELS | of)
+
+    assert count("5") == 1 and count("-5") is None and count(OTHER) == 2
+
+
+def test_metrics_that_cannot_be_told_stop_nobody(
+    told: Told, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(told.metrics, "_observe", fails)
+    for _ in range(3):
+        told.update()
+    assert len([line for line in caplog.messages if "no metrics from now on" in line]) == 1
+
+
+def test_while_generation_is_paused_metrics_go_on(told: Told) -> None:
+    """Nothing is decided then, but memory may be given back."""
+    scheduler = told.server.scheduler
+    ours = scheduler_of(scheduler)
+    ours.metrics = told.metrics
+    now = [0.0]
+    told.iteration.clock = lambda: now[0]
+    for paused in (False, True):
+        scheduler._engine_paused = paused
+        now[0] += 2 * UPDATE_S
+        told.elastic.totals.pauses += 1
+        resize(scheduler)
+        assert told.value("ellm_pauses_total") == (2 if paused else None)
 
 
 def test_nothing_is_told_before_it_is_due(told: Told) -> None:

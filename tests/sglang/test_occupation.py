@@ -10,11 +10,20 @@ from typing import Any
 import pytest
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.sglang import occupation_asked
+from ellm_sgl.sglang import cuda, occupation_asked
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
 TAGS = SimpleNamespace(tags=["kv_cache"])
+
+
+def test_a_cuda_device_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where requests come in: everybody would lose their KV for nothing."""
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    manager = Manager()
+    with pytest.raises(ValueError, match="on CPU hosts only"):
+        asyncio.run(manager.release())
+    assert not manager.asked and not manager.is_pause
 
 
 class Manager:

@@ -36,18 +36,18 @@ def chunk_at(begin: int, slower: float = 1.0) -> StepReport:
 
 @pytest.mark.parametrize("slower", [1.0, 3.0])
 def test_what_is_left_takes_as_long_as_predicted_and_observed(slower: float) -> None:
-    """All steps of a prompt of 1,024 tokens, looked at after a quarter of it."""
+    """All steps of a prompt of 1,024 tokens, looked at while the fifth is computed."""
     steps = [chunk_at(begin, slower) for begin in range(0, 1024, CHUNK)]
-    told = describe_progress(256, 1024, CHUNK, reversed(steps[:4]), MODEL)
-    assert told["done"] == 256
-    assert told["left_ms"] == pytest.approx(1e3 * sum(step.seconds for step in steps[4:]))
+    told = describe_progress(320, 1024, CHUNK, reversed(steps[:4]), MODEL)
+    assert told["done"] == 320
+    assert told["left_ms"] == pytest.approx(1e3 * sum(step.seconds for step in steps[5:]))
     assert told["tokens_per_s"] == pytest.approx(256 / sum(step.seconds for step in steps[:4]))
 
 
 def test_steps_that_decode_in_between_slow_it_down() -> None:
     decode = StepReport(StepWork(8, 800), 0.010, 0.010)
-    alone, beside = [chunk_at(0), chunk_at(64)], [chunk_at(0), decode, chunk_at(64), decode]
-    told = [describe_progress(128, 1024, CHUNK, steps, MODEL) for steps in (alone, beside)]
+    alone, beside = [chunk_at(64), chunk_at(0)], [decode, chunk_at(64), decode, chunk_at(0)]
+    told = [describe_progress(192, 1024, CHUNK, steps, MODEL) for steps in (alone, beside)]
     took = [sum(step.seconds for step in steps) for steps in (alone, beside)]
     assert told[1]["left_ms"] == pytest.approx(told[0]["left_ms"] * took[1] / took[0])
 
@@ -55,8 +55,27 @@ def test_steps_that_decode_in_between_slow_it_down() -> None:
 def test_only_what_happened_of_late_counts() -> None:
     slow = StepReport(chunk_at(0).work, 100.0, chunk_at(0).predicted_s)
     recent = [chunk_at(0)] * (int(RECENT_S / chunk_at(0).seconds) + 2)
-    told = describe_progress(64, 128, CHUNK, [*recent, slow], MODEL)
-    assert told["left_ms"] == pytest.approx(1e3 * chunk_at(64).seconds)
+    done = CHUNK * (len(recent) + 5)
+    told = describe_progress(done, done + CHUNK, CHUNK, [*recent, slow], MODEL)
+    assert told["left_ms"] == pytest.approx(1e3 * chunk_at(done).seconds)
+
+
+@pytest.mark.parametrize(("computed", "known"), [(0, False), (1, True), (3, True)])
+def test_what_others_did_before_is_not_this_prompts(computed: int, known: bool) -> None:
+    """A short prompt ten seconds ago, and decoding since; then chunks of its own, each of them as
+    predicted. At the first look its first chunk is computed, whose step is yet to be told of."""
+    decode = StepReport(StepWork(8, 800), 0.010, 0.010)
+    short = StepReport(StepWork(0, 0, prefill_rows=5, prefill_pairs=15), 1.0, 0.001)
+    own = [chunk_at(CHUNK * i) for i in range(computed)]
+    steps = [*reversed(own), *[decode] * 1000, short]
+    told = describe_progress(CHUNK * (computed + 1), 1024, CHUNK, steps, MODEL)
+    left = range(CHUNK * (computed + 1), 1024, CHUNK)
+    assert told["left_ms"] == pytest.approx(1e3 * sum(chunk_at(at).seconds for at in left))
+    assert (told["tokens_per_s"] is not None) == known
+    if known:
+        assert told["tokens_per_s"] == pytest.approx(
+            CHUNK * computed / sum(step.seconds for step in own)
+        )
 
 
 def test_before_its_first_chunk_its_rate_is_not_known() -> None:

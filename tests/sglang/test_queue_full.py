@@ -15,6 +15,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ellm_sgl.sglang import queue_full
+from ellm_sgl.sglang.keep_alive import COMMENT
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.sglang.queue_full import LONGEST_S, QueueFull, turn_away
 
@@ -146,3 +148,29 @@ def test_sglang_says_of_a_request_that_it_comes_back_until_it_runs_again() -> No
     assert "self.is_retracted = True" in inspect.getsource(Req.reset_for_retract)
     prepared = inspect.getsource(inspect.unwrap(ScheduleBatch.prepare_for_extend))
     assert "req.is_retracted = False" in prepared
+
+
+@pytest.mark.parametrize(("comment", "after"), [(False, "8"), (True, "1")])
+def test_it_says_how_long_the_last_one_waited_for_its_answer(
+    monkeypatch: pytest.MonkeyPatch, comment: bool, after: str
+) -> None:
+    """A comment, which keeps a connection alive, is no answer."""
+    now = [100.0]
+    monkeypatch.setattr(queue_full, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def respond(request: Any) -> Response:
+        if await request.json():
+            return JSONResponse({"object": "error", "message": FULL, "code": 503}, 503)
+        now[0] += 7.01
+        return stream(COMMENT, *TOKENS) if comment else stream(*TOKENS)
+
+    app = QueueFull(Starlette(routes=[Route("/generate", respond, methods=["POST"])]))
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            assert (await client.post("/generate", json={})).status_code == 200
+            return await client.post("/generate", json={"full": True})
+
+    refused = asyncio.run(ask())
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, after)

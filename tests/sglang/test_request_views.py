@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ellm_sgl.engine.request_table import entries_array
+from ellm_sgl.latency import StepWork
 from ellm_sgl.memory import PageTable, PoolShape
 from ellm_sgl.sglang import request_views
 from ellm_sgl.sglang.request_views import (
@@ -122,6 +123,30 @@ def test_what_is_not_known_is_none_and_the_rest_finite(server: Server) -> None:
     answer = request_views.describe_requests(server.scheduler)
     assert answer["requests"] == [] and answer["tpot_slo_ms"] is None
     assert all(math.isfinite(value) for value in answer["steps"].values())
+
+
+@pytest.mark.parametrize("lower_first", [False, True])
+def test_priorities_are_told_as_they_came(server: Server, lower_first: bool) -> None:
+    server.scheduler.schedule_low_priority_values_first = lower_first
+    server.scheduler.waiting_queue = [Req("r")]
+    (told,) = server.control("requests").response[1]["requests"]
+    assert told["priority"] == 2
+
+
+def test_what_steps_did_long_ago_is_not_told(server: Server) -> None:
+    log = server.iteration.controller.steps
+    now = [0.0]
+    log._clock = lambda: now[0]
+    mixed = StepWork(3, 60, prefill_rows=32, prefill_pairs=528.0)
+    for work in (StepWork(4, 80), mixed):
+        log.start(work)
+        now[0] += 0.25
+    log.idle()
+    told = request_views.describe_requests(server.scheduler)["steps"]
+    assert (told["tokens_per_s"], told["batch"]) == (7 / 0.5, 3.5)
+    now[0] += 10.0
+    told = request_views.describe_requests(server.scheduler)["steps"]
+    assert told == dict.fromkeys(told, 0.0) | {"total": 2}
 
 
 def test_decisions_are_told_latest_first(server: Server) -> None:

@@ -47,6 +47,7 @@ class Server:
             last_batch=None,
             chunked_req=None,
             waiting_queue=[],
+            schedule_low_priority_values_first=False,
             ipc_channels=SimpleNamespace(send_to_tokenizer=channel),
         )
         limits = ServerLimits(TINY, GPU, 8, math.inf, 4096)
@@ -254,3 +255,39 @@ def test_a_prompt_computed_alone_learns_of_memory_that_others_take(
     for seen in tuple(left):
         ours.decide(nobody)
         assert server.iteration.elastic.room.left_bytes == seen
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (None, "ok"),
+        (0, "rank 1: block 3 is mapped twice"),
+        (1, "rank 1 has {"),
+        (2, "rank 1 has KV in other units than rank 0"),
+    ],
+)
+def test_ranks_are_compared(
+    server: Server, monkeypatch: pytest.MonkeyPatch, entry: int | None, said: str
+) -> None:
+    """Of the other rank: a table that contradicts itself, other counts, or other units."""
+    server.scheduler.ps.tp_size = 2
+    server.scheduler.tp_group = SimpleNamespace(cpu_group=None)
+
+    def gather(ranks: list[Any], mine: tuple[Any, ...], group: Any) -> None:
+        other = list(mine)
+        if entry is not None:
+            free = mine[1] | {"units_free": mine[1]["units_free"] - 1}
+            other[entry] = ("block 3 is mapped twice", free, "another")[entry]
+        ranks[:] = [mine, tuple(other)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert state.integrity(server.scheduler).startswith(said)
+
+
+def test_a_prompt_that_is_computed_in_chunks_is_neither_running_nor_waiting(
+    server: Server,
+) -> None:
+    assert state.describe(server.scheduler)["prefilling"] == 0
+    server.scheduler.chunked_req = object()
+    told = state.describe(server.scheduler)
+    assert (told["running"], told["prefilling"], told["waiting"]) == (0, 1, 0)

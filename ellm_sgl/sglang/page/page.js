@@ -94,6 +94,7 @@ function ofReplica(answer) {
   for (const { replica } of every.slice(select.options.length)) {
     select.append(new Option(`replica ${replica}`, replica));
   }
+  while (select.options.length > every.length) select.lastChild.remove();
   return every[select.selectedIndex] ?? answer;
 }
 

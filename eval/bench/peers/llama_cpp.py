@@ -1,6 +1,6 @@
 """llama.cpp through llama-cpp-python's batch calls, in a process of its own, without HTTP.
 
-    python -m ellm_sgl.eval.bench.peers.llama_cpp FILE.gguf SEQUENCES TOKENS THREADS DTYPE
+    python -m ellm_sgl.eval.bench.peers.llama_cpp FILE.gguf THREADS KV_TYPE
 
 takes lines `{"prompts": [[id, ...], ...], "tokens": n}` and answers each with `Generated` in JSON.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import time
@@ -25,8 +26,10 @@ from ellm_sgl.eval.bench.result import MeasurementError
 PACKAGES = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 BATCH_TOKENS = 2048
 """llama.cpp's own default."""
-CACHE_TYPES = {"float32": 0, "bfloat16": 30}
+CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
 """ggml's numbers."""
+CONTEXT_MULTIPLE = 256
+"""llama.cpp rounds a sequence's context up to these."""
 
 
 def lacking() -> list[str]:
@@ -50,14 +53,11 @@ class LlamaCpp:
 
     Args:
         model: a GGUF file.
-        sequences: prompts at once, at most,
-        tokens: and theirs and their answers' together.
-        dtype: of the KV.
+        kv_type: one of `CACHE_TYPES`.
     """
 
-    def __init__(self, model: Path, sequences: int, tokens: int, threads: int, dtype: str) -> None:
-        numbers = map(str, (sequences, tokens, threads))
-        self._command = [sys.executable, "-m", __name__, str(model), *numbers, dtype]
+    def __init__(self, model: Path, threads: int, kv_type: str) -> None:
+        self._command = [sys.executable, "-m", __name__, str(model), str(threads), kv_type]
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -85,7 +85,7 @@ class LlamaCpp:
 class _Engine:
     """Within that process."""
 
-    def __init__(self, model: str, sequences: int, tokens: int, threads: int, dtype: str) -> None:
+    def __init__(self, model: str, threads: int, kv_type: str) -> None:
         import llama_cpp
 
         self._api: Any = llama_cpp
@@ -93,23 +93,38 @@ class _Engine:
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
         of_model = llama_cpp.llama_model_default_params()
-        found = llama_cpp.llama_model_load_from_file(model.encode(), of_model)
-        if not found:
+        self._model = llama_cpp.llama_model_load_from_file(model.encode(), of_model)
+        if not self._model:
             raise SystemExit(f"llama.cpp does not load {model}")
-        given = llama_cpp.llama_context_default_params()
-        given.n_ctx, given.n_seq_max, given.n_batch = tokens, sequences, BATCH_TOKENS
-        given.n_threads = given.n_threads_batch = threads
-        given.type_k = given.type_v = CACHE_TYPES[dtype]
-        given.kv_unified = True
-        self._context = llama_cpp.llama_init_from_model(found, given)
-        if not self._context:
-            raise SystemExit("llama.cpp makes no context")
-        vocabulary = llama_cpp.llama_model_get_vocab(found)
+        self._threads, self._kv_type = threads, CACHE_TYPES[kv_type]
+        vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         self._logits = llama_cpp.llama_vocab_n_tokens(vocabulary)
-        self._batch = llama_cpp.llama_batch_init(max(BATCH_TOKENS, sequences), 0, 1)
+        self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._context: Any = None
+        self._made_for = 0, 0
+        """Sequences, and tokens of each, that the context has room for."""
+
+    def _make_room(self, sequences: int, tokens: int) -> None:
+        """A context of just that size, empty: each sequence has its own KV, which the library's
+        header advises where none share a prefix, and an equal part of the context."""
+        room = sequences, -(-tokens // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
+        if self._made_for == room:
+            self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+            return
+        if self._context:
+            self._api.llama_free(self._context)
+        given = self._api.llama_context_default_params()
+        given.n_ctx, given.n_seq_max, given.n_batch = math.prod(room), sequences, BATCH_TOKENS
+        given.n_threads = given.n_threads_batch = self._threads
+        given.type_k = given.type_v = self._kv_type
+        given.kv_unified = False
+        self._context = self._api.llama_init_from_model(self._model, given)
+        if not self._context:
+            raise SystemExit(f"llama.cpp makes no context of {room[0]} x {room[1]} tokens")
+        self._made_for = room
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Generated:
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        self._make_room(len(prompts), max(map(len, prompts)) + tokens)
         began = time.perf_counter()
         outputs = [[token] for token in self._prefill(prompts)]
         first = time.perf_counter()
@@ -157,8 +172,8 @@ def _say_errors(level: int, text: bytes, _: ctypes.c_void_p) -> None:
 
 
 def main() -> None:
-    model, sequences, tokens, threads, dtype = sys.argv[1:]
-    engine = _Engine(model, int(sequences), int(tokens), int(threads), dtype)
+    model, threads, kv_type = sys.argv[1:]
+    engine = _Engine(model, int(threads), kv_type)
     for line in sys.stdin:
         print(json.dumps(asdict(engine.generate(**json.loads(line)))), flush=True)
 

@@ -80,8 +80,8 @@ def _busy_loop() -> Iterator[None]:
     core = max(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        time.sleep(0.2)
         try:
+            time.sleep(0.2)
             yield
         finally:
             process.kill()

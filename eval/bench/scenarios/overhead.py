@@ -1,4 +1,5 @@
-"""eLLM off, or with nothing to do, beside stock SGLang; and what the C++ kernels gain."""
+"""eLLM off, or with nothing to do, beside stock SGLang; and what the C++ kernels gain. Each round
+starts the servers anew: two processes of one program differ by more than what is measured."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ class Overhead(Scenario):
     requests: int = option(24, REQUESTS)
     prompt_tokens: int = option(128, TOKENS)
     output_tokens: int = option(96, TOKENS)
+    anew = True
     only: tuple[str, ...] = option(
         (), click.Choice(list(SERVERS)), "Only these.", flag="--server", multiple=True
     )

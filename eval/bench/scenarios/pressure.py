@@ -16,6 +16,7 @@ from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.client.replay import Request
 from ellm_sgl.config.click_types import FACTOR, MILLISECONDS, TOKENS, TOKENS_OR_NONE
 from ellm_sgl.eval.bench import loads
+from ellm_sgl.eval.bench.all_steps import all_steps
 from ellm_sgl.eval.bench.result import Column, Result, Taken
 from ellm_sgl.eval.bench.scenario import Scenario, Setting, option, rounds_option
 
@@ -67,9 +68,10 @@ class Pressure(Scenario):
         """None: the calm is for that, and every step is reported."""
 
     def measure(self, server: ServerProcess, setting: Setting, load: list[Request]) -> Taken:
-        found = loads.figures(loads.replayed(server, load))
+        with all_steps(server) as taken:
+            found = loads.figures(loads.replayed(server, load))
+            steps = [s for s in taken() if s["decode_rows"]]
         state = server.state()
-        steps = [s for s in server.steps() if s["decode_rows"]]
         r = [s["restored_tokens"] / max(s["decode_tokens"], 1) for s in steps]
         b = [int(s["decode_rows"]) for s in steps]
         step_ms = [s["seconds"] * 1e3 for s in steps]

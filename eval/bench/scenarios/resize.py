@@ -72,6 +72,7 @@ class Resize(Scenario):
         (), click.Choice(list(WAYS)), "Only these.", flag="--measure", multiple=True
     )
 
+    anew = True
     columns = (Column("ms", "seconds", "{:,.1f}", 1e3), Told("slowest", "slowest", "{:,.1f}", 1e3),
                Told("step ms", "step_s", "{:.1f}", 1e3),
                Told("longest pause,\nsteps", "pause_steps", "{:.1f}"),
@@ -260,13 +261,14 @@ class Resize(Scenario):
 
     def notes(self, result: Result) -> list[str]:
         """Over all rounds together."""
-        pairs = [ratio for s in result.of("", "never resized") for ratio in s.detail]
+        rounds = [s.figures["of_fixed"] for s in result.of("", "never resized")]
         told = []
-        if pairs:
-            found = Ratio.of(pairs)
+        if rounds:  # two processes of one program differ for as long as they live
+            found = Ratio.of(rounds)
             interval = found.interval or (found.median, found.median)
             told.append(
-                f"never resized, {len(pairs)} pairs: {found.median:.3f} of the tokens/s of fixed "
+                f"never resized, {len(rounds)} pairs of servers, {self.pairs} loads each: "
+                f"{found.median:.3f} of the tokens/s of fixed "
                 f"[{interval[0]:.3f}, {interval[1]:.3f}]"
             )
         for name in self._ways:

@@ -67,6 +67,10 @@ class Watched(Scenario):
             Setting("page open", "eLLM, metrics", value=True),
         ]
 
+    def warm_up(self, name: str, server: ServerProcess) -> None:
+        """All alike, however many settings share a server."""
+        self.measure(server, Setting(name, name), self.load("", self.rounds))
+
     def load(self, cell: str, seed: int) -> loads.Prompts:
         return loads.draw_prompts(seed, self.requests, self.prompt_tokens)
 

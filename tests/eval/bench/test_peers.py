@@ -115,8 +115,10 @@ def test_llama_cpp_generates_what_transformers_does(tmp_path: Path) -> None:
 
     gguf_model.write(DEMO_MODEL, file := tmp_path / "model.gguf", torch.float32)
     prompts = [tuple(b"def main():\n    "), tuple(b"import ")]
-    with LlamaCpp(file, 2, 256, 1, "float32") as engine:
+    with LlamaCpp(file, 1, "float32") as engine:
+        engine.generate([tuple(b"x" * 300)] * 3, 2)  # with another load's context
         found = engine.generate(prompts, 12).outputs
+        assert engine.generate(prompts, 12).outputs == found
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     for prompt, output in zip(prompts, found, strict=True):
         right = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
