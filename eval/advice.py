@@ -125,6 +125,8 @@ def _step(requests: np.ndarray | int, shapes: Shapes, ratio: np.ndarray | float)
         decode_tokens=requests * shapes.mean_tokens,
         restored_tokens=requests * span,
         restored_squares=requests * span**2,
+        swap_tokens=requests * span,
+        recompute_share=0.0,  # the host has all of it
     )
 
 

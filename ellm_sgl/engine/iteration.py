@@ -129,11 +129,19 @@ class Iteration:
         seq_ids: Sequence[int],
         waiting: Sequence[int],
     ) -> None:
-        """From now on `decision` holds, on those who were observed."""
+        """From now on `decision` holds, on those who were observed. Before anybody is admitted
+        those that run come to its ratios: a prompt takes units from nobody, and its blocks that get
+        none are computed again in the step after it."""
         paused_before = self.in_force.pause
         self.in_force = InForce.of(decision, running, seq_ids, waiting)
         self.elastic.room.left_bytes = decision.step_bytes
         self.elastic.totals.pauses += len(self.in_force.pause - paused_before)
+        if decision.admit and any(decision.ratios):
+            with self.elastic.totals.bookkeeping():
+                for paused in (True, False):
+                    those = [s for s, e in zip(seq_ids, running, strict=True)
+                             if (e in self.in_force.pause) == paused]  # fmt: skip
+                    self.bring_to_ratios(those, paused)
 
     def decide_nothing(self) -> None:
         """Nobody runs or waits."""

@@ -167,15 +167,44 @@ class ElasticMemory:
     def make_room_for_step(self, units: int, seq_ids: Sequence[int]) -> bool:
         """`make_room`, and beyond it, as far as possible, for the units that a decode step of
         these requests fetches from the host: a block sent there frees a unit in each of the G
-        groups, and takes one in each of the `slots` in flight while it is fetched."""
+        groups, and takes one in each of the `slots` in flight while it is fetched. And for those
+        that it computes again: once they are on the device they can be sent there, too."""
         if self.table.missing_units == 0 and units <= self.table.free_units:
             return True
-        fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
-        short = units + self.slots * fetched - self.table.free_units
         gain = self.table.shape.num_groups - self.slots
-        if self._has_host and short > 0 and gain > 0:
-            self.make_room(units + self.slots * (fetched + -(-short // gain)))
+        if self._has_host and gain > 0:
+            missing = self.table.missing_blocks(seq_ids)
+            if (fetched := self._fetched_blocks(missing)) < len(missing):
+                self._exchange(seq_ids, self.table.free_units - units - self.slots * fetched)
+                fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
+            if (short := units + self.slots * fetched - self.table.free_units) > 0:
+                self.make_room(units + self.slots * (fetched + -(-short // gain)))
         return self.make_room(units)
+
+    def _exchange(self, seq_ids: Sequence[int], spare: int) -> None:
+        """What the host has not is computed again in every step. Send other blocks of the same
+        requests there, as far as it has room: into their units comes what this step computes.
+
+        Args:
+            spare: units that are free for what comes back anyway.
+        """
+        table, groups = self.table, self.table.shape.num_groups
+        # What is sent is fetched by the same step, for which more may have to be sent.
+        room, spare = self._host_blocks() * (groups - self.slots) // groups, max(spare // groups, 0)
+        leaving: list[IntArray] = []
+        excess = self._excess_blocks(seq_ids).tolist()
+        for seq_id, beyond in zip(seq_ids, excess, strict=True):
+            if room == 0:
+                break
+            lost = int(np.count_nonzero(table.lost(table.missing_of_each([seq_id]))))
+            coming = min(lost, beyond, spare)
+            spare -= coming
+            if (count := min(lost - coming, room)) > 0:
+                blocks = self._evictor.evictable(seq_id, shared=False)
+                leaving.append(blocks[~table.misses_units(blocks)][:count])
+                room -= len(leaving[-1])
+        if leaving:
+            self._evictor.blocks(np.concatenate(leaving))
 
     def allocate(self, count: int, evict: bool = True) -> IntArray:
         """So many new blocks, with units as far as room can be made: see `place_new`.
@@ -233,13 +262,17 @@ class ElasticMemory:
             self._evictor.blocks(np.concatenate(leaving))
 
     def comes_back(self, seq_ids: Sequence[int]) -> bool:
-        """Whether any of these requests misses more than its target."""
-        return bool(self._excess_blocks(seq_ids).any())
+        """Whether any of these requests misses more than its target, or what the host does not have
+        and could."""
+        if self._excess_blocks(seq_ids).any():
+            return True
+        missing = self.table.missing_blocks(seq_ids)
+        return self._host_blocks() > 0 and self._fetched_blocks(missing) < len(missing)
 
     def restore(self, seq_ids: Sequence[int], missing: IntArray) -> list[int]:
-        """Place missing blocks that the coming step recomputes anyway, newest first, as far as
-        units are free beyond the growth of the step and the next ones (`GROWING`). Cached
-        prefixes that nobody uses make way.
+        """Place missing blocks that the coming step recomputes anyway, those that it fetches last,
+        newest first, as far as units are free beyond the growth of the step and the next ones
+        (`GROWING`). Cached prefixes that nobody uses make way.
 
         The caller must write the recomputed KV of these blocks in this step.
 
@@ -251,17 +284,26 @@ class ElasticMemory:
         """
         if not len(missing):
             return []
-        groups = self.table.shape.num_groups
+        groups, before = self.table.shape.num_groups, self.table.used_units
         excess = self._excess_blocks(seq_ids)
         wanted = int(excess.sum()) * groups
-        # Besides growth, room for what this step fetches; less by what is placed for good.
-        growth = (-(-len(seq_ids) // GROWING) + self.under_way.coming) * groups
-        growth += self.slots * self._fetched_blocks(missing)
-        less = self.slots if self._has_host and groups > self.slots else 0
-        self.reclaim_prefixes(growth + wanted)
+        staged = self.slots * (fetches := self._fetched_blocks(missing))
+        coming, margin = self.under_way.coming * groups, -(-len(seq_ids) // GROWING) * groups
+        self.reclaim_prefixes(coming + margin + staged + wanted)
+        returning = np.array(seq_ids)[excess > 0].tolist()
         restored: list[int] = []
-        before = self.table.used_units
-        for seq_id in np.array(seq_ids)[excess > 0].tolist():
+        if self._has_host and fetches < len(missing):
+            # Growth may send these to the host; while they are nowhere, each step computes them.
+            for seq_id in returning:
+                lacking = self.table.missing_of_each([seq_id])[::-1]
+                most = min(len(lacking) - self._target_blocks(seq_id),
+                           (self.table.free_units - coming - staged) // groups)  # fmt: skip
+                if most > 0:
+                    restored += self.table.place(lacking[self.table.lost(lacking)][:most]).tolist()
+        # Besides growth, room for what this step fetches; less by what is placed for good.
+        growth = coming + margin + staged
+        less = self.slots if self._has_host and groups > self.slots else 0
+        for seq_id in returning:
             if (spare := self.table.free_units - growth) < groups - less:
                 break
             # Anew: blocks may have returned for another request that shares them.
@@ -337,6 +379,11 @@ class ElasticMemory:
             return int(np.maximum(wanted - targets, 0).sum())
 
         return yields
+
+    def _host_blocks(self) -> int:
+        """Of how many blocks the host can take copies."""
+        host, groups = self.table.host, self.table.shape.num_groups
+        return host.spare_units(self.table.units) // (groups - host.hidden_groups or 1)
 
     def _fetched_blocks(self, missing: IntArray) -> int:
         """How many of these missing blocks a step can fetch from the host."""

@@ -79,6 +79,17 @@ class HostTier:
     def free_units(self) -> int:
         return len(self._free) + len(self._slots) * self.hidden_groups
 
+    def spare_units(self, device: IntArray) -> int:
+        """Units for KV: free ones, and those of copies of what is on the device, too.
+
+        Args:
+            device: the page table's `units`.
+        """
+        suspects = np.flatnonzero(self._suspects)
+        both = self._duplicates(suspects, device)
+        self._suspects[suspects[~both.any(axis=1)]] = False
+        return len(self._free) + int(np.count_nonzero(both))
+
     # -- KV ---------------------------------------------------------------------------------
 
     def keep(self, blocks: IntArray, groups: IntArray, device: IntArray) -> IntArray:

@@ -121,7 +121,10 @@ def restorable(
 
     def seconds(share: float) -> float:
         n = share * tokens
-        work = StepWork(requests, requests * tokens, requests * n, requests * n * n)
+        whole = requests * n, requests * n * n
+        work = StepWork(
+            requests, requests * tokens, *whole, swap_tokens=requests * n, recompute_share=0.0
+        )
         return float(device.step_seconds(work))
 
     return Restorable(requests, _share_within(seconds, slo_s), seconds(ratio))

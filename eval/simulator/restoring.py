@@ -27,9 +27,9 @@ class RestoringModel(LatencyModel):
     """Steps as another model predicts them, their spans restored in a given way.
 
     It is the device of a simulation, and what policies are shown: a policy that plans to
-    restore sees what restoring them costs here. Fixed: it never learns. Of work that says that
-    something is fetched (`swap_tokens`), `recompute_share` is what host memory has not: at least
-    that is computed again.
+    restore sees what restoring them costs here. Fixed: it never learns. Of what a step restores,
+    `swap_tokens` and `recompute_share` say what host memory has not: at least that is computed
+    again.
 
     Args:
         inner: predicts steps in which what is missing is recomputed in all layers.
@@ -94,7 +94,8 @@ class RestoringModel(LatencyModel):
     def _limited(self, shares: Quantity, work: StepWork) -> Quantity:
         """Shares, but that what the host cannot hold, or has not, is recomputed."""
         beyond = 1 - self._host_tokens / larger(work.restored_tokens, 1)
-        return larger(larger(shares, beyond), (work.swap_tokens > 0) * work.recompute_share)
+        lost = np.where(np.asarray(work.swap_tokens) > 0, work.recompute_share, 1.0)
+        return larger(larger(shares, beyond), lost)
 
     def _compute_seconds(self, work: StepWork, shares: Quantity) -> FloatArray:
         span = {

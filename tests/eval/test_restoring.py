@@ -34,8 +34,12 @@ def model(restore: str, host: int | None = None, paper: bool = False, **how: Any
 
 
 def work(span: float, requests: int = 20, tokens: int = 900) -> StepWork:
+    """The host has all that it restores."""
     n = span * tokens
-    return StepWork(requests, float(requests * tokens), requests * n, requests * n * n)
+    return StepWork(
+        requests, float(requests * tokens), requests * n, requests * n * n,
+        swap_tokens=requests * n, recompute_share=0.0,
+    )  # fmt: skip
 
 
 def test_the_papers_six_configurations_and_either_way_alone():
@@ -47,7 +51,8 @@ def test_recomputing_alone_is_the_inner_model(paper):
     inner = (PaperLatencyModel if paper else RooflineLatencyModel)(L4.shape, L4.profile)
     for span in (0.0, 0.1, 0.7):
         seconds = model("recompute", paper=paper).step_seconds(work(span))
-        assert seconds == pytest.approx(inner.step_seconds(work(span)))
+        whole = dataclasses.replace(work(span), swap_tokens=0, recompute_share=1.0)
+        assert seconds == pytest.approx(inner.step_seconds(whole))
 
 
 def test_both_are_never_worse_than_either():
@@ -127,7 +132,10 @@ def test_separate_passes_read_the_weights_twice():
 def test_many_candidates_at_once_are_each_alone_and_never_fall(restore):
     spans = np.linspace(0, 0.95, 20)
     n = spans * 900
-    together = model(restore, host=9000).step_seconds(StepWork(20, 18_000.0, 20 * n, 20 * n * n))
+    many = StepWork(
+        20, 18_000.0, 20 * n, 20 * n * n, swap_tokens=20 * n, recompute_share=0.0 * n
+    )
+    together = model(restore, host=9000).step_seconds(many)
     alone = [float(model(restore, host=9000).step_seconds(work(s))) for s in spans]
     np.testing.assert_allclose(together, alone)
     assert (np.diff(together) >= -1e-12).all()
