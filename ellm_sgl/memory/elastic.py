@@ -173,20 +173,24 @@ class ElasticMemory:
             return True
         gain = self.table.shape.num_groups - self.slots
         if self._has_host and gain > 0:
-            missing = self.table.missing_blocks(seq_ids)
+            missing, placed = self.table.missing_blocks(seq_ids), units
             if (fetched := self._fetched_blocks(missing)) < len(missing):
-                self._exchange(seq_ids, self.table.free_units - units - self.slots * fetched)
+                spare = self.table.free_units - units - self.slots * fetched
+                placed += self._exchange(seq_ids, spare) * self.table.shape.num_groups
                 fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
-            if (short := units + self.slots * fetched - self.table.free_units) > 0:
-                self.make_room(units + self.slots * (fetched + -(-short // gain)))
+            if (short := placed + self.slots * fetched - self.table.free_units) > 0:
+                self.make_room(placed + self.slots * (fetched + -(-short // gain)))
         return self.make_room(units)
 
-    def _exchange(self, seq_ids: Sequence[int], spare: int) -> None:
+    def _exchange(self, seq_ids: Sequence[int], spare: int) -> int:
         """What the host has not is computed again in every step. Send other blocks of the same
         requests there, as far as it has room: into their units comes what this step computes.
 
         Args:
             spare: units that are free for what comes back anyway.
+
+        Returns:
+            Blocks sent.
         """
         table, groups = self.table, self.table.shape.num_groups
         # What is sent is fetched by the same step, for which more may have to be sent.
@@ -205,6 +209,7 @@ class ElasticMemory:
                 room -= len(leaving[-1])
         if leaving:
             self._evictor.blocks(np.concatenate(leaving))
+        return sum(map(len, leaving))
 
     def allocate(self, count: int, evict: bool = True) -> IntArray:
         """So many new blocks, with units as far as room can be made: see `place_new`.
@@ -287,34 +292,38 @@ class ElasticMemory:
         groups, before = self.table.shape.num_groups, self.table.used_units
         excess = self._excess_blocks(seq_ids)
         wanted = int(excess.sum()) * groups
-        staged = self.slots * (fetches := self._fetched_blocks(missing))
-        coming, margin = self.under_way.coming * groups, -(-len(seq_ids) // GROWING) * groups
-        self.reclaim_prefixes(coming + margin + staged + wanted)
+        # Besides growth, room for what this step fetches; less by what is placed for good.
+        staged = self.slots * (fetched := self._fetched_blocks(missing))
+        staged += self.under_way.coming * groups
+        margin = -(-len(seq_ids) // GROWING) * groups
+        self.reclaim_prefixes(staged + margin + wanted)
         returning = np.array(seq_ids)[excess > 0].tolist()
         restored: list[int] = []
-        if self._has_host and fetches < len(missing):
+        if self._has_host and fetched < len(missing):
             # Growth may send these to the host; while they are nowhere, each step computes them.
             for seq_id in returning:
-                lacking = self.table.missing_of_each([seq_id])[::-1]
-                most = min(len(lacking) - self._target_blocks(seq_id),
-                           (self.table.free_units - coming - staged) // groups)  # fmt: skip
-                if most > 0:
-                    restored += self.table.place(lacking[self.table.lost(lacking)][:most]).tolist()
-        # Besides growth, room for what this step fetches; less by what is placed for good.
-        growth = coming + margin + staged
+                spare = self.table.free_units - staged
+                lost, _ = self._coming_back(seq_id)
+                restored += self.table.place(lost[: max(spare, 0) // groups]).tolist()
         less = self.slots if self._has_host and groups > self.slots else 0
         for seq_id in returning:
-            if (spare := self.table.free_units - growth) < groups - less:
+            if (spare := self.table.free_units - staged - margin) < groups - less:
                 break
-            # Anew: blocks may have returned for another request that shares them.
-            lacking = self.table.missing_of_each([seq_id])[::-1]
-            own = lacking[: max(len(lacking) - self._target_blocks(seq_id), 0)]
-            fetched = ~self.table.lost(own)
-            fits = (groups - less * fetched).cumsum().searchsorted(spare, side="right")
-            growth -= less * int(fetched[:fits].sum())
-            restored += self.table.place(own[:fits]).tolist()
+            _, own = self._coming_back(seq_id)
+            placed = self.table.place(own[: spare // (groups - less)])
+            staged -= less * len(placed)
+            restored += placed.tolist()
         self.totals.restored_units += self.table.used_units - before
         return restored
+
+    def _coming_back(self, seq_id: int) -> tuple[IntArray, IntArray]:
+        """Blocks that a request misses beyond its target, newest first: those that the host has not
+        either (none, where there is no host), and the others. Anew each time: blocks may have
+        returned for another request that shares them."""
+        lacking = self.table.missing_of_each([seq_id])[::-1]
+        most = max(len(lacking) - self._target_blocks(seq_id), 0)
+        lost = self.table.lost(lacking) if self._has_host else np.zeros(len(lacking), np.bool_)
+        return lacking[lost][:most], lacking[~lost][:most]
 
     def fetch_ahead(
         self, seq_ids: Sequence[int], growth_blocks: int, most_units: int

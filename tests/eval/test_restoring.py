@@ -132,9 +132,7 @@ def test_separate_passes_read_the_weights_twice():
 def test_many_candidates_at_once_are_each_alone_and_never_fall(restore):
     spans = np.linspace(0, 0.95, 20)
     n = spans * 900
-    many = StepWork(
-        20, 18_000.0, 20 * n, 20 * n * n, swap_tokens=20 * n, recompute_share=0.0 * n
-    )
+    many = StepWork(20, 18_000.0, 20 * n, 20 * n * n, swap_tokens=20 * n, recompute_share=0.0 * n)
     together = model(restore, host=9000).step_seconds(many)
     alone = [float(model(restore, host=9000).step_seconds(work(s))) for s in spans]
     np.testing.assert_allclose(together, alone)

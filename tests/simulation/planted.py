@@ -328,9 +328,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "room to fetch to is given to what is computed again",
         f"{_ELASTIC}.restore",
-        "(groups - less * fetched)",
-        "(groups - less * np.ones_like(fetched))",
-        first=87,
+        "spare = self.table.free_units - staged\n",
+        "spare = self.table.free_units\n",
     ),
     Fault(
         "hidden states are kept of blocks whose first tokens were not captured",
