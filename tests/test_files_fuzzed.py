@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,9 @@ TOML = TABLES.map(
 )
 
 DEVICE = ("name", "memory_bytes", "flops", "bytes_per_s", "link_bytes_per_s", "link_latency_s")
+GOOD_DEVICE = json.dumps(
+    {name: 1e12 for name in DEVICE[1:5]} | {"name": "made up", "link_latency_s": 1e-5}
+).encode()
 MODEL = ("num_attention_heads", "hidden_size", "num_hidden_layers", "num_key_value_heads",
          "head_dim", "intermediate_size", "vocab_size", "num_experts", "text_config",
          "torch_dtype", "moe_intermediate_size")  # fmt: skip
@@ -159,6 +163,29 @@ def test_what_is_nested_too_deeply_or_too_long_is_one_error(
     assert str(path) in str(told.value)
 
 
+TIMES = st.datetimes(datetime(2023, 11, 16), datetime(2023, 11, 17)).map(str)
+COUNTS = st.one_of(st.integers(1, 5000), st.sampled_from([1, LONGEST_TOKENS]))
+
+
+@ONE_FILE
+@given(st.lists(st.tuples(TIMES, COUNTS, COUNTS), min_size=1, max_size=20), st.booleans())
+def test_a_trace_is_read_if_it_is_in_the_order_of_its_times(
+    tmp_path: Path, rows: list[tuple[str, int, int]], in_order: bool
+) -> None:
+    path = tmp_path / "trace.csv"
+    written = [",".join(map(str, row)) for row in (sorted(rows) if in_order else rows)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *written]))
+    times = [row.partition(",")[0] for row in written]
+    if times != sorted(times):
+        with pytest.raises(TraceError, match="is before the line above; sort it"):
+            read_azure(path)
+        return
+    trace = read_azure(path)
+    assert trace.at_s[0] == 0 and (trace.at_s[1:] >= trace.at_s[:-1]).all()
+    read = zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    assert sorted(read) == sorted((prompt, output) for _, prompt, output in rows)
+
+
 @ONE_FILE
 @given(lines(("TIMESTAMP", "ContextTokens", "GeneratedTokens")))
 @example(b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,7,5\n")
@@ -176,6 +203,8 @@ def test_what_is_read_of_a_trace_makes_sense(tmp_path: Path, content: bytes) -> 
 
 @ONE_FILE
 @given(json_of(*DEVICE))
+@example(GOOD_DEVICE)
+@example(GOOD_DEVICE.replace(b"1000000000000.0", b"1e999", 1))
 @example(json.dumps(dict.fromkeys(DEVICE[1:5], 1e12) | {"name": [1]}).encode())
 def test_a_device_that_is_read_has_a_name_and_finite_numbers(
     tmp_path: Path, content: bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class StepLog:
         self._clock = clock
         self._ended_busy_s = 0.0
         """Of the steps that have ended."""
-        self._started: tuple[StepWork, float, float, int] | None = None
+        self._started: tuple[StepWork, float, float, float, int] | None = None
         self._stall_s = 0.0
         self._phase_changes = PhaseChanges()
 
@@ -81,8 +82,16 @@ class StepLog:
         self._finish(now)
         if phase_changes := self._phase_changes.of(bool(work.prefill_rows)):
             work = dataclasses.replace(work, phase_changes=phase_changes)
-        predicted = float(self.model.step_seconds(work))
-        self._started = (work, now, predicted, steps)
+        foreseen = self._foreseen_s(work)
+        predicted = float(self.model.step_seconds(work))  # last: it is the next to be observed
+        self._started = (work, now, predicted, min(foreseen, predicted), steps)
+
+    def _foreseen_s(self, work: StepWork) -> float:
+        """What the step would take if the host had all that it restores, as policies expect of what
+        will be evicted; inf where nothing comes from there."""
+        if not work.swap_tokens:
+            return math.inf
+        return float(self.model.step_seconds(dataclasses.replace(work, recompute_share=0.0)))
 
     def stalled(self, seconds: float) -> None:
         """The step in flight has waited so long for a transfer."""
@@ -95,14 +104,14 @@ class StepLog:
     def _finish(self, now: float) -> None:
         if self._started is None:
             return
-        work, began, predicted, steps = self._started
+        work, began, predicted, foreseen, steps = self._started
         report = StepReport(work, (now - began) / steps, predicted, self._stall_s / steps, now)
         self._started, self._stall_s = None, 0.0
         self._ended_busy_s += now - began
         self.reports.append(report)
         if work.decode_rows and not work.prefill_rows:
             self.last_decode = report
-        self.pace.note(work, now - began, predicted, steps)
+        self.pace.note(work, now - began, foreseen, steps)
         self.steps += steps
         # Waiting for the link says nothing about how long reading and computing take.
         self.model.observe(work, report.computing_s)

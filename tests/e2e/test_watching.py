@@ -1,4 +1,7 @@
-"""A server under load, as it is watched: Prometheus, Grafana, whoever opens its page."""
+"""A server under load, as it is watched: Prometheus, Grafana, whoever opens its page.
+
+Over 400 lines: all share one server under load, and one browser.
+"""
 
 from __future__ import annotations
 
@@ -381,15 +384,32 @@ def test_the_keyboard_reaches_and_changes_everything(
     opened.wait("return document.getElementById('policy-name').textContent === 'stock'")
 
 
-def test_a_page_that_is_held_asks_for_nothing(opened: Browser) -> None:
-    opened.run("document.getElementById('hold').click()")
+HIDDEN = (
+    "Object.defineProperty(document, 'hidden', {value: %s, configurable: true});"
+    "document.dispatchEvent(new Event('visibilitychange'))"
+)
+
+
+@pytest.mark.parametrize(
+    ("stop", "go_on"),
+    [
+        ("document.getElementById('hold').click()",) * 2,
+        (HIDDEN % "true", HIDDEN % "false"),
+    ],
+    ids=["held", "in a hidden tab"],
+)
+def test_a_page_that_nobody_looks_at_asks_for_nothing(
+    opened: Browser, stop: str, go_on: str
+) -> None:
+    opened.run(stop)
     deadline = time.monotonic() + 60
     while opened.requested():  # what was under way
         assert time.monotonic() < deadline
         time.sleep(1.5)
     time.sleep(2.5)
     assert opened.requested() == []
-    opened.run("document.getElementById('hold').click()")
+    opened.run(go_on)
+    opened.wait("return performance.getEntriesByType('resource').length > 0")
     opened.wait("return document.getElementById('link').dataset.state === 'live'")
 
 

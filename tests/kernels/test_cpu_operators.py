@@ -108,6 +108,18 @@ def test_turns_are_pytorchs_to_the_bit(
     assert torch.equal(v, before)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_positions_of_a_long_context_are_turned_as_their_own(dtype: torch.dtype) -> None:
+    """No position stands for another that is 2^13 or 2^16 before it."""
+    torch.manual_seed(0)
+    cosines = torch.randn((1 << 20) + 1, 8).to(dtype)
+    positions = torch.tensor([0, 8191, 8192, 65_535, 65_536, 200_001, 1 << 20])
+    q, k = torch.randn(len(positions), 16).to(dtype), torch.randn(len(positions), 8).to(dtype)
+    expected = [rope_in_operators(positions, x, 8, cosines) for x in (q, k)]
+    assert rotate(positions, q, k, 8, cosines)
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
+
+
 @each_isa
 @given(
     rows=st.integers(1, 12),

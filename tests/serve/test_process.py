@@ -173,3 +173,14 @@ def test_servers_that_were_stopped_hold_no_files() -> None:
     for _ in range(5):
         ServerProcess(()).stop()
     assert held() == before
+
+
+def test_a_client_that_goes_is_noticed_within_a_second_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang looks every four seconds by itself."""
+    name = "SGLANG_REQUEST_STATE_WAIT_TIMEOUT"
+    monkeypatch.delenv(name, raising=False)
+    assert environment_with({})[name] == "1"
+    monkeypatch.setenv(name, "3")
+    assert environment_with({})[name] == "3"

@@ -332,6 +332,12 @@ FAULTS: tuple[Fault, ...] = (
         "spare = self.table.free_units\n",
     ),
     Fault(
+        "each rank asks its own memory",
+        "ellm_sgl.sglang.scheduler:EllmScheduler._of_rank_0",
+        "if adapter().ranks(self.scheduler).tp_size == 1:",
+        "if True:",
+    ),
+    Fault(
         "hidden states are kept of blocks whose first tokens were not captured",
         f"{_HIDDEN}:plan_capture",
         "host.begin_hidden(np.unique(blocks[offsets == 0]))",

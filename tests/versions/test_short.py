@@ -179,3 +179,18 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     answer = httpx.post(f"{server.url}/generate", json=body, timeout=60)
     assert answer.status_code == 400 and told in answer.text
+
+
+def test_a_turn_of_a_session_may_bring_no_tokens(server: ServerProcess) -> None:
+    """It asks for another answer to what was said before, as stock SGLang takes it."""
+    session = httpx.post(
+        f"{server.url}/open_session", json={"capacity_of_str_len": 10_000}, timeout=60
+    ).json()
+    asked: dict[str, Any] = {"session_params": {"id": session}}
+    [first] = ask(server.url, [greedy(PROMPT, 24) | asked])
+    of = {"id": session, "rid": first["meta_info"]["id"], "drop_previous_output": True}
+    [again] = ask(server.url, [greedy([], 24) | {"session_params": of}])
+    assert again["output_ids"] == first["output_ids"]
+    answer = httpx.post(f"{server.url}/generate", json=greedy([], 4), timeout=60)
+    assert answer.status_code == 400 and "an empty list of prompts" in answer.text
+    httpx.post(f"{server.url}/close_session", json={"session_id": session}, timeout=60)
