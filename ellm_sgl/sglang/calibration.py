@@ -48,8 +48,8 @@ _RESTORE_S = 2e-3
 """The same, in a step that restores anything: room is made, the step planned and its transfers
 started, and every layer waits for its own. Steps of 14 to 16 requests got 2.5 to 3.5 ms longer with
 their first 500 tokens; the online fit came to 0.8 to 2 ms of these, and gave the rest to others."""
-_FETCH_SHARE = 3.0
-"""Where the processor copies: 0.55 µs per token of the demo model, whose KV is 4 KB, beside 0.2 µs
+_FETCH_SHARE = 1.6
+"""Where the processor copies: 0.55 µs per token of the demo model, whose KV is 4 KB, beside 0.35 µs
 for the copying itself. Calibration fetches nothing; the online fit corrects this."""
 _DEVICE_FETCH_SHARE = 0.5
 """On a CUDA device what is fetched beside a step takes memory from it, and 32 programs."""

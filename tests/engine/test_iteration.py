@@ -137,6 +137,26 @@ def test_a_decision_on_positions_is_in_force_on_requests() -> None:
     assert server.iteration.elastic.totals.pauses == 1
 
 
+@pytest.mark.parametrize("admits", [False, True])
+def test_those_that_run_make_way_before_a_prompt_is_admitted(admits: bool) -> None:
+    """By the ratios of the decision that admits it; otherwise when they decode next."""
+    server = Server(3)
+    waiting = server.arrive()
+    decision = dataclasses.replace(
+        KEEP_ALL,
+        admit=(0,) if admits else (),
+        admitted_ratios=(0.5,) if admits else (),
+        ratios=(0.5, 0.5, 0.0),
+        pause=frozenset({1}),
+    )
+    server.put_in_force(decision, (waiting,))
+    missing = server.table.uncached_tokens(server.seq_ids).tolist()
+    assert missing == ([4, 4, 0] if admits else [0, 0, 0])
+    server.iteration.bring_to_ratios([70, 72])
+    server.iteration.bring_to_ratios([71], paused=True)
+    assert server.table.uncached_tokens(server.seq_ids).tolist() == [4, 4, 0]
+
+
 def test_before_the_first_decision_all_is_fetched() -> None:
     assert Server().iteration.in_force.split == FETCH_ALL
     assert (FETCH_ALL.recompute_share, FETCH_ALL.delta_share) == (0.0, 0.5)

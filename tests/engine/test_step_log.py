@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from ellm_sgl.engine import StepLog
+from ellm_sgl.engine.pace import WINDOW_STEPS
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 
@@ -130,3 +132,28 @@ def test_what_happened_of_late_ends_where_nothing_ran() -> None:
     log.idle()  # at 95.0
     assert [r.ended_s for r in log.recent(1.0)] == [95.0]  # at 95.5
     assert log.recent(1.0) == []  # at 97.0
+
+
+class Fetching(LatencyModel):
+    """A step takes 10 ms, and what it computes again 1 ms a token; learns nothing."""
+
+    def step_seconds(self, work: StepWork) -> FloatArray:
+        share = work.recompute_share if work.swap_tokens else 1.0
+        return np.asarray(0.010 + 0.001 * share * work.restored_tokens, np.float64)
+
+    def observe(self, work: StepWork, seconds: float) -> None: ...
+
+
+@pytest.mark.parametrize(("from_host", "pace"), [(False, 1.0), (True, 1.1)])
+def test_pace_counts_what_had_to_be_computed_again(from_host: bool, pace: float) -> None:
+    """Policies expect to fetch what is evicted. Where the host has no room for it, steps take
+    longer than that; without a host they expect them to."""
+    now = [0.0]
+    log = StepLog(Fetching(), lambda: now[0])
+    work = StepWork(2, 20, restored_tokens=10, swap_tokens=10 * from_host, recompute_share=0.1)
+    for _ in range(3 * WINDOW_STEPS):
+        log.start(work)
+        now[0] += float(log.model.step_seconds(work))
+    log.idle()
+    assert log.pace.ratio == pytest.approx(pace)
+    assert [r.predicted_s for r in log.reports] == pytest.approx([r.seconds for r in log.reports])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from ellm_sgl.client.process import DEMO_MODEL
@@ -17,9 +18,11 @@ from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.tiny_models import TINY_MODELS, write
 from ellm_sgl.latency import HardwareProfile, ModelShape, RooflineLatencyModel, StepWork
 from ellm_sgl.latency.fit import fit_profile
+from ellm_sgl.memory import KVPool, PoolShape
 from ellm_sgl.sglang import calibration
 from ellm_sgl.sglang.calibration import shape_of, with_scheduling
 from ellm_sgl.sglang.mixes import FEW_ROWS, MEASURED_BYTES, MIXES, Mix
+from ellm_sgl.sglang.synthetic_steps import SyntheticSteps
 
 
 def matrix_weights(folder: Path) -> int:
@@ -162,3 +165,33 @@ def test_memory_of_steps_is_measured_with_sglangs_layers(monkeypatch: pytest.Mon
     more = calibration.measured_bytes(ours, steps, MEASURED_BYTES)
     assert len(more) == len(few) + len(MEASURED_BYTES) and more[: len(few)] == few
     assert aside == [False]
+
+
+@pytest.mark.parametrize("block", [1, 16, 24, 64, 256, 1024])
+def test_made_up_steps_restore_what_their_work_says(block: int) -> None:
+    """In whole blocks, of any size: what is claimed to be restored is recomputed."""
+    shape = PoolShape(num_layers=2, layer_group=1, block_tokens=block)
+    ours: Any = SimpleNamespace(
+        executor=None,
+        pool=KVPool(shape, 1, 1, 4, torch.float32, "cpu"),
+        memory=None,
+        table=SimpleNamespace(committed_units=1 << 20),
+    )
+    runner: Any = SimpleNamespace(model_config=SimpleNamespace(context_len=8192))
+    steps = SyntheticSteps(runner, ours)
+    fitting = steps.that_fit(MIXES)
+    restoring = [mix for mix in fitting if mix.uncached]
+    assert bool(restoring) == (block < 1024) and len(set(fitting)) == len(fitting)
+    for mix in fitting:
+        plan = steps._plan(*steps._requests(mix))
+        assert plan.new_rows + plan.recomputed_rows == mix.rows, mix
+        assert mix.work.restored_tokens == plan.recomputed_rows
+
+
+def test_the_link_is_copied_over_as_kv_is_fetched() -> None:
+    """Unit by unit, by one thread, and all of it."""
+    host, buffer = torch.arange(16.0 * 4096), torch.zeros(16 * 4096)
+    calibration._transfer(host, buffer)()
+    units = buffer.reshape(16, -1)
+    assert not torch.equal(buffer, host), "wherever they are"
+    assert torch.equal(units[units[:, 0].argsort()], host.reshape(16, -1))

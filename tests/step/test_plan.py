@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from ellm_sgl.kernels.layout import RowRange
 from ellm_sgl.memory import NONE, PageTable, PoolShape
 from ellm_sgl.memory.page_table import RESERVED
-from ellm_sgl.step import NewTokens, StepPlan, plan_step
+from ellm_sgl.step import NewTokens, StepPlan, plan_step, planned_work
 from tests.steps import Step, recomputing, rows_of, steps
 
 
@@ -197,3 +198,18 @@ def test_new_rows_count_as_stored_only_if_all_their_blocks_have_units(lost: int)
     new = NewTokens(0, 4, 8)
     plan = plan_step(table, [new], recomputing(table, blocks), lambda _, a, b: np.arange(a, b))
     assert plan.groups[0].requests[0].unstored_new == (lost == 3)
+
+
+@given(step=steps(), share=st.floats(0, 1))
+def test_the_work_of_a_mixed_step_is_that_of_its_prompts_and_of_those_that_decode(
+    step: Step, share: float
+) -> None:
+    """The first requests compute prompts."""
+    prompts = round(share * len(step.requests))
+    work = planned_work(step.plan(), prompts)
+    first, others = step.requests[:prompts], step.requests[prompts:]
+    positions = [p for new in first for p in range(new.start, new.end)]
+    assert work.prefill_rows == len(positions)
+    assert work.prefill_pairs == sum(p + 1 for p in positions)
+    assert work.decode_rows == len(others)
+    assert work.decode_tokens == sum(new.end for new in others)

@@ -132,7 +132,7 @@ class Part(Regret):
     [
         *(pytest.param((cell,), 1, id="-".join(map(str, cell))) for cell in PAPER),
         pytest.param(CLOSE, 3, id="close"),
-        pytest.param(DEMO, 3, id="demo"),
+        pytest.param(DEMO, 7, id="demo"),
     ],
 )
 def test_a_part_of_the_grid_keeps_its_floor(cells: tuple[Cell, ...], seeds: int) -> None:
