@@ -323,19 +323,21 @@ FAULTS: tuple[Fault, ...] = (
         f"{_ELASTIC}.fits_one_step",
         "self.table.free_units - units",
         "self.table.free_units",
-        first=66,
+        first=113,
     ),
     Fault(
         "room to fetch to is given to what is computed again",
         f"{_ELASTIC}.restore",
         "spare = self.table.free_units - staged\n",
         "spare = self.table.free_units\n",
+        first=87,
     ),
     Fault(
         "each rank asks its own memory",
         "ellm_sgl.sglang.scheduler:EllmScheduler._of_rank_0",
         "if adapter().ranks(self.scheduler).tp_size == 1:",
         "if True:",
+        first=113,
     ),
     Fault(
         "hidden states are kept of blocks whose first tokens were not captured",
