@@ -289,7 +289,7 @@ class ElasticMemory:
         """
         if not len(missing):
             return []
-        groups, before = self.table.shape.num_groups, self.table.used_units
+        groups = self.table.shape.num_groups
         excess = self._excess_blocks(seq_ids)
         wanted = int(excess.sum()) * groups
         # Besides growth, room for what this step fetches; less by what is placed for good.
@@ -297,6 +297,7 @@ class ElasticMemory:
         staged += self.under_way.coming * groups
         margin = -(-len(seq_ids) // GROWING) * groups
         self.reclaim_prefixes(staged + margin + wanted)
+        before = self.table.used_units
         returning = np.array(seq_ids)[excess > 0].tolist()
         restored: list[int] = []
         if self._has_host and fetched < len(missing):

@@ -102,3 +102,14 @@ def test_what_the_host_has_comes_back_after_what_is_nowhere() -> None:
     restored = scene.restore([1])
     assert sorted(restored)[:2] == blocks[:2] and lost(scene, 1) == []
     assert (scene.table.units[blocks[2]] == NONE).any()
+
+
+def test_what_is_reclaimed_for_what_comes_back_is_no_less_restored() -> None:
+    scene, _ = scene_of(room=12, host_blocks=10)
+    scene.cache_prefix(blocks=3)
+    blocks = scene.request(1, 9 * BLOCK - 1)
+    scene.evict(blocks[:2])
+    scene.request(2, 2 * BLOCK - 1)
+    assert scene.table.free_units == 0
+    assert sorted(scene.restore([1])) == blocks[:2] and len(scene.tree) < 3
+    assert scene.elastic.totals.restored_units == 2 * GROUPS
