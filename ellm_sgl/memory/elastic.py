@@ -176,8 +176,9 @@ class ElasticMemory:
             missing, placed = self.table.missing_blocks(seq_ids), units
             if (fetched := self._fetched_blocks(missing)) < len(missing):
                 spare = self.table.free_units - units - self.slots * fetched
-                placed += self._exchange(seq_ids, spare) * self.table.shape.num_groups
-                fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
+                if sent := self._exchange(seq_ids, spare):
+                    placed += sent * self.table.shape.num_groups
+                    fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
             if (short := placed + self.slots * fetched - self.table.free_units) > 0:
                 self.make_room(placed + self.slots * (fetched + -(-short // gain)))
         return self.make_room(units)
@@ -291,12 +292,11 @@ class ElasticMemory:
             return []
         groups = self.table.shape.num_groups
         excess = self._excess_blocks(seq_ids)
-        wanted = int(excess.sum()) * groups
         # Besides growth, room for what this step fetches; less by what is placed for good.
         staged = self.slots * (fetched := self._fetched_blocks(missing))
         staged += self.under_way.coming * groups
         margin = -(-len(seq_ids) // GROWING) * groups
-        self.reclaim_prefixes(staged + margin + wanted)
+        self.reclaim_prefixes(staged + margin + int(excess.sum()) * groups)
         before = self.table.used_units
         returning = np.array(seq_ids)[excess > 0].tolist()
         restored: list[int] = []

@@ -133,7 +133,7 @@ def test_products_are_the_same_to_the_bit(
 ) -> None:
     """Also at the end of the weights, behind which there may be nothing to ask for."""
     monkeypatch.setenv(ISA_VARIABLE, isa)
-    if INSTRUCTION_SETS[best_instruction_set()] != isa:
+    if INSTRUCTION_SETS[best_instruction_set()] != isa:  # as the fixture `isa`: no set runs twice
         pytest.skip(f"this processor has no {isa}")
     x, weight = torch.randn(8, size).to(dtype), torch.randn(outputs, size).to(dtype)
     for rows in (1, 8):

@@ -164,7 +164,8 @@ class Life:
         memory.for_growth = lambda: math.inf  # type: ignore[method-assign]
         if (rows := self.configuration.step_rows) is not None:
             self.plane.elastic.room.activations = Activations(row_bytes=1.0)
-            # Each rank finds its own: rank 0's counts.
+            # In place of the machine's, which differs from run to run. Each rank finds its own, and
+            # rank 0's counts.
             memory.left = lambda: rows + 7 * self._rank  # type: ignore[method-assign]
         iteration = Iteration(
             loop, self.plane.elastic, self.plane.pool.unit_bytes, self.clock.monotonic

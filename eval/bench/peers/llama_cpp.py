@@ -26,7 +26,7 @@ from ellm_sgl.eval.bench.result import MeasurementError
 PACKAGES = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
 BATCH_TOKENS = 2048
 """llama.cpp's own default."""
-CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
+CACHE_TYPES = {"float32": 0, "float16": 1}
 """ggml's numbers."""
 CONTEXT_MULTIPLE = 256
 """llama.cpp rounds a sequence's context up to these."""
