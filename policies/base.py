@@ -236,10 +236,10 @@ class Policy(ABC):
 
     Asked once per iteration of the scheduler in which somebody runs or waits, before it is known
     whether the iteration's step computes prompts or decodes: `batch` before `ratio` before `split`.
-    Where it computes prompts, only who is admitted and the split are applied; running requests'
-    ratios and pauses are for steps that decode, and the next iteration asks anew. The policy is not
-    asked while a decision stands (`idle_without_pressure`). With tensor parallelism only rank 0
-    asks; the others get its answer.
+    Where somebody may be admitted, running requests come to their ratios first, so that prompts
+    find room; otherwise in the step that decodes. Pauses are for steps that decode. After a step of
+    prompts the next iteration asks anew. The policy is not asked while a decision stands
+    (`idle_without_pressure`). With tensor parallelism only rank 0 asks; the others get its answer.
 
     All calls come from one thread. A policy may remember things between them, but must not change
     the state it is given. It has `--ellm-policy-budget-ms` (5 by default) for all three answers.

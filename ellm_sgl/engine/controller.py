@@ -10,7 +10,7 @@ from ellm_sgl.engine.decision import Decision
 from ellm_sgl.engine.host_buffer import HostBuffer
 from ellm_sgl.engine.policy_guard import PolicyGuard
 from ellm_sgl.engine.step_log import KEPT_STEPS, StepLog
-from ellm_sgl.latency import NO_WORK, HardwareProfile, ModelShape, StepWork
+from ellm_sgl.latency import NO_WORK, FetchingLatencyModel, HardwareProfile, ModelShape, StepWork
 from ellm_sgl.policies import MemoryState, Policy, Requests, SystemState, WorkSplit
 from ellm_sgl.policies.lengths import OutputLengths
 from ellm_sgl.policies.pausing.limits import LINK_SHARE
@@ -97,6 +97,8 @@ class Controller:
         """The state a policy is asked about."""
         if self.host_buffer is not None:
             memory = self.host_buffer.observe(running, waiting, memory)
+        latency = latency_seen(self.steps.model, running, memory)
+        self.steps.shown = latency if isinstance(latency, FetchingLatencyModel) else None
         return SystemState(
             now_s=now_s,
             busy_s=self.steps.busy_s,
@@ -106,7 +108,7 @@ class Controller:
             max_running=self.limits.max_running,
             memory=memory,
             model=self.limits.model,
-            latency=latency_seen(self.steps.model, running, memory),
+            latency=latency,
             hardware=self.limits.hardware,
             tpot_slo_s=self.limits.tpot_slo_s,
             last_step=self.steps.last,

@@ -26,7 +26,7 @@ from ellm_sgl.engine.decision import Decision, InForce
 from ellm_sgl.engine.request_table import NO_ENTRIES, Entries, RequestTable
 from ellm_sgl.latency import NO_WORK, StepWork
 from ellm_sgl.memory import ElasticMemory
-from ellm_sgl.memory.shape import IntArray
+from ellm_sgl.memory.shape import NO_BLOCKS, IntArray
 from ellm_sgl.policies import SystemState
 from ellm_sgl.policies.base import NO_GROWTH
 from ellm_sgl.step.executor import Executor
@@ -128,20 +128,26 @@ class Iteration:
         running: Sequence[int],
         seq_ids: Sequence[int],
         waiting: Sequence[int],
+        cached: Callable[[], IntArray] = lambda: NO_BLOCKS,
     ) -> None:
         """From now on `decision` holds, on those who were observed. Before anybody is admitted
         those that run come to its ratios: a prompt takes units from nobody, and its blocks that get
-        none are computed again in the step after it."""
+        none are computed again in the step after it.
+
+        Args:
+            cached: blocks that those who are admitted will find; these stay.
+        """
         paused_before = self.in_force.pause
         self.in_force = InForce.of(decision, running, seq_ids, waiting)
         self.elastic.room.left_bytes = decision.step_bytes
         self.elastic.totals.pauses += len(self.in_force.pause - paused_before)
         if decision.admit and any(decision.ratios):
             with self.elastic.totals.bookkeeping():
+                kept = cached()
                 for paused in (True, False):
                     those = [s for s, e in zip(seq_ids, running, strict=True)
                              if (e in self.in_force.pause) == paused]  # fmt: skip
-                    self.bring_to_ratios(those, paused)
+                    self.bring_to_ratios(those, paused, kept)
 
     def decide_nothing(self) -> None:
         """Nobody runs or waits."""
@@ -201,14 +207,17 @@ class Iteration:
         elastic = self.elastic
         with elastic.totals.bookkeeping():
             units = blocks * elastic.table.shape.num_groups
-            room = elastic.make_room_for_step(units, seq_ids)
+            # A mixed step places nothing of what it computes again.
+            room = elastic.make_room_for_step(units, seq_ids, exchanges=not beside)
             return room and elastic.fits_one_step([*seq_ids, *beside], units)
 
-    def bring_to_ratios(self, seq_ids: Sequence[int], paused: bool = False) -> None:
-        """Evict from these requests what the decision asks for. The `paused` take no part in the
-        step, which need not restore them."""
+    def bring_to_ratios(
+        self, seq_ids: Sequence[int], paused: bool = False, kept: IntArray = NO_BLOCKS
+    ) -> None:
+        """Evict from these requests what the decision asks for, but for blocks that are `kept`. The
+        `paused` take no part in the step, which need not restore them."""
         ratios = [self.in_force.uncached_ratios.get(seq_id, 0.0) for seq_id in seq_ids]
-        self.elastic.bring_to_ratios(seq_ids, ratios, paused)
+        self.elastic.bring_to_ratios(seq_ids, ratios, paused, kept)
 
     # -- place ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ellm_sgl.engine.pace import Pace
-from ellm_sgl.latency import LatencyModel, StepWork
+from ellm_sgl.latency import FetchingLatencyModel, LatencyModel, StepWork
 from ellm_sgl.policies import StepReport
 
 KEPT_STEPS = 2000
@@ -44,6 +44,8 @@ class StepLog:
         """Of those in which no prompt was computed."""
         self.steps = 0
         self.pace = Pace()
+        self.shown: FetchingLatencyModel | None = None
+        """What policies were last given to predict steps with; None: `model`."""
         self._clock = clock
         self._ended_busy_s = 0.0
         """Of the steps that have ended."""
@@ -87,11 +89,12 @@ class StepLog:
         self._started = (work, now, predicted, min(foreseen, predicted), steps)
 
     def _foreseen_s(self, work: StepWork) -> float:
-        """What the step would take if the host had all that it restores, as policies expect of what
-        will be evicted; inf where nothing comes from there."""
-        if not work.swap_tokens:
+        """What the step takes as policies were shown it: they foresee what the host had of what is
+        missing, and that it keeps what is evicted then, but not what others took of its room since,
+        nor KV that was never there. inf where the model sees the same."""
+        if self.shown is None or not work.restored_tokens:
             return math.inf
-        return float(self.model.step_seconds(dataclasses.replace(work, recompute_share=0.0)))
+        return float(self.shown.step_seconds(work))
 
     def stalled(self, seconds: float) -> None:
         """The step in flight has waited so long for a transfer."""

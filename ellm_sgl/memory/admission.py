@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ellm_sgl.memory.page_table import PageTable
+from ellm_sgl.policies.planned import evictable
+
+TokenCounts = npt.NDArray[np.int64]
 
 
 class AdmissionRoom:
@@ -64,3 +73,31 @@ class AdmissionRoom:
         if ratio not in self._made:
             self._made[ratio] = int(self._gained * self._yields(ratio)) if ratio else 0
         return self._free + self._made[ratio]
+
+
+def yields_of(
+    table: PageTable,
+    targets: Mapping[int, int],
+    shared_tokens: Callable[[Sequence[int]], TokenCounts],
+) -> Callable[[float], int]:
+    """Tokens that all requests lose beyond their targets when brought to a ratio; as of when it is
+    first asked.
+
+    Args:
+        targets: tokens of each request that are to be missing; 0 of the others.
+        shared_tokens: tokens of each request that stay, since others use them too.
+    """
+
+    @functools.cache
+    def requests() -> tuple[TokenCounts, TokenCounts, TokenCounts]:
+        ids = list(table.sequence_ids)
+        lengths = table.lengths_of(ids)
+        wanted = np.fromiter((targets.get(s, 0) for s in ids), np.int64, len(ids))
+        return lengths, wanted, evictable(lengths, shared_tokens(ids), table.shape.block_tokens)
+
+    def yields(ratio: float) -> int:
+        lengths, targeted, most = requests()
+        wanted = np.minimum((ratio * lengths).astype(np.int64), most)
+        return int(np.maximum(wanted - targeted, 0).sum())
+
+    return yields

@@ -13,15 +13,15 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ellm_sgl.memory.admission import AdmissionRoom
+from ellm_sgl.memory.admission import AdmissionRoom, yields_of
 from ellm_sgl.memory.eviction import OWNER_AND_ONE_SEQUENCE, Evictor, Save
+from ellm_sgl.memory.exchange import host_room, in_exchange, lost_blocks
 from ellm_sgl.memory.page_table import PageTable
 from ellm_sgl.memory.prompt_room import NOTHING_UNDER_WAY
-from ellm_sgl.memory.shape import NONE, IntArray
+from ellm_sgl.memory.shape import NO_BLOCKS, NONE, IntArray
 from ellm_sgl.memory.step_room import Activations, StepRoom
 from ellm_sgl.memory.totals import Totals
 from ellm_sgl.policies import MemoryState
-from ellm_sgl.policies.planned import evictable
 
 GROWING = 4
 """Of so many requests one grows by a block while what they miss comes back: to leave room for each
@@ -141,7 +141,8 @@ class ElasticMemory:
         table, shape = self.table, self.table.shape
         excess = int(self._excess_blocks(table.sequence_ids).sum())
         free = shape.tokens_in(table.free_units) + reclaimable - excess * shape.block_tokens
-        return AdmissionRoom(free, 1.0 - self.staging_overhead(), self._yields())
+        yields = yields_of(table, self._targets, self.shared_tokens)
+        return AdmissionRoom(free, 1.0 - self.staging_overhead(), yields)
 
     # -- decide and apply -------------------------------------------------------------------
 
@@ -164,53 +165,54 @@ class ElasticMemory:
             if self._reclaim(-(-short // shape.num_groups) * shape.block_tokens) == 0:
                 return
 
-    def make_room_for_step(self, units: int, seq_ids: Sequence[int]) -> bool:
+    def make_room_for_step(
+        self, units: int, seq_ids: Sequence[int], exchanges: bool = True
+    ) -> bool:
         """`make_room`, and beyond it, as far as possible, for the units that a decode step of
         these requests fetches from the host: a block sent there frees a unit in each of the G
         groups, and takes one in each of the `slots` in flight while it is fetched. And for those
-        that it computes again: once they are on the device they can be sent there, too."""
+        that it computes again: once they are on the device they can be sent there, too.
+
+        Args:
+            exchanges: what is computed again in this step is placed (`restore`), and others may go
+                to the host for it.
+        """
         if self.table.missing_units == 0 and units <= self.table.free_units:
             return True
         gain = self.table.shape.num_groups - self.slots
         if self._has_host and gain > 0:
             missing, placed = self.table.missing_blocks(seq_ids), units
-            if (fetched := self._fetched_blocks(missing)) < len(missing):
-                spare = self.table.free_units - units - self.slots * fetched
-                if sent := self._exchange(seq_ids, spare):
-                    placed += sent * self.table.shape.num_groups
-                    fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
+            fetched = self._fetched_blocks(missing)
+            # A prompt that waits for units would get those that are free afterwards.
+            if exchanges and fetched < len(missing) and not self.under_way.coming:
+                placed += self._exchange(seq_ids, units + self.slots * fetched)
+                fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
             if (short := placed + self.slots * fetched - self.table.free_units) > 0:
                 self.make_room(placed + self.slots * (fetched + -(-short // gain)))
         return self.make_room(units)
 
-    def _exchange(self, seq_ids: Sequence[int], spare: int) -> int:
-        """What the host has not is computed again in every step. Send other blocks of the same
-        requests there, as far as it has room: into their units comes what this step computes.
+    def _exchange(self, seq_ids: Sequence[int], taken: int) -> int:
+        """Send to the host what makes room for what these requests have lost, beyond what comes
+        back anyway: to units that are free, or of cached prefixes that nobody uses.
 
         Args:
-            spare: units that are free for what comes back anyway.
+            taken: units that the step takes.
 
         Returns:
-            Blocks sent.
+            Units freed.
         """
         table, groups = self.table, self.table.shape.num_groups
+        lost, excess = lost_blocks(table, seq_ids), self._excess_blocks(seq_ids)
+        coming = np.minimum(lost, excess)
+        self.reclaim_prefixes(taken + int(coming.sum()) * groups)
+        spare = max(table.free_units - taken, 0) // groups
+        coming = np.diff(np.minimum(np.cumsum(coming), spare), prepend=0)
         # What is sent is fetched by the same step, for which more may have to be sent.
-        room, spare = self._host_blocks() * (groups - self.slots) // groups, max(spare // groups, 0)
-        leaving: list[IntArray] = []
-        excess = self._excess_blocks(seq_ids).tolist()
-        for seq_id, beyond in zip(seq_ids, excess, strict=True):
-            if room == 0:
-                break
-            lost = int(np.count_nonzero(table.lost(table.missing_of_each([seq_id]))))
-            coming = min(lost, beyond, spare)
-            spare -= coming
-            if (count := min(lost - coming, room)) > 0:
-                blocks = self._evictor.evictable(seq_id, shared=False)
-                leaving.append(blocks[~table.misses_units(blocks)][:count])
-                room -= len(leaving[-1])
-        if leaving:
-            self._evictor.blocks(np.concatenate(leaving))
-        return sum(map(len, leaving))
+        room = host_room(table) * (groups - self.slots) // groups
+        evictable = functools.partial(self._evictor.evictable, shared=False)
+        sent = in_exchange(table, seq_ids, lost - coming, room, evictable)
+        self._evictor.blocks(sent)
+        return len(sent) * groups
 
     def allocate(self, count: int, evict: bool = True) -> IntArray:
         """So many new blocks, with units as far as room can be made: see `place_new`.
@@ -237,12 +239,17 @@ class ElasticMemory:
         self.table.place(blocks[::-1])
 
     def bring_to_ratios(
-        self, seq_ids: Sequence[int], ratios: Sequence[float], paused: bool = False
+        self,
+        seq_ids: Sequence[int],
+        ratios: Sequence[float],
+        paused: bool = False,
+        kept: IntArray = NO_BLOCKS,
     ) -> None:
         """Bring every request up to its target ratio: evict its oldest unshared blocks.
 
         Args:
             paused: these requests take no part in the step, which need not restore them.
+            kept: blocks that stay.
         """
         if not any(ratios):  # nothing to evict, whatever they miss
             if self._targets:
@@ -262,7 +269,10 @@ class ElasticMemory:
             if count <= 0:
                 continue
             blocks = self._evictor.evictable(seq_id, shared=False)
-            leaving.append(blocks[~self.table.misses_units(blocks)][:count])
+            stay = self.table.misses_units(blocks)
+            if len(kept):
+                stay |= np.isin(blocks, kept)
+            leaving.append(blocks[~stay][:count])
             room -= len(leaving[-1]) * block_tokens
         if leaving:
             self._evictor.blocks(np.concatenate(leaving))
@@ -273,7 +283,7 @@ class ElasticMemory:
         if self._excess_blocks(seq_ids).any():
             return True
         missing = self.table.missing_blocks(seq_ids)
-        return self._host_blocks() > 0 and self._fetched_blocks(missing) < len(missing)
+        return host_room(self.table) > 0 and self._fetched_blocks(missing) < len(missing)
 
     def restore(self, seq_ids: Sequence[int], missing: IntArray) -> list[int]:
         """Place missing blocks that the coming step recomputes anyway, those that it fetches last,
@@ -371,29 +381,6 @@ class ElasticMemory:
     def _target_blocks(self, seq_id: int) -> int:
         """Blocks of a request that are to be missing."""
         return self._targets.get(seq_id, 0) // self.table.shape.block_tokens
-
-    def _yields(self) -> Callable[[float], int]:
-        """Tokens that all requests lose beyond their targets when brought to a ratio; as of now."""
-
-        @functools.cache
-        def requests() -> tuple[TokenCounts, TokenCounts, TokenCounts]:
-            ids = list(self.table.sequence_ids)
-            lengths = self.table.lengths_of(ids)
-            targets = np.fromiter((self._targets.get(s, 0) for s in ids), np.int64, len(ids))
-            most = evictable(lengths, self.shared_tokens(ids), self.table.shape.block_tokens)
-            return lengths, targets, most
-
-        def yields(ratio: float) -> int:
-            lengths, targets, most = requests()
-            wanted = np.minimum((ratio * lengths).astype(np.int64), most)
-            return int(np.maximum(wanted - targets, 0).sum())
-
-        return yields
-
-    def _host_blocks(self) -> int:
-        """Of how many blocks the host can take copies."""
-        host, groups = self.table.host, self.table.shape.num_groups
-        return host.spare_units(self.table.units) // (groups - host.hidden_groups or 1)
 
     def _fetched_blocks(self, missing: IntArray) -> int:
         """How many of these missing blocks a step can fetch from the host."""

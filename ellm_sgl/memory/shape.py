@@ -11,6 +11,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 """Ids and counts of blocks and units."""
 
+NO_BLOCKS: Final[IntArray] = np.empty(0, np.int32)
+
 NONE: Final = -1
 """Unit id of a (block, group) that has no unit there."""
 

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from ellm_sgl.memory import ElasticMemory, KVPool, OutOfBlocksError
 from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.sglang.known_tokens import count_of, ids_of
+from ellm_sgl.sglang.tree_blocks import key_of, peek
 from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.store import READ_BYTES, BlockStore, Bytes, Chain, StoreFullError, Totals
 
@@ -168,7 +169,7 @@ class StoredPrefixes:
         blocks = self._full_blocks(req, stored)
         self.store.touch(stored.chain.keys, stored.stamp)
         if self._keep(stored, blocks, self.store.room) and self.store.problem is None:
-            self._ended.append((replace(stored), _key_of(req)))
+            self._ended.append((replace(stored), key_of(req)))
 
     def _keep(self, stored: _Stored, blocks: IntArray, most: int) -> bool:
         """Store up to so many of a request's leading blocks. Returns whether some are left to be
@@ -248,7 +249,7 @@ class StoredPrefixes:
     def _locked(self, req: Req, locks: ExitStack) -> tuple[RadixKey, torch.Tensor, TreeNode]:
         """The key of all that the request has, the slots that the tree has of it, and the last node
         that has some of these; they stay there as long as `locks` are held."""
-        key = _key_of(req)
+        key = key_of(req)
         found = self._cache.match_prefix(MatchPrefixParams(key=key))
         node = found.last_device_node
         self._cache.inc_lock_ref(node)
@@ -358,11 +359,6 @@ class StoredPrefixes:
             chain.extend(ids_of(req, chain.tokens, blocks * self._block_tokens))
 
 
-def _key_of(req: Req) -> RadixKey:
-    """The tree's key of all that the request has."""
-    return adapter().radix_key(req.origin_input_ids + req.output_ids, req)
-
-
 def _most_prefix(req: Req) -> int:
     """Tokens that need not be computed. The last one's logits are asked for in any case, and others
     may be (SGLang's `Req._compute_max_prefix_len`)."""
@@ -376,18 +372,3 @@ def is_in(tree: RadixCache, node: TreeNode) -> bool:
     if parent is None:
         return node is tree.root_node
     return parent.children.get(node.key.child_key(tree.page_size)) is node
-
-
-def peek(tree: RadixCache, key: RadixKey) -> IntArray:
-    """Blocks that the tree has of `key`, whether resident or not. Nothing of the tree changes, nor
-    when it was used last: ranks may look at it in different turns."""
-    key = key.page_aligned(tree.page_size)
-    node, found = tree.root_node, [torch.empty(0, dtype=torch.int64)]
-    while len(key) and (child := node.children.get(key.child_key(tree.page_size))) is not None:
-        same = child.key.match(key, page_size=tree.page_size)
-        found.append(child.value[:same])
-        if same < len(child.key):
-            break
-        node, key = child, key[same:]
-    blocks: IntArray = torch.cat(found)[:: tree.page_size].numpy() // tree.page_size
-    return blocks

@@ -28,10 +28,10 @@ from sglang.srt.mem_cache.registry import (
 )
 
 from ellm_sgl.memory.host_tier import Has
-from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.sglang.context import context_of, row_of
 from ellm_sgl.sglang.scheduler import note_end
 from ellm_sgl.sglang.server_args import PREFIX_CACHE
+from ellm_sgl.sglang.tree_blocks import blocks_of
 from ellm_sgl.sglang.versions import adapter
 
 if TYPE_CHECKING:
@@ -58,9 +58,6 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 _Calls: Any = adapter().tree_calls
-
-_BLOCKS = "_ellm_blocks"
-"""Attribute of a `TreeNode`: its blocks."""
 
 
 class EllmRadixCache(_Calls, RadixCache):
@@ -105,7 +102,7 @@ class EllmRadixCache(_Calls, RadixCache):
         """Of each node, children that have been looked at and stay."""
         while heap and not enough():
             _, node = heapq.heappop(heap)
-            parent, found = node.parent, np.flatnonzero(has(self._blocks_of(node)))
+            parent, found = node.parent, np.flatnonzero(has(blocks_of(node, self.page_size)))
             if len(found):
                 dropped += self._drop_tail(node, int(found[0]) * self.page_size)
             if len(found) == 0 or found[0] > 0:
@@ -188,14 +185,6 @@ class EllmRadixCache(_Calls, RadixCache):
             self.token_to_kv_pool_allocator.free_segment(dead.value, start_pos=0)
             self._delete_leaf(dead)
         return sum(len(dead.value) for dead in nodes)
-
-    def _blocks_of(self, node: TreeNode) -> IntArray:
-        """A node's blocks in token order. Looked up once: on a GPU its slots are on the device."""
-        blocks: IntArray | None = getattr(node, _BLOCKS, None)
-        if blocks is None or len(blocks) * self.page_size != len(node.value):  # split since then
-            blocks = node.value[:: self.page_size].cpu().numpy() // self.page_size
-            setattr(node, _BLOCKS, blocks)
-        return blocks
 
 
 def _children_first(root: TreeNode) -> list[TreeNode]:

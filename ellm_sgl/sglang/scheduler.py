@@ -7,28 +7,27 @@ import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ellm_sgl.engine import Arrival, Decision, Iteration
 from ellm_sgl.engine.request_table import Entries, entries_array
 from ellm_sgl.kernels.choose import choose_copy
 from ellm_sgl.memory import NOTHING_UNDER_WAY, Resizer, UnderWay
 from ellm_sgl.memory.resize import COMMIT_NICE, Submit
+from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.sglang.context import context_of, row_of, rows_of
 from ellm_sgl.sglang.metrics import Metrics
 from ellm_sgl.sglang.paused import PausedRequests
+from ellm_sgl.sglang.ranks import Found, is_rank_0, least_of_ranks, of_rank_0
 from ellm_sgl.sglang.slo import slo_seconds
-from ellm_sgl.sglang.versions import adapter
+from ellm_sgl.sglang.tree_blocks import prefixes_of
 from ellm_sgl.worker import Worker
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
-
-Found = TypeVar("Found")
 
 _ENTRY = "_ellm_entry"
 """Attribute of a `Req`: its entry in the request table."""
@@ -218,7 +217,8 @@ class EllmScheduler:
         decision = dataclasses.replace(decision, pause=pause)
         if pause and counts_tokens(batch):
             decision = decision.without_pauses()
-        self.iteration.put_in_force(decision, entries.tolist(), seq_ids, waiting.tolist())
+        numbers = entries.tolist(), seq_ids, waiting.tolist()
+        self.iteration.put_in_force(decision, *numbers, self._cached_of_admitted)
         if stored is not None and decision.admit:
             computing = len(running) + (self.scheduler.chunked_req is not None)
             self.fetching = stored.fetch(self._admitted(), computing)
@@ -241,6 +241,10 @@ class EllmScheduler:
         ]
         return [req for _, req in sorted(admitted, key=lambda pair: pair[0])]
 
+    def _cached_of_admitted(self) -> IntArray:
+        """Blocks that the prefix cache has of those who may be admitted."""
+        return prefixes_of(self.scheduler.tree_cache, self._admitted())
+
     def under_way(self) -> UnderWay:
         """The prompt that SGLang computes in chunks, as far as it has come."""
         req = self.scheduler.chunked_req
@@ -261,7 +265,7 @@ class EllmScheduler:
     @property
     def asks(self) -> bool:
         """Whether this rank's policy is the one that is asked."""
-        return bool(adapter().ranks(self.scheduler).tp_rank == 0)
+        return is_rank_0(self.scheduler)
 
     def _agreed(self, running: Entries, seq_ids: Sequence[int], waiting: Entries) -> Decision:
         """The decision of rank 0. Only that has the policy at all, since what it promises, and
@@ -280,16 +284,7 @@ class EllmScheduler:
         return self._of_rank_0(decided)
 
     def _of_rank_0(self, found: Callable[[], Found]) -> Found:
-        """What it finds, on every rank: clocks and free memory differ between ranks, what is done
-        must not."""
-        if adapter().ranks(self.scheduler).tp_size == 1:
-            return found()
-        from sglang.srt.utils import broadcast_pyobj
-
-        group = self.scheduler.tp_group
-        mine = [found()] if self.asks else []
-        (agreed,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
-        return agreed
+        return of_rank_0(self.scheduler, found)
 
     def resize(self, units: int | None = None) -> None:
         """Go on shrinking or growing the pool, or begin to: to so many units."""
@@ -313,15 +308,7 @@ class EllmScheduler:
         return not (running or scheduler.waiting_queue or scheduler.chunked_req is not None)
 
     def least_of_ranks(self, numbers: list[int]) -> list[int]:
-        """The least of each of these numbers over all ranks, which all must ask in the same turn of
-        SGLang's loop."""
-        if adapter().ranks(self.scheduler).tp_size == 1:
-            return numbers
-        least = torch.tensor(numbers)
-        group = self.scheduler.tp_group.cpu_group
-        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=group)
-        agreed: list[int] = least.tolist()
-        return agreed
+        return least_of_ranks(self.scheduler, numbers)
 
     def reclaimable(self) -> int:
         """Tokens of cached prefixes that nobody uses: slots, whether or not the device has them."""

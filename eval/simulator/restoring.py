@@ -61,7 +61,7 @@ class RestoringModel(LatencyModel):
         if not np.any(work.restored_tokens):
             return self._inner.step_seconds(work)
         if len(self._shares) == 1:
-            return np.asarray(self._seconds(work, self._limited(float(self._shares[0]), work)))
+            return np.asarray(self._seconds(work, float(self._shares[0])))
         return np.asarray(self._candidates(work).min(axis=0), np.float64)
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -71,25 +71,26 @@ class RestoringModel(LatencyModel):
         """One step's work, told as a server tells it: how its recomputed rows came back."""
         if not work.restored_tokens:
             return work
-        share = float(self._shares_of(work)[int(self._candidates(work).argmin())])
+        best = int(self._candidates(work).argmin())
+        share = float(np.asarray(self._limited(self._each(work), work))[best])
         fetched = work.restored_tokens if share < 1 else 0.0
         return dataclasses.replace(work, swap_tokens=fetched, recompute_share=share)
 
     def _candidates(self, work: StepWork) -> FloatArray:
         """Seconds for each share (first axis) and each step."""
-        return np.asarray(self._seconds(work, self._shares_of(work)))
+        return np.asarray(self._seconds(work, self._each(work)))
 
-    def _seconds(self, work: StepWork, shares: Quantity) -> Quantity:
-        """Seconds of steps whose restored tokens come back in these shares."""
+    def _each(self, work: StepWork) -> FloatArray:
+        """The shares to choose from (first axis), for every step."""
+        return self._shares.reshape((-1,) + (1,) * np.ndim(work.restored_tokens))
+
+    def _seconds(self, work: StepWork, chosen: Quantity) -> Quantity:
+        """Seconds of steps that recompute these shares of their layers."""
+        shares = self._limited(chosen, work)
         swapped = (1 - shares) * work.restored_tokens
         link = self._token_s * swapped + self._latency_s * (swapped > 0)
-        compute = self._compute_seconds(work, shares) + self._beside_s * swapped
+        compute = self._compute_seconds(work, shares, chosen) + self._beside_s * swapped
         return larger(compute, link) if self._overlapped else compute + link
-
-    def _shares_of(self, work: StepWork) -> FloatArray:
-        """The shares to choose from (first axis), each for every step."""
-        shares = self._shares.reshape((-1,) + (1,) * np.ndim(work.restored_tokens))
-        return np.asarray(self._limited(shares, work))
 
     def _limited(self, shares: Quantity, work: StepWork) -> Quantity:
         """Shares, but that what the host cannot hold, or has not, is recomputed."""
@@ -97,7 +98,9 @@ class RestoringModel(LatencyModel):
         lost = np.where(np.asarray(work.swap_tokens) > 0, work.recompute_share, 1.0)
         return larger(larger(shares, beyond), lost)
 
-    def _compute_seconds(self, work: StepWork, shares: Quantity) -> FloatArray:
+    def _compute_seconds(self, work: StepWork, shares: Quantity, chosen: Quantity) -> FloatArray:
+        """`shares` of what is restored is computed, of which the tokens that the host lacks, more
+        than the `chosen` share of the layers, in all layers."""
         span = {
             "restored_tokens": shares * work.restored_tokens,
             "restored_squares": shares * work.restored_squares,
@@ -109,8 +112,13 @@ class RestoringModel(LatencyModel):
             return self._inner.step_seconds(dataclasses.replace(work, **span))
         nothing = {name: 0.0 for name in span}
         whole = {name: getattr(work, name) for name in span if name.startswith("restored")}
-        # A pass of its own, through the layers that are recomputed.
-        apart = shares * self._inner.step_seconds(StepWork(0, 0, **whole))
+        # A pass of its own, through the layers that are recomputed; of few tokens in all layers it
+        # reads all weights.
+        apart = np.where(
+            np.asarray(shares) > chosen,
+            self._inner.step_seconds(StepWork(0, 0, **{name: span[name] for name in whole})),
+            chosen * self._inner.step_seconds(StepWork(0, 0, **whole)),
+        )
         decode = self._inner.step_seconds(dataclasses.replace(work, **nothing))
         return np.where(span["restored_tokens"] > 0, apart, 0.0) + decode
 

@@ -117,7 +117,8 @@ def build(
 
     As few pause as bring the step to its target time without losing more tokens per second than
     allowed; if that cannot be, those that make the step shortest. The target is SLO_SHARE of the
-    most urgent level's SLO or, without one and under pressure, IMPLIED_SHARE of a full step.
+    SLO that the most urgent level brings, or of the server's where a full step takes longer than
+    that; and where it brings none, under pressure, IMPLIED_SHARE of a full step.
 
     Args:
         level: of each running request.
@@ -128,18 +129,24 @@ def build(
     lower = level > level.min(initial=LEVELS)
     if not lower.any():
         return NOBODY_PAUSES
-    slo = min(float(state.running.tpot_slo_s[~lower].min()), state.tpot_slo_s)
-    if not (pressure or np.isfinite(slo)):
+    own = float(state.running.tpot_slo_s[~lower].min())
+    if not (pressure or np.isfinite([own, state.tpot_slo_s]).any()):
         return NOBODY_PAUSES
     members = _groups(state, level)
     rates = _rate_choices([len(m) for m in members])
     work = _expected_work(state, members, rates)
     seconds = state.latency.step_seconds(work)
-    target = SLO_SHARE * slo if np.isfinite(slo) else IMPLIED_SHARE * float(seconds[0])
+    full = float(seconds[0])
+    # All have the server's SLO: while a full step keeps it, none of the others is made to miss it.
+    slo = own if full <= state.tpot_slo_s else min(own, state.tpot_slo_s)
     loss = _loss(state, work, seconds)
-    if np.isfinite(slo) and (loss[seconds <= target] <= slo_loss).any():
-        allowed_loss = max(allowed_loss, slo_loss)
-    choice = _choose(loss <= max(allowed_loss, ROUNDING), seconds, target)
+    choice = 0
+    if pressure and not np.isfinite(own):
+        choice = _choose(loss <= max(allowed_loss, ROUNDING), seconds, IMPLIED_SHARE * full)
+    if np.isfinite(slo):
+        kept = (loss[seconds <= SLO_SHARE * slo] <= slo_loss).any()
+        most = max(allowed_loss, slo_loss if kept else 0.0, ROUNDING)
+        choice = max(choice, _choose(loss <= most, seconds, SLO_SHARE * slo))
     chosen = rates[choice]
     alternating = np.where(chosen < 1.0, 0.0, chosen)[None]
     pause_s = float(state.latency.step_seconds(_expected_work(state, members, alternating))[0])

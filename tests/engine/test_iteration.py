@@ -263,6 +263,33 @@ def test_room_is_made_by_evicting_and_told_when_there_is_none() -> None:
     assert server.iteration.elastic.totals.page_table_s > 0
 
 
+def test_what_the_admitted_will_find_cached_stays() -> None:
+    server = Server(2)
+    first, second = server.table.blocks_of(70).tolist()
+    decision = dataclasses.replace(KEEP_ALL, admit=(0,), admitted_ratios=(0.5,), ratios=(0.5, 0.5))
+    cached = np.array([first], np.int32)
+    waiting = [server.arrive()]
+    server.iteration.put_in_force(decision, server.running, server.seq_ids, waiting, lambda: cached)
+    assert server.table.missing_of_each([70]).tolist() == [second]
+    assert server.table.missing_of_each([71]).tolist() == server.table.blocks_of(71)[:1].tolist()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_nothing_is_sent_to_the_host_for_what_a_mixed_step_computes_again(mixed: bool) -> None:
+    """It places none of that: the next prompt would get the units."""
+    server, copied = Server(5, host_blocks=10), list[int]()
+    table = server.table
+    elastic = ElasticMemory(table, 64, lambda tokens: 0, lambda d, h: copied.extend(d), slots=1)
+    server.iteration.elastic = elastic
+    table.evict(int(table.blocks_of(70)[0]))
+    elastic.make_room(SHAPE.num_groups)
+    elastic.place_new(elastic.table.allocate(1))  # no unit is free
+    elastic.bring_to_ratios(server.seq_ids, (0.5, 0.0, 0.0, 0.0, 0.0))
+    copied.clear()
+    assert server.iteration.make_room(0, [70], beside=[71] if mixed else [])
+    assert bool(copied) != mixed
+
+
 def test_the_token_of_a_step_is_reported_once() -> None:
     server = Server(1)
     iteration, running = server.iteration, entries(*server.running)

@@ -7,7 +7,7 @@ import pytest
 
 from ellm_sgl.engine import StepLog
 from ellm_sgl.engine.pace import WINDOW_STEPS
-from ellm_sgl.latency import LatencyModel, StepWork
+from ellm_sgl.latency import FetchingLatencyModel, HostCopies, LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
 
 WORK = StepWork(decode_rows=2, decode_tokens=20)
@@ -144,16 +144,39 @@ class Fetching(LatencyModel):
     def observe(self, work: StepWork, seconds: float) -> None: ...
 
 
-@pytest.mark.parametrize(("from_host", "pace"), [(False, 1.0), (True, 1.1)])
-def test_pace_counts_what_had_to_be_computed_again(from_host: bool, pace: float) -> None:
-    """Policies expect to fetch what is evicted. Where the host has no room for it, steps take
-    longer than that; without a host they expect them to."""
+COPIES = {
+    "none shown": None,
+    "room for all": HostCopies(uncached=0, held=0, capacity=10),
+    "full": HostCopies(uncached=10, held=9, capacity=9),
+    "nothing is there": HostCopies(uncached=10, held=0, capacity=0),
+}
+
+
+@pytest.mark.parametrize(
+    ("shown", "pace"),
+    [("none shown", 1.0), ("room for all", 1.1), ("full", 1.0), ("nothing is there", 1.0)],
+)
+def test_pace_counts_what_had_to_be_computed_again(shown: str, pace: float) -> None:
+    """Policies expect to fetch what the host had when they were asked, and what it had room for.
+    What others took of that, they did not foresee; what was lost then, they did."""
     now = [0.0]
     log = StepLog(Fetching(), lambda: now[0])
-    work = StepWork(2, 20, restored_tokens=10, swap_tokens=10 * from_host, recompute_share=0.1)
+    if (copies := COPIES[shown]) is not None:
+        log.shown = FetchingLatencyModel(log.model, copies)
+    work = StepWork(2, 20, restored_tokens=10, swap_tokens=10, recompute_share=0.1)
     for _ in range(3 * WINDOW_STEPS):
         log.start(work)
         now[0] += float(log.model.step_seconds(work))
     log.idle()
     assert log.pace.ratio == pytest.approx(pace)
     assert [r.predicted_s for r in log.reports] == pytest.approx([r.seconds for r in log.reports])
+
+
+def test_what_is_restored_without_a_host_was_foreseen() -> None:
+    now = [0.0]
+    log = StepLog(Fetching(), lambda: now[0])
+    for _ in range(3 * WINDOW_STEPS):
+        log.start(StepWork(2, 20, restored_tokens=10))
+        now[0] += 0.020
+    log.idle()
+    assert log.pace.ratio == pytest.approx(1.0)

@@ -122,6 +122,20 @@ def test_a_separate_pass_takes_its_share_of_the_layers():
         assert seconds == pytest.approx(decode + share * whole + beside_s, rel=1e-3)
 
 
+def test_a_separate_pass_of_the_few_tokens_that_are_lost_goes_through_all_layers():
+    inner = RooflineLatencyModel(L4.shape, L4.profile)
+    lost = dataclasses.replace(work(0.1), recompute_share=0.003)
+    weights_s = float(inner.step_seconds(StepWork(0, 0, restored_tokens=1, restored_squares=1)))
+    decode_s = float(inner.step_seconds(work(0.0)))
+    for shares in RESTORATIONS["swap"], RESTORATIONS["both"]:
+        apart = RestoringModel(inner, L4, shares, fused=False)
+        assert float(apart.step_seconds(lost)) >= decode_s + weights_s
+        assert (
+            float(apart.step_seconds(dataclasses.replace(lost, recompute_share=0.0)))
+            < decode_s + weights_s
+        )
+
+
 def test_separate_passes_read_the_weights_twice():
     apart = model("recompute", fused=False)
     assert apart.step_seconds(work(0.1)) > model("recompute").step_seconds(work(0.1))

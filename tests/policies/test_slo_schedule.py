@@ -143,6 +143,25 @@ def test_the_servers_slo_is_everybodys() -> None:
         assert schedule.paused(state) == told.paused(state)
 
 
+def test_nobody_pauses_for_a_servers_slo_that_a_full_step_keeps() -> None:
+    """Whoever paused would miss it instead."""
+    full = step_s(state_of(4, 20), ())
+    for slo in (1.05 * full, 1.2 * full):
+        state = replace(state_of(4, 20), tpot_slo_s=slo)
+        assert built(state, pressure=False, allowed=0.4, slo_loss=0.4).paused(state) == ()
+
+
+@pytest.mark.parametrize("share", [0.9, 1.05, 10.0])
+def test_the_servers_slo_takes_nothing_from_what_pressure_asks_for(share: float) -> None:
+    """A looser one changes nothing of it, and one that is missed asks for more at most."""
+    state = state_of(4, 20)
+    told = built(state, allowed=0.4)
+    with_slo = replace(state, tpot_slo_s=share * step_s(state, ()))
+    assert told.paused(state)
+    paused = built(with_slo, allowed=0.4).paused(with_slo)
+    assert set(paused) >= set(told.paused(state)) if share < 1 else paused == told.paused(state)
+
+
 def test_what_was_not_lost_may_be_lost_later() -> None:
     losses = Losses(LOSS)
     assert losses.allowed == LOSS

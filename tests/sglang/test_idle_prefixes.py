@@ -81,7 +81,7 @@ class Scene:
 
     def cached(self, first: int) -> int:
         """Blocks that the tree has, from the token `first` on."""
-        from ellm_sgl.sglang.kv_store import peek
+        from ellm_sgl.sglang.tree_blocks import peek
 
         return len(peek(self.tree, key_of(range(first, first + 8 * BLOCK))))
 

@@ -102,7 +102,7 @@ class Scene:
         self.tree.insert(InsertParams(key=key, value=slots.reshape(-1)))
 
     def in_tree(self, req: Any) -> int:
-        from ellm_sgl.sglang.kv_store import peek
+        from ellm_sgl.sglang.tree_blocks import peek
         from ellm_sgl.sglang.versions import adapter
 
         return len(peek(self.tree, adapter().radix_key(req.origin_input_ids, req)))

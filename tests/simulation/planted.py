@@ -335,8 +335,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "each rank asks its own memory",
         "ellm_sgl.sglang.scheduler:EllmScheduler._of_rank_0",
-        "if adapter().ranks(self.scheduler).tp_size == 1:",
-        "if True:",
+        "return of_rank_0(self.scheduler, found)",
+        "return found()",
         first=113,
     ),
     Fault(

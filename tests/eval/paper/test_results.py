@@ -12,6 +12,7 @@ from ellm_sgl.eval.paper.end_to_end import under_load
 from ellm_sgl.eval.paper.jobs import Done, Job, LoadSpec, run_job
 from ellm_sgl.eval.paper.measured import Measured
 from ellm_sgl.eval.paper.overheads import Lookup, Overheads
+from ellm_sgl.eval.paper.parts import _links
 from ellm_sgl.eval.paper.results import Comparison, Results, Sweep
 from ellm_sgl.eval.paper.row import Row, over
 from ellm_sgl.eval.simulator import Settings
@@ -51,6 +52,17 @@ def test_sglangs_admission_is_judged_at_the_better_of_its_settings(some):
     compared = Comparison(LONG_13B, runs)
     assert compared.baseline("swap", "sglang") is runs[1]
     assert compared.baseline("swap") is runs[2]
+
+
+def test_communication_takes_what_the_latency_model_says_and_no_more():
+    def share(latency_model: str) -> float | None:
+        results = Results(
+            [], [], Overheads([], Lookup(0, 0, 0), {}), latency_model, 1.0, Measured()
+        )
+        return next(r.simulated for r in _links(results) if r.quantity.startswith("communication"))
+
+    assert share("roofline") == pytest.approx(48.7, abs=0.1)
+    assert share("paper") == pytest.approx(0.0, abs=1e-9), "it counts operations only"
 
 
 def test_what_is_not_known_is_shown_as_nothing():
