@@ -96,7 +96,7 @@ def test_stop_tokens_that_are_none_stop_nothing(server: ServerProcess, odd: list
     `min_new_tokens`, for which a step looks at the stop tokens of all."""
     plain = [greedy(p, 12) for p in prompts(8, 20, 20, seed=1)]
     expected = ask(server.url, plain)
-    least = {"min_new_tokens": 12}
+    least: dict[str, Any] = {"min_new_tokens": 12}
     more = [least, {"stop_token_ids": odd}, least | {"stop_token_ids": odd}, {}] * 2
     bodies = [greedy(body["input_ids"], 12, **has) for body, has in zip(plain, more, strict=True)]
     assert token_ids(ask_as_one(server.url, bodies)) == token_ids(expected)
