@@ -191,6 +191,18 @@ def _leave_out_unread(request: TokenizedGenerateReqInput, vocabulary: int) -> No
         request.top_logprobs_num = 0
 
 
+def name_no_token(
+    original: Callable[..., Any],
+    logprobs: Any,
+    token_ids_logprobs: Sequence[list[int] | None],
+    *others: Any,
+    **more: Any,
+) -> Any:
+    """Around `get_token_ids_logprobs`: those of the step that name no tokens have tensors of no
+    log-probabilities. SGLang has a list there, and takes it for a tensor, as are the others'."""
+    return original(logprobs, [named or [] for named in token_ids_logprobs], *others, **more)
+
+
 def _forget_replaced(scheduler: Scheduler, params: SessionParams | None) -> None:
     """What a turn of a session does that replaces all before it: SGLang removes them from a dict
     that it walks through, which ends the scheduler."""

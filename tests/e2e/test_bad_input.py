@@ -134,6 +134,18 @@ def test_chats_without_log_probabilities_disturb_nobody(server: ServerProcess) -
     assert [answer.status_code for answer in answers] == [200] * 16
 
 
+def test_log_probabilities_of_named_tokens_disturb_nobody(server: ServerProcess) -> None:
+    """Beside requests that name none, as they come and go."""
+    bodies = [greedy(prompt, 8 + i) for i, prompt in enumerate(prompts(8, 20, 20, seed=3))]
+    expected = ask(server.url, bodies)
+    named = {"return_logprob": True, "token_ids_logprob": [65, 66]}
+    answers = ask(server.url, [body | (named if i % 2 else {}) for i, body in enumerate(bodies)])
+    assert token_ids(answers) == token_ids(expected)
+    for i in range(1, 8, 2):
+        told = answers[i]["meta_info"]["output_token_ids_logprobs"]
+        assert [[token_id for _, token_id, _ in step] for step in told] == [[65, 66]] * (8 + i)
+
+
 class Session:
     """Turns of one session."""
 

@@ -217,3 +217,12 @@ def test_what_nobody_reads_of_a_request_disturbs_nobody(server: ServerProcess) -
     }
     answer = httpx.post(f"{server.url}/generate", json=body, timeout=60)
     assert answer.status_code == 200 and token_ids(answer.json()) == expected
+
+
+def test_log_probabilities_of_named_tokens_disturb_nobody(server: ServerProcess) -> None:
+    """Beside requests that name none, as they come and go."""
+    bodies = [greedy(prompt, 8 + i) for i, prompt in enumerate(prompts(8, 20, 20, seed=12))]
+    expected = token_ids(ask(server.url, bodies))
+    named = {"return_logprob": True, "token_ids_logprob": [65, 66]}
+    odd = [body | (named if i % 2 else {}) for i, body in enumerate(bodies)]
+    assert token_ids(ask(server.url, odd)) == expected
