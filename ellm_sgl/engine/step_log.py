@@ -58,6 +58,11 @@ class StepLog:
         return self.reports[-1] if self.reports else None
 
     @property
+    def in_flight(self) -> StepWork | None:
+        """Work of the step that has begun and is not among the reports."""
+        return None if self._started is None else self._started[0]
+
+    @property
     def busy_s(self) -> float:
         """Seconds from the starts of steps to those of the next, the one in flight included. While
         nothing runs it stands still."""

@@ -22,8 +22,9 @@ def tokens_within(
     settings: EllmConfig, chosen: int, token_bytes: int, host_bytes: int, configurator: Any
 ) -> int:
     """Tokens that the device pool begins with: those chosen, or, where SGLang chose them for a
-    larger machine, as many as the container's memory has room for. Each of SGLang's replicas
-    chooses as if it were alone.
+    larger machine, as many as the container's memory has room for: of what the host tier leaves,
+    the share that is the pool's without one, since steps take their activations of the rest. Each
+    of SGLang's replicas chooses as if it were alone.
 
     Args:
         token_bytes: of KV, on one rank.
@@ -49,8 +50,8 @@ def tokens_within(
     found = tightest(ROOT) if host > 0 else container(ROOT)
     if found is None or settings.device_kv_tokens is not None:
         return chosen
-    of_pool = int(found.free * arguments.mem_fraction_static)
-    room = max(min(of_pool, found.free - host - MARGIN_BYTES), 0)
+    left = found.free - host
+    room = max(min(int(left * arguments.mem_fraction_static), left - MARGIN_BYTES), 0)
     tokens = min(chosen, room // all_bytes)
     if ranks > 1:  # what is in use changes while they look
         from sglang.srt.distributed import get_tp_group
@@ -73,7 +74,8 @@ def tokens_within(
 
 def check_pinned(settings: EllmConfig, host_bytes: int, configurator: Any) -> None:
     """Refuse a host tier beside a CUDA device that the machine has no memory for: it is pinned at
-    the start, all of it, and by PyTorch in powers of two.
+    the start, all of it, and by PyTorch in powers of two. What is free counts for this replica's
+    alone: another one may have pinned its own already.
 
     Args:
         host_bytes: on one rank.
@@ -84,8 +86,9 @@ def check_pinned(settings: EllmConfig, host_bytes: int, configurator: Any) -> No
     from sglang.srt.runtime_context import get_parallel
 
     if host_bytes and (settings.host_path is None or in_memory(settings.host_path)):
-        processes = get_parallel().tp_size * adapter().resolved(configurator.server_args).dp_size
-        _check_host(settings, (1 << (host_bytes - 1).bit_length()) * processes, 0)
+        ours = (1 << (host_bytes - 1).bit_length()) * get_parallel().tp_size
+        replicas = adapter().resolved(configurator.server_args).dp_size
+        _check_host(settings, ours * replicas, 0, ours)
 
 
 def _check(settings: EllmConfig, token_bytes: int, host_bytes: int) -> None:
@@ -107,12 +110,17 @@ def _check(settings: EllmConfig, token_bytes: int, host_bytes: int) -> None:
                 f"{most.of} has {most.limit:,} in all; give at most {most.limit // token_bytes}"
             )
     if host_bytes:
-        _check_host(settings, host_bytes, taken(settings.device_kv_tokens or 0))
+        _check_host(settings, host_bytes, taken(settings.device_kv_tokens or 0), host_bytes)
 
 
-def _check_host(settings: EllmConfig, host_bytes: int, device_bytes: int) -> None:
+def _check_host(settings: EllmConfig, host_bytes: int, device_bytes: int, to_come: int) -> None:
     """Of the host tier, which nobody takes back: it fits beside the pool, and what is in use now,
-    weights above all, leaves room for it."""
+    weights above all, leaves room for it.
+
+    Args:
+        host_bytes, device_bytes: of all replicas,
+        to_come: and what of the host tier is surely not in use yet.
+    """
     takes = (
         f"--ellm-host-kv-tokens {settings.host_kv_tokens}: the host tier takes {host_bytes:,} bytes"
     )
@@ -121,7 +129,8 @@ def _check_host(settings: EllmConfig, host_bytes: int, device_bytes: int) -> Non
             f"{takes} beside the pool's {device_bytes:,}, and {most.of} has {most.limit:,} in "
             "all; give fewer"
         )
-    if host_bytes > (found := tightest(ROOT)).free:
+    if to_come > (found := tightest(ROOT)).free:
+        share = "" if to_come == host_bytes else f", {to_come:,} of them for this replica"
         raise ConfigError(
-            f"{takes}, and {found.of} has {found.free:,} free of {found.limit:,}; give fewer"
+            f"{takes}{share}, and {found.of} has {found.free:,} free of {found.limit:,}; give fewer"
         )

@@ -19,35 +19,43 @@ decoding is another prompt's."""
 
 
 def describe_progress(
-    done: int, total: int, chunk: int, steps: Iterable[StepReport], latency: LatencyModel
+    done: int,
+    total: int,
+    in_flight: int,
+    most: int,
+    steps: Iterable[StepReport],
+    latency: LatencyModel,
 ) -> dict[str, Any]:
     """Of a prompt of which something is left. Chunks take longer the more tokens are before them:
     what is left is predicted by the latency model, and corrected by what steps of late took over
-    what it had predicted of chunks, those that decoded between them included.
+    what it had predicted of chunks, those that decoded between them included. The chunks to come
+    are taken to be of as many tokens as the last one, since memory may keep them from being longer.
 
     Args:
-        done, total: its tokens; `done` with those of the chunk that is computed just now, whose
-            step is not among
-        chunk: tokens that one step computes of it.
+        done, total: its tokens; `done` with those of the chunk that is computed just now,
+        in_flight: so many, whose step is not among
         steps: the latest first.
+        most: tokens that a chunk may have.
 
     Returns:
         `done` tokens, `tokens_per_s` of late (None before its first chunk has been computed) and
         `left_ms`.
     """
     spent_s = predicted_s = decoding_s = 0.0
-    tokens = chunks = 0
+    tokens, chunks, chunk = 0, 0, in_flight
     for step in steps:
         recent = spent_s <= RECENT_S or chunks < FEWEST_CHUNKS
-        if not recent or decoding_s > RECENT_S or tokens >= done - chunk:
+        if not recent or decoding_s > RECENT_S or tokens >= done - in_flight:
             break
         decoding_s += step.seconds
         if step.work.prefill_rows:
-            tokens += int(step.work.prefill_rows)
+            rows_then = int(step.work.prefill_rows)
+            tokens, chunk = tokens + rows_then, chunk or rows_then
             spent_s, decoding_s = spent_s + decoding_s, 0.0
             predicted_s += step.predicted_s
             chunks += 1
-    begins = np.arange(done, total, max(chunk, 1))
+    chunk = max(min(chunk or most, most), 1)
+    begins = np.arange(done, total, chunk)
     rows = np.minimum(total - begins, chunk)
     pairs = rows * (begins + (rows + 1) / 2)
     work = StepWork(0, 0, prefill_rows=rows, prefill_pairs=pairs)

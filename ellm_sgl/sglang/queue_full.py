@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.sglang.keep_alive import COMMENT
+from ellm_sgl.sglang.requests import refuse_empty
 from ellm_sgl.sglang.slo import PATHS, refusal, route
 
 if TYPE_CHECKING:
@@ -86,7 +87,10 @@ class QueueFull:
 def turn_away(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
     """Around `Scheduler._abort_on_queued_limit`: the queue takes those who come back because memory
     is short or generation pauses, whatever its limit. SGLang would take them for new ones, and end
-    them in the midst of their answers."""
+    them in the midst of their answers.
+
+    All that are queued come by here, and so a prompt of no token, which no step may have."""
+    refuse_empty(req)
     return not req.is_retracted and original(scheduler, req)
 
 

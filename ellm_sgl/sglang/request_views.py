@@ -116,8 +116,9 @@ def _progress(ours: EllmScheduler, req: Req, row: int | None) -> dict[str, Any]:
     scheduler, log = ours.scheduler, ours.iteration.controller.steps
     total = len(req.origin_input_ids) + len(req.output_ids)
     done = 0 if row is None else min(context_of(scheduler).table.length_of(row), total)
-    chunk = scheduler.chunked_prefill_size or total
-    return describe_progress(done, total, chunk, reversed(log.reports), log.model)
+    in_flight = 0 if log.in_flight is None else int(log.in_flight.prefill_rows)
+    most = scheduler.chunked_prefill_size or total
+    return describe_progress(done, total, in_flight, most, reversed(log.reports), log.model)
 
 
 def _facts(ours: EllmScheduler, reqs: Sequence[Req]) -> Requests:

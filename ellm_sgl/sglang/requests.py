@@ -6,7 +6,7 @@ process without eLLM's hooks: they too get an error of their own, and nobody els
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.config.ranges import ANSWERS, shown
@@ -14,7 +14,8 @@ from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.slo import check_slos
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
 
 _EMBEDDINGS = ("input_embeds", "embed_overrides", "positional_embed_overrides")
@@ -23,13 +24,14 @@ _PLACES = "token_indices_to_pool"
 """Field of SGLang 0.5.23 and later, for scores: places that it looks for in the step's rows."""
 _CACHE_KEYS = ("extra_key", "cache_salt")
 """Fields that keep requests' cached prefixes apart."""
+_EMPTY = "a prompt of no token; give one at least"
 
 
 def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> None:
     """Raise ValueError for what eLLM cannot serve: embeddings, places in a prompt that has to be
-    computed at once; and for what would end SGLang's scheduler: keys of the prefix cache that are
-    no text, prompts of no token, log-probabilities of what is not there, and, on a CPU, token ids
-    outside of the vocabulary.
+    computed at once; and for what would end SGLang's scheduler: keys of the prefix cache and names
+    in a session that are no text, prompts of no token, log-probabilities of what is not there, and,
+    on a CPU, token ids outside of the vocabulary. Not for what nobody reads: `_leave_out_unread`.
 
     Args:
         request: with SGLang's fields of a request, tokenized or not.
@@ -42,22 +44,15 @@ def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> Non
         )
     for name in _CACHE_KEYS:
         _check_text(name, getattr(request, name, None))
+    _check_session(getattr(request, "session_params", None))
     params = getattr(request, "sampling_params", None)
     _check_beams(params)
     _check_log_probabilities(request, vocabulary)
-    if _of(params, "min_new_tokens"):
-        _check_ids("stop_token_ids", _of(params, "stop_token_ids"), vocabulary)
     if input_ids is not None and len(input_ids) == 0 and not _goes_on(request):
-        raise ValueError("a prompt of no token; give one at least")
-    _check_ids("input_ids", input_ids, vocabulary)
-
-
-def _check_ids(name: str, ids: Collection[int] | None, vocabulary: int) -> None:
-    if not ids:
-        return
-    for token_id in (min(ids), max(ids)):
+        raise ValueError(_EMPTY)
+    for token_id in (min(input_ids), max(input_ids)) if input_ids else ():
         if not 0 <= token_id < vocabulary:
-            raise ValueError(f"{name}: {token_id} is not a token id, 0 <= id < {vocabulary}")
+            raise ValueError(f"input_ids: {token_id} is not a token id, 0 <= id < {vocabulary}")
 
 
 def _check_log_probabilities(request: Any, vocabulary: int) -> None:
@@ -78,6 +73,13 @@ def _check_log_probabilities(request: Any, vocabulary: int) -> None:
 def _of(params: Any, name: str) -> Any:
     """Of sampling parameters as a client sends them, or as SGLang's scheduler has them."""
     return params.get(name) if isinstance(params, dict) else getattr(params, name, None)
+
+
+def _check_session(params: Any) -> None:
+    for name in ("id", "rid"):
+        _check_text(f"session_params: {name}", _of(params, name))
+    if not isinstance(offset := _of(params, "offset"), int | None):
+        raise ValueError(f"session_params: offset: {shown(offset)} is no whole number of tokens")
 
 
 def _goes_on(request: Any) -> bool:
@@ -167,13 +169,65 @@ def take_request(
 ) -> None:
     """Around `Scheduler.handle_generate_request`: what cannot be served is answered with an
     error, the way SGLang's scheduler answers requests that it cannot serve."""
+    _leave_out_unread(request, scheduler.model_config.vocab_size)
     try:
         check_slos({"custom_params": request.sampling_params.custom_params})
         check(request, request.input_ids, scheduler.model_config.vocab_size)
     except ValueError as error:
         _refuse(scheduler, request, str(error))
     else:
+        _forget_replaced(scheduler, request.session_params)
         original(scheduler, request, **others)
+
+
+def _leave_out_unread(request: TokenizedGenerateReqInput, vocabulary: int) -> None:
+    """Stop tokens that no step can sample, and how many log-probabilities a request would have that
+    does not ask for them: valid, and without a meaning. But a step does for all of its requests
+    what one of them needs (`min_new_tokens`, log-probabilities), and would look at these."""
+    params = request.sampling_params
+    stops = {token_id for token_id in params.stop_token_ids or () if 0 <= token_id < vocabulary}
+    params.stop_token_ids = stops or None
+    if not request.return_logprob:
+        request.top_logprobs_num = 0
+
+
+def name_no_token(
+    original: Callable[..., Any],
+    logprobs: Any,
+    token_ids_logprobs: Sequence[list[int] | None],
+    *others: Any,
+    **more: Any,
+) -> Any:
+    """Around `get_token_ids_logprobs`: those of the step that name no tokens have tensors of no
+    log-probabilities. SGLang has a list there, and takes it for a tensor, as are the others'."""
+    return original(logprobs, [named or [] for named in token_ids_logprobs], *others, **more)
+
+
+def _forget_replaced(scheduler: Scheduler, params: SessionParams | None) -> None:
+    """What a turn of a session does that replaces all before it: SGLang removes them from a dict
+    that it walks through, which ends the scheduler."""
+    if params is None or not params.replace or params.rid is not None:
+        return
+    session = scheduler.session_controller.get(params.id)
+    if session is None or session.streaming:
+        return
+    for node in session.req_nodes.values():
+        node.abort()
+    session.req_nodes.clear()
+
+
+def refuse_empty(req: Req) -> None:
+    """Answer a turn of a session that brings no token, and has none to go on from, with an error,
+    as SGLang 0.5.20 and later do: a step ends the scheduler where it has such a prompt. Like there,
+    no other turn goes on from this one."""
+    if len(req.origin_input_ids) > 0:
+        return
+    session = req.session
+    if session is not None:
+        node = session.req_nodes.pop(req.rid, None)
+        if node is not None and node.parent is not None:
+            node.parent.children.remove(node)
+    req.set_finish_with_abort(_EMPTY)
 
 
 def _refuse(scheduler: Scheduler, request: TokenizedGenerateReqInput, message: str) -> None:

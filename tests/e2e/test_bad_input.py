@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS, DEMO_MODEL, ServerProcess
-from tests.e2e.load import ask, greedy, prompts
+from tests.e2e.load import ask, ask_as_one, greedy, prompts, token_ids
 from tests.servers import refused, still_there
 
 pytestmark = pytest.mark.slow
@@ -34,11 +35,6 @@ DEEP = '{"a": ' * 500 + "1" + "}" * 500
 
 def slos(**fields: Any) -> str:
     return json.dumps({"text": "x", "tpot_slo_ms": 5} | fields)
-
-
-def stops(token_id: int) -> str:
-    params = {"min_new_tokens": 5, "max_new_tokens": 8, "stop_token_ids": [token_id]}
-    return json.dumps({"text": "x", "sampling_params": params})
 
 
 @pytest.mark.parametrize(
@@ -64,8 +60,6 @@ def stops(token_id: int) -> str:
         ("/generate", json.dumps(LOGPROBS | {"top_logprobs_num": 10**6})),
         ("/generate", json.dumps(LOGPROBS | {"top_logprobs_num": -1})),
         ("/v1/chat/completions", json.dumps(CHAT | {"logprobs": True, "top_logprobs": 10**6})),
-        ("/generate", stops(264)),
-        ("/generate", stops(-1)),
         ("/generate", slos(sampling_params={"custom_params": "x"})),
         ("/generate", slos(sampling_params="x")),
         ("/generate", slos(sampling_params=[])),
@@ -94,6 +88,114 @@ def test_bad_request_gets_a_4xx_and_disturbs_nobody(
     server.flush_cache()
     state = server.state()
     assert state["device_units_free"] == state["device_units_total"], "memory leaked"
+
+
+@pytest.mark.parametrize("odd", [[264], [-1], [10**6], [10**30, 7], [None, 7], ["7"]], ids=str)
+def test_stop_tokens_that_are_none_stop_nothing(server: ServerProcess, odd: list[Any]) -> None:
+    """As stock SGLang takes them, also where a request of the same step, or the same request, has
+    `min_new_tokens`, for which a step looks at the stop tokens of all."""
+    plain = [greedy(p, 12) for p in prompts(8, 20, 20, seed=1)]
+    expected = ask(server.url, plain)
+    least: dict[str, Any] = {"min_new_tokens": 12}
+    more = [least, {"stop_token_ids": odd}, least | {"stop_token_ids": odd}, {}] * 2
+    bodies = [greedy(body["input_ids"], 12, **has) for body, has in zip(plain, more, strict=True)]
+    assert token_ids(ask_as_one(server.url, bodies)) == token_ids(expected)
+    assert token_ids(ask(server.url, bodies)) == token_ids(expected)
+
+
+@pytest.mark.parametrize("most", [10**6, -1])
+def test_log_probabilities_that_nobody_asks_for_disturb_nobody(
+    server: ServerProcess, most: int
+) -> None:
+    """A step computes those of all its requests where one of them asks for some."""
+    count = 16
+    body = {
+        "input_ids": prompts(count, 20, 20, seed=2),
+        "return_logprob": [True, False] * (count // 2),
+        "top_logprobs_num": [2, most] * (count // 2),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+    }
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    told = [one["meta_info"].get("output_top_logprobs") for one in answer.json()]
+    assert [[len(top) for top in tops] for tops in told[::2]] == [[2] * 4] * (count // 2)
+    assert not any(told[1::2])
+
+
+def test_chats_without_log_probabilities_disturb_nobody(server: ServerProcess) -> None:
+    asked: list[dict[str, Any]] = [{"logprobs": True}, {"logprobs": False, "top_logprobs": 10**6}]
+
+    def chat(more: dict[str, Any]) -> httpx.Response:
+        body = CHAT | {"max_tokens": 8} | more
+        return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+
+    with ThreadPoolExecutor(16) as at_once:
+        answers = list(at_once.map(chat, asked * 8))
+    assert [answer.status_code for answer in answers] == [200] * 16
+
+
+def test_log_probabilities_of_named_tokens_disturb_nobody(server: ServerProcess) -> None:
+    """Beside requests that name none, as they come and go."""
+    bodies = [greedy(prompt, 8 + i) for i, prompt in enumerate(prompts(8, 20, 20, seed=3))]
+    expected = ask(server.url, bodies)
+    named = {"return_logprob": True, "token_ids_logprob": [65, 66]}
+    answers = ask(server.url, [body | (named if i % 2 else {}) for i, body in enumerate(bodies)])
+    assert token_ids(answers) == token_ids(expected)
+    for i in range(1, 8, 2):
+        told = answers[i]["meta_info"]["output_token_ids_logprobs"]
+        assert [[token_id for _, token_id, _ in step] for step in told] == [[65, 66]] * (8 + i)
+
+
+class Session:
+    """Turns of one session."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._url = server.url
+        body = {"capacity_of_str_len": 10_000}
+        self._id = httpx.post(f"{self._url}/open_session", json=body, timeout=60).json()
+
+    def turn(self, name: str, prompt: list[int], **params: Any) -> httpx.Response:
+        """As one of a list: alone, SGLang 0.5.17 refuses a prompt of no token."""
+        of = {"input_ids": [prompt], "rid": [name], "session_params": {"id": self._id} | params}
+        return httpx.post(f"{self._url}/generate", json=greedy([], 8) | of, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"replace": True}, {"rid": "first", "offset": -1000}], ids=str
+)
+def test_a_turn_of_nothing_gets_a_4xx_and_disturbs_nobody(
+    server: ServerProcess, params: dict[str, Any]
+) -> None:
+    """Nor does anybody go on from it; a turn with something before it is served."""
+    session = Session(server)
+    assert session.turn("nothing", [], **params | {"rid": None}).status_code == 400
+    assert session.turn("first", [65, 66, 67]).status_code == 200
+    answer = session.turn("nothing", [], **params)
+    assert answer.status_code == 400 and "a prompt of no token" in answer.text
+    assert session.turn("next", [68], rid="nothing").status_code == 400
+    again = session.turn("again", [], rid="first", drop_previous_output=True)
+    assert again.status_code == (400 if "replace" in params else 200), again.text
+
+
+def test_a_turn_that_replaces_all_before_it_is_served(server: ServerProcess) -> None:
+    session = Session(server)
+    [first] = session.turn("first", [65, 66, 67]).raise_for_status().json()
+    assert session.turn("second", [68], rid="first").status_code == 200
+    [again] = session.turn("third", [65, 66, 67], replace=True).raise_for_status().json()
+    assert again["output_ids"] == first["output_ids"]
+    assert session.turn("fourth", [68], rid="second").status_code == 400
+    assert session.turn("fourth", [68], rid="third").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "params", [{"id": ["x"]}, {"rid": [1]}, {"rid": "first", "offset": "x"}], ids=str
+)
+def test_a_turn_of_nonsense_gets_a_4xx(server: ServerProcess, params: dict[str, Any]) -> None:
+    session = Session(server)
+    assert session.turn("first", [65, 66, 67]).status_code == 200
+    answer = session.turn("second", [68], **params)
+    assert answer.status_code == 400 and f"session_params: {[*params][-1]}: " in answer.text
+    assert session.turn("second", [68], rid="first").status_code == 200
 
 
 @pytest.mark.parametrize(

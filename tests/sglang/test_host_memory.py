@@ -10,11 +10,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from ellm_sgl.config import ConfigError, EllmConfig
-from ellm_sgl.sglang import host_memory
+from ellm_sgl.memory import PageTable, PoolShape
+from ellm_sgl.memory.step_room import Activations, StepRoom
+from ellm_sgl.sglang import host_memory, step_memory
 from ellm_sgl.sglang.host_memory import tokens_within
 from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.sglang.step_memory import StepMemory
 from tests.budget.test_machine import GIB, put, version_2
 
 declare()
@@ -56,9 +60,9 @@ def test_sglangs_choice_is_bounded_by_the_container(
         assert tokens_within(EllmConfig(), 6000, TOKEN, 0, SGLANG) == 1536
     assert "1536 tokens, not 6000: the container (" in caplog.text
     assert tokens_within(EllmConfig(), 100, TOKEN, 0, SGLANG) == 100
-    # Half of what is free is the pool's, whoever has the other half; there has to be one.
-    assert tokens_within(EllmConfig(), 6000, TOKEN, 1472 * TOKEN, SGLANG) == 1536
-    assert tokens_within(EllmConfig(), 6000, TOKEN, 2008 * TOKEN, SGLANG) == 1000
+    # Of what the host tier leaves, half is the pool's, and the other half is there for steps.
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 1472 * TOKEN, SGLANG) == 800
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 2008 * TOKEN, SGLANG) == 532
 
 
 def test_a_host_tier_on_disk_is_not_in_the_way(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +71,7 @@ def test_a_host_tier_on_disk_is_not_in_the_way(root: Path, monkeypatch: pytest.M
     found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts.items()]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
     version_2(root, "pod", 4 * GIB, GIB)
-    for path, left in {"/data/tier": 1536, "/dev/tier": 1000, "/dev/disk/tier": 1536}.items():
+    for path, left in {"/data/tier": 1536, "/dev/tier": 532, "/dev/disk/tier": 1536}.items():
         config = EllmConfig(host_kv_tokens=2008, host_path=path)
         assert tokens_within(config, 6000, TOKEN, 2008 * TOKEN, SGLANG) == left
 
@@ -116,9 +120,9 @@ def test_a_host_tier_larger_than_what_is_free_is_refused(root: Path) -> None:
 
 def test_pool_and_host_tier_fit_on_a_machine_without_limits() -> None:
     config = EllmConfig(host_kv_tokens=1)
-    for host, pool in ((2, 6.0), (6, 6 - 1 / 16), (8, 4 - 1 / 16)):
+    for host, pool in ((2, 5), (6, 3), (8, 2)):
         tokens = tokens_within(config, 10_000, TOKEN, host * GIB, SGLANG)
-        assert tokens == int(pool * GIB) // TOKEN
+        assert tokens == pool * GIB // TOKEN
     with pytest.raises(ConfigError, match="no room for a pool of KV beside the host tier's "
                        "12,880,707,584; give fewer --ellm-host-kv-tokens"):  # fmt: skip
         tokens_within(config, 10_000, TOKEN, 12 * GIB - (4 << 20), SGLANG)
@@ -129,7 +133,30 @@ def test_a_loose_limit_does_not_hide_the_machine(root: Path, limit: int) -> None
     """12 GiB are free there, whatever the container might have."""
     version_2(root, "pod", limit * GIB, GIB)
     found = tokens_within(EllmConfig(host_kv_tokens=1), 10_000, TOKEN, 8 * GIB, SGLANG)
-    assert found == int((4 - 1 / 16) * GIB) // TOKEN
+    assert found == 2 * GIB // TOKEN
+
+
+@pytest.mark.parametrize("host", [0, 2, 6, 8, 11])
+def test_pool_and_host_tier_leave_something_to_a_step(
+    root: Path, monkeypatch: pytest.MonkeyPatch, host: int
+) -> None:
+    """Where they leave it nothing, prompts are computed a block at a time for ever."""
+    monkeypatch.setattr(step_memory, "ROOT", root)
+    version_2(root, "pod", 14 * GIB, 2 * GIB)
+    tokens = tokens_within(EllmConfig(host_kv_tokens=1), 10_000, TOKEN, host * GIB, SGLANG)
+    shape = PoolShape(num_layers=2, layer_group=1, block_tokens=16)
+    units = tokens // shape.block_tokens * shape.num_groups
+    unit_bytes = TOKEN * shape.block_tokens // shape.num_groups
+    pool: Any = SimpleNamespace(
+        buffer=torch.empty(0),
+        unit_bytes=unit_bytes,
+        lazy_units=units,
+        bytes_behind=lambda count: count * unit_bytes,
+    )
+    table = PageTable(shape, units, units, host_units=8)
+    room = StepRoom(Activations(row_bytes=400e3), shape.block_tokens)
+    memory = StepMemory(table, pool, room, host * GIB, 0, 0, 0, 1)
+    assert room.rows(memory.left()) > 1000
 
 
 def test_what_is_pinned_is_rounded_up_to_a_power_of_two(root: Path) -> None:
@@ -138,8 +165,21 @@ def test_what_is_pinned_is_rounded_up_to_a_power_of_two(root: Path) -> None:
     host_memory.check_pinned(config, 0, SGLANG)
     with pytest.raises(ConfigError, match="the host tier takes 17,179,869,184 bytes, and the "):
         host_memory.check_pinned(config, 9 * GIB, SGLANG)
-    with pytest.raises(ConfigError, match="the host tier takes 17,179,869,184 bytes, and the "):
-        host_memory.check_pinned(config, 7 * GIB, sglang(2))
+
+
+def test_what_other_replicas_have_pinned_counts_once(root: Path) -> None:
+    """In what is free. In what there is, all of them count."""
+    config = EllmConfig(host_kv_tokens=3 * GIB // TOKEN)
+    for free in (12, 8, 4):  # as one after the other pins its own
+        put(root, "proc/meminfo", f"MemTotal: {16 << 20} kB\nMemAvailable: {free << 20} kB")
+        host_memory.check_pinned(config, 3 * GIB, sglang(3))
+    with pytest.raises(ConfigError, match="takes 21,474,836,480 bytes beside the pool's 0, and the "
+                       "machine has 17,179,869,184 in all"):  # fmt: skip
+        host_memory.check_pinned(config, 3 * GIB, sglang(5))
+    put(root, "proc/meminfo", f"MemTotal: {16 << 20} kB\nMemAvailable: {3 << 20} kB")
+    with pytest.raises(ConfigError, match="takes 12,884,901,888 bytes, 4,294,967,296 of them for "
+                       "this replica, and the machine has 3,221,225,472 free"):  # fmt: skip
+        host_memory.check_pinned(config, 3 * GIB, sglang(3))
 
 
 def test_replicas_share_the_machine(root: Path) -> None:
@@ -150,7 +190,7 @@ def test_replicas_share_the_machine(root: Path) -> None:
         tokens_within(EllmConfig(device_kv_tokens=9000), 9000, TOKEN, 0, sglang(2))
     version_2(root, "pod", 4 * GIB, GIB)
     assert tokens_within(EllmConfig(), 6000, TOKEN, 0, sglang(2)) == 768
-    assert tokens_within(EllmConfig(), 6000, TOKEN, 1004 * TOKEN, sglang(2)) == 500
+    assert tokens_within(EllmConfig(), 6000, TOKEN, 1004 * TOKEN, sglang(2)) == 266
 
 
 def test_a_container_that_is_full_is_told_of(root: Path) -> None:

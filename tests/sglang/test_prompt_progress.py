@@ -34,11 +34,13 @@ def chunk_at(begin: int, slower: float = 1.0) -> StepReport:
     return StepReport(work, slower * predicted_s, predicted_s)
 
 
+@pytest.mark.parametrize("most", [CHUNK, 4096])
 @pytest.mark.parametrize("slower", [1.0, 3.0])
-def test_what_is_left_takes_as_long_as_predicted_and_observed(slower: float) -> None:
-    """All steps of a prompt of 1,024 tokens, looked at while the fifth is computed."""
+def test_what_is_left_takes_as_long_as_predicted_and_observed(slower: float, most: int) -> None:
+    """All steps of a prompt of 1,024 tokens, looked at while the fifth is computed; memory may
+    have kept them short."""
     steps = [chunk_at(begin, slower) for begin in range(0, 1024, CHUNK)]
-    told = describe_progress(320, 1024, CHUNK, reversed(steps[:4]), MODEL)
+    told = describe_progress(320, 1024, CHUNK, most, reversed(steps[:4]), MODEL)
     assert told["done"] == 320
     assert told["left_ms"] == pytest.approx(1e3 * sum(step.seconds for step in steps[5:]))
     assert told["tokens_per_s"] == pytest.approx(256 / sum(step.seconds for step in steps[:4]))
@@ -47,7 +49,7 @@ def test_what_is_left_takes_as_long_as_predicted_and_observed(slower: float) -> 
 def test_steps_that_decode_in_between_slow_it_down() -> None:
     decode = StepReport(StepWork(8, 800), 0.010, 0.010)
     alone, beside = [chunk_at(64), chunk_at(0)], [decode, chunk_at(64), decode, chunk_at(0)]
-    told = [describe_progress(192, 1024, CHUNK, steps, MODEL) for steps in (alone, beside)]
+    told = [describe_progress(192, 1024, CHUNK, CHUNK, steps, MODEL) for steps in (alone, beside)]
     took = [sum(step.seconds for step in steps) for steps in (alone, beside)]
     assert told[1]["left_ms"] == pytest.approx(told[0]["left_ms"] * took[1] / took[0])
 
@@ -56,7 +58,7 @@ def test_only_what_happened_of_late_counts() -> None:
     slow = StepReport(chunk_at(0).work, 100.0, chunk_at(0).predicted_s)
     recent = [chunk_at(0)] * (int(RECENT_S / chunk_at(0).seconds) + 2)
     done = CHUNK * (len(recent) + 5)
-    told = describe_progress(done, done + CHUNK, CHUNK, [*recent, slow], MODEL)
+    told = describe_progress(done, done + CHUNK, CHUNK, CHUNK, [*recent, slow], MODEL)
     assert told["left_ms"] == pytest.approx(1e3 * chunk_at(done).seconds)
 
 
@@ -68,7 +70,7 @@ def test_what_others_did_before_is_not_this_prompts(computed: int, known: bool) 
     short = StepReport(StepWork(0, 0, prefill_rows=5, prefill_pairs=15), 1.0, 0.001)
     own = [chunk_at(CHUNK * i) for i in range(computed)]
     steps = [*reversed(own), *[decode] * 1000, short]
-    told = describe_progress(CHUNK * (computed + 1), 1024, CHUNK, steps, MODEL)
+    told = describe_progress(CHUNK * (computed + 1), 1024, CHUNK, CHUNK, steps, MODEL)
     left = range(CHUNK * (computed + 1), 1024, CHUNK)
     assert told["left_ms"] == pytest.approx(1e3 * sum(chunk_at(at).seconds for at in left))
     assert (told["tokens_per_s"] is not None) == known
@@ -78,8 +80,18 @@ def test_what_others_did_before_is_not_this_prompts(computed: int, known: bool) 
         )
 
 
+def test_while_its_next_chunk_waits_all_of_it_counts() -> None:
+    """A step that decodes is in flight: chunks go on as the last one was."""
+    steps = [chunk_at(CHUNK), chunk_at(0)]
+    told = describe_progress(2 * CHUNK, 4 * CHUNK, 0, 4096, steps, MODEL)
+    left = chunk_at(2 * CHUNK), chunk_at(3 * CHUNK)
+    assert told["left_ms"] == pytest.approx(1e3 * sum(step.seconds for step in left))
+    took = sum(step.seconds for step in steps)
+    assert told["tokens_per_s"] == pytest.approx(2 * CHUNK / took)
+
+
 def test_before_its_first_chunk_its_rate_is_not_known() -> None:
-    told = describe_progress(0, 100, CHUNK, [], MODEL)
+    told = describe_progress(0, 100, 0, CHUNK, [], MODEL)
     assert told["tokens_per_s"] is None
     first, rest = CHUNK * (CHUNK + 1) / 2, 36 * (64 + 37 / 2)
     assert told["left_ms"] == pytest.approx(2 + 1e-3 * (first + rest))

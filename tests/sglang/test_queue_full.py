@@ -132,8 +132,9 @@ def test_who_comes_back_to_a_full_queue_is_not_turned_away(monkeypatch: pytest.M
     original = inspect.unwrap(module.Scheduler._abort_on_queued_limit)
     context = SimpleNamespace(abort=lambda **_: None)
     req: Any = SimpleNamespace(
-        rid="1", priority=None, is_retracted=True, time_stats=SimpleNamespace(trace_ctx=context)
-    )
+        rid="1", priority=None, is_retracted=True, origin_input_ids=[65],
+        time_stats=SimpleNamespace(trace_ctx=context),
+    )  # fmt: skip
     assert not turn_away(original, scheduler, req)
     assert sent == [] and scheduler.waiting_queue == ["waits"]
     req.is_retracted = False

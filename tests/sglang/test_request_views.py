@@ -112,6 +112,24 @@ def test_each_request_is_told_of_once(server: Server) -> None:
     assert server.iteration.requests.request_ids(keep)[0] > 0
 
 
+def test_a_prompts_progress_is_reckoned_by_the_step_in_flight(server: Server) -> None:
+    """Not by the longest chunk there may be, which memory may have no room for."""
+    blocks = server.table.allocate(1)
+    server.table.place(blocks)
+    server.table.map(1, blocks, 12)
+    req = Req("long", 1)
+    server.scheduler.chunked_req, server.scheduler.chunked_prefill_size = req, 4096
+    log = server.iteration.controller.steps
+    now = [0.0]
+    log._clock = lambda: now[0]
+    for begin in range(0, 12, BLOCK):
+        log.start(StepWork(0, 0, prefill_rows=BLOCK, prefill_pairs=BLOCK * (begin + 2.5)))
+        now[0] += 0.5
+    (told,) = server.control("requests").response[1]["requests"]
+    assert told["state"] == "prefilling" and told["prompt"]["done"] == 12
+    assert told["prompt"]["tokens_per_s"] == pytest.approx(2 * BLOCK)
+
+
 def test_requests_are_bounded(server: Server) -> None:
     server.scheduler.waiting_queue = [Req(f"r{i}") for i in range(MOST_REQUESTS + 5)]
     answer = server.control("requests").response[1]

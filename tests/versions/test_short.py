@@ -193,4 +193,36 @@ def test_a_turn_of_a_session_may_bring_no_tokens(server: ServerProcess) -> None:
     assert again["output_ids"] == first["output_ids"]
     answer = httpx.post(f"{server.url}/generate", json=greedy([], 4), timeout=60)
     assert answer.status_code == 400 and "an empty list of prompts" in answer.text
+    nothing = greedy([], 4) | {"input_ids": [[]]} | asked
+    answer = httpx.post(f"{server.url}/generate", json=nothing, timeout=60)
+    assert answer.status_code == 400 and "token" in answer.text
+    asked = {"session_params": {"id": session, "replace": True}}
+    [again] = ask(server.url, [greedy(PROMPT, 24) | asked])
+    assert again["output_ids"] == first["output_ids"]
     httpx.post(f"{server.url}/close_session", json={"session_id": session}, timeout=60)
+
+
+def test_what_nobody_reads_of_a_request_disturbs_nobody(server: ServerProcess) -> None:
+    """A step would look at it on behalf of others."""
+    bodies = [greedy(prompt, 8) for prompt in prompts(16, 20, 20, seed=11)]
+    expected = token_ids(ask(server.url, bodies))
+    least, unread = {"min_new_tokens": 8}, {"stop_token_ids": [1_000_000]}
+    body = {
+        "input_ids": [body["input_ids"] for body in bodies],
+        "sampling_params": [
+            body["sampling_params"] | (unread if i % 2 else least) for i, body in enumerate(bodies)
+        ],
+        "return_logprob": [True, False] * 8,
+        "top_logprobs_num": [0, 1_000_000] * 8,
+    }
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert answer.status_code == 200 and token_ids(answer.json()) == expected
+
+
+def test_log_probabilities_of_named_tokens_disturb_nobody(server: ServerProcess) -> None:
+    """Beside requests that name none, as they come and go."""
+    bodies = [greedy(prompt, 8 + i) for i, prompt in enumerate(prompts(8, 20, 20, seed=12))]
+    expected = token_ids(ask(server.url, bodies))
+    named = {"return_logprob": True, "token_ids_logprob": [65, 66]}
+    odd = [body | (named if i % 2 else {}) for i, body in enumerate(bodies)]
+    assert token_ids(ask(server.url, odd)) == expected
