@@ -75,7 +75,18 @@ class StepRoom:
         """By the step planned last: for its activations, and borrowed of the pool."""
         self.prompt_rows = 0
         """Of the step being prepared."""
+        self.chunk_rows = 0
+        """Of a prompt's whole chunk."""
         self.block_tokens = block_tokens
+        self._rows = self._logit_rows = 0
+        """Of the step planned last."""
+
+    @property
+    def coming_bytes(self) -> int:
+        """For the activations of a step to come: one as the last, or a prompt's whole chunk beside
+        the logits of that. What takes them for longer leaves prompts a block a step for good."""
+        rows, logit_rows = max(self._rows, self.chunk_rows), max(self._logit_rows, 1)
+        return self.activations.bytes_of(rows, logit_rows)
 
     def restorable(self, decoding: int) -> float:
         """Rows that the coming step can recompute beside its prompts and so many that decode."""
@@ -100,6 +111,7 @@ class StepRoom:
 
     def reserve(self, rows: int, logit_rows: int, staged_units: int) -> None:
         """A step of so many rows has been planned, which borrows so many units."""
+        self._rows, self._logit_rows = rows, logit_rows
         self.reserved_bytes = self.activations.bytes_of(rows, logit_rows)
         self.staged_units = staged_units
 

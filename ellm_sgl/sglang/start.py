@@ -70,7 +70,12 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         ours.hardware, activations = calibrate(runner, ours, shape)
     if ours.compiled is not None:
         ours.compiled.steps = 0
-    ours.elastic.room.activations = activations
+    room = ours.elastic.room
+    room.activations = activations
+    room.chunk_rows = (
+        scheduler.chunked_prefill_size
+        or adapter().resolved(scheduler.server_args).max_prefill_tokens
+    )
     model = latency.BY_NAME[settings.latency_model](shape, ours.hardware)
     limits = ServerLimits(
         model=shape,
