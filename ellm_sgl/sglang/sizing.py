@@ -147,13 +147,15 @@ class Sizing:
 
     def growth(self, resizer: Resizer, shape: PoolShape) -> Growth:
         """On rank 0: what the pool could come to hold beside what it does."""
-        given = (self.standing, self.most_units, resizer.limit_units, resizer.outcome,
-                 resizer.commit_s_per_unit)  # fmt: skip
+        given = (self.problem, self.standing, self.most_units, resizer.limit_units,
+                 resizer.outcome, resizer.commit_s_per_unit)  # fmt: skip
         if self._growth is None or self._growth[0] != given:
             self._growth = given, self._growth_now(resizer, shape)
         return self._growth[1]
 
     def _growth_now(self, resizer: Resizer, shape: PoolShape) -> Growth:
+        if self.problem is not None:  # nobody asks for it any more
+            return NO_GROWTH
         at_once = with_idle = self.most_units
         if self.shares:
             standing = self.standing or Standing(0, 0, 0)
