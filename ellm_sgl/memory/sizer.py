@@ -210,7 +210,8 @@ class Sizer:
             return None
         resting = -(-load.resting_units // self._sizes.groups) * self._sizes.groups
         resting = min(max(resting, self._least), most)
-        return resting if report.asked_units > resting and report.limit_units > resting else None
+        # What was asked for may be less: a share that has since come back, of which some stayed.
+        return resting if report.limit_units > resting != report.asked_units else None
 
     def _grow(self, want: int, standing: Standing, report: Report) -> int | None:
         """Units to grow to, whose bytes have been debited; None: not now."""

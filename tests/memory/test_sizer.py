@@ -196,6 +196,8 @@ def test_an_idle_server_comes_to_what_its_prefixes_take(tmp_path: Path) -> None:
     assert sizer.tick(resting(10.0, 90), report, 15.1) is None
     floor = Report(22, 30, 30, under_way=False)
     assert sizer.tick(Load(0, MOST, 22, 10.0, 21), floor, 16.0) is None, "asked once"
+    squeezed = Report(22, 40, 40, under_way=False)  # it came to 40; others want it no more
+    assert sizer.tick(Load(0, MOST, 22, 10.0, 29), squeezed, 16.0) == Ask(30)
 
 
 def test_memory_of_one_who_shares_with_nobody_comes_back_as_it_is_needed() -> None:
