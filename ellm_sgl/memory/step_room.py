@@ -82,11 +82,25 @@ class StepRoom:
         """Of the step planned last."""
 
     @property
-    def coming_bytes(self) -> int:
-        """For the activations of a step to come: one as the last, or a prompt's whole chunk beside
-        the logits of that. What takes them for longer leaves prompts a block a step for good."""
+    def chunk_bytes(self) -> int:
+        """For the activations of a prompt's whole chunk; 0 where nothing is known of them."""
+        return self.activations.bytes_of(self.chunk_rows, 1) if self.chunk_rows else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """That a pool which grows leaves: for a step as the last one or a whole chunk beside its
+        logits, since what grows for longer leaves prompts a block a step for good; and for a chunk
+        more, which libc keeps once it is freed, and who looks takes for used."""
         rows, logit_rows = max(self._rows, self.chunk_rows), max(self._logit_rows, 1)
-        return self.activations.bytes_of(rows, logit_rows)
+        return self.activations.bytes_of(rows, logit_rows) + self.chunk_bytes
+
+    @property
+    def short_bytes(self) -> float:
+        """That the pool is to yield, once half of a whole chunk is missing: so much that what
+        libc keeps, or others take for a moment, does not have it come and go."""
+        if self.left_bytes >= self.chunk_bytes / 2:
+            return 0.0
+        return 2 * self.chunk_bytes - self.left_bytes
 
     def restorable(self, decoding: int) -> float:
         """Rows that the coming step can recompute beside its prompts and so many that decode."""

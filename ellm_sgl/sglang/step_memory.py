@@ -67,7 +67,7 @@ class StepMemory:
         compute prompts above all. Nothing takes it back from the pool."""
         if not self._bounded:
             return math.inf
-        return self._free() - MARGIN_BYTES - self._room.coming_bytes
+        return self._free() - MARGIN_BYTES - self._room.kept_bytes
 
     def _free(self) -> float:
         return tightest(ROOT).free / self._ranks - self._promised()

@@ -236,6 +236,18 @@ def test_what_the_machine_does_not_have_is_not_asked_for_again_at_once(tmp_path:
     assert server.sizer.tick(load, report, 1.1 + CEILING_S) == Ask(60)
 
 
+def test_what_the_machine_has_taken_back_is_credited(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    assert server.member.debit(SIZES.bytes_of(60) - SIZES.bytes_of(GROUPS))
+    stale = Report(60, 60, 60, under_way=False)
+    yielded = Load(60, MOST, 60, limit_units=40)
+    assert server.sizer.tick(yielded, stale, 1.0) == Ask(None), "what has it come to?"
+    report = Report(60, 40, 40, under_way=False, ceiling=True)
+    assert server.sizer.tick(yielded, report, 1.1) is None
+    assert server.member.publish(0).committed == SIZES.bytes_of(40)
+    assert server.sizer.tick(yielded, report, 1.2 + CEILING_S) == Ask(60)
+
+
 def test_a_server_that_joins_waits_for_its_share_and_then_takes_what_there_is(
     tmp_path: Path,
 ) -> None:
