@@ -420,6 +420,11 @@ class PageTable:
         # Asked for in steps: several times as fast as indexing with the mask.
         return int((self._missing_groups * idle).sum())
 
+    def idle_full_units(self) -> int:
+        """Units of full blocks that nobody maps: cached prefixes', whether or not they may go."""
+        idle = (self._refs == 1) & (self._computed == self.shape.block_tokens)
+        return int(((self.shape.num_groups - self._missing_groups) * idle).sum())
+
     def any_idle_unit(self) -> bool:
         """Whether some block that nobody maps holds a unit."""
         held = self._missing_groups < self.shape.num_groups

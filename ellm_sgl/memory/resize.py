@@ -3,11 +3,13 @@
 ```
  shrink:  lower the limit ─▶ drop idle prefixes, evict ─▶ move the tail down ─▶ decommit
  grow:    commit, on a thread of its own ─▶ publish what all ranks have committed ─▶ raise the limit
+ yield:   lower the limit ─▶ drop idle prefixes, no more ─▶ move the tail down ─▶ decommit
 ```
 
 A shrink ends at what was asked for, or at the floor: what is left cannot be evicted, or a step
 could not restore it beside what else may come to be missing. So nobody is retracted for it. A
-growth ends at what was asked for, or at the ceiling: the machine gives no more.
+growth ends at what was asked for, or at the ceiling: the machine gives no more. Where it comes to
+have less than it had, the pool yields what no request has, and is at its ceiling.
 """
 
 from __future__ import annotations
@@ -105,6 +107,12 @@ class Resizer:
         """As last asked for,"""
         self.outcome = Outcome.APPLIED
         """and what has become of it."""
+        self._yields_to: int | None = None
+        """Units that the machine has left it, while it comes to them."""
+        self._seen_bytes = math.inf
+        """`StepRoom.left_bytes` in the turn before."""
+        self._grown = False
+        """Since these changed: they may be of an older look, less what it has grown by."""
         self._steps_at_ceiling = 0
         self._told = False
         """That the machine gave no more for what was last asked for."""
@@ -117,6 +125,11 @@ class Resizer:
     def limit_units(self) -> int:
         """Units that may be in use."""
         return self._elastic.table.unit_limit
+
+    @property
+    def coming_units(self) -> int:
+        """Units that it comes to: what was asked for, unless it yields."""
+        return self.wanted_units if self._yields_to is None else self._yields_to
 
     @property
     def used_units(self) -> int:
@@ -145,6 +158,7 @@ class Resizer:
         if units != self.wanted_units:
             self._told = False
         self.wanted_units, self.outcome = units, Outcome.UNDER_WAY
+        self._yields_to = None
         if self._growth is not None:
             self._growth.stop()
         self.step(idle)
@@ -160,6 +174,7 @@ class Resizer:
             self._steps_at_ceiling += 1
             if self._steps_at_ceiling % RETRY_STEPS == 0:
                 self.outcome = Outcome.UNDER_WAY
+        self._begin_to_yield()
         while self.outcome is Outcome.UNDER_WAY:
             further = self._step()
             if not (idle and further):
@@ -171,25 +186,51 @@ class Resizer:
             return False
         table = self._elastic.table
         self._raise_limit()
-        if self.wanted_units > table.committed_units:
+        if self.coming_units > table.committed_units:
             first, last = table.committed_units, self.wanted_units
             self._growth = _Growth(self._pool, first, last, self._submit, self._spare)
             return False
-        lowered = self.wanted_units < table.unit_limit and self._lower_limit()
-        if self.wanted_units == table.unit_limit:
-            return self._give_back_tail(Outcome.APPLIED) or lowered
-        return self._give_back_tail(Outcome.UNDER_WAY if lowered else Outcome.FLOOR) or lowered
+        lowered = self.coming_units < table.unit_limit and self._lower_limit()
+        goes_on = lowered and self.coming_units < table.unit_limit
+        return self._give_back_tail(Outcome.UNDER_WAY if goes_on else self._end()) or lowered
+
+    def _end(self) -> Outcome:
+        """What a shrink comes to that gets no further."""
+        if self.wanted_units == self.limit_units:
+            return Outcome.APPLIED
+        return Outcome.FLOOR if self.limit_units > self.wanted_units else Outcome.CEILING
 
     # -- shrink -----------------------------------------------------------------------------
 
+    def _begin_to_yield(self) -> None:
+        """Where the machine, or the container, has come to leave prompts too little: with units
+        that are free or idle prefixes', but for those that the coming steps begin. Of each look at
+        memory once: the next one sees what has gone back."""
+        table, room = self._elastic.table, self._elastic.room
+        seen, self._seen_bytes = self._seen_bytes, room.left_bytes
+        if room.left_bytes == seen or self.outcome not in (Outcome.APPLIED, Outcome.CEILING):
+            return
+        grown, self._grown = self._grown, False
+        if grown:
+            return
+        short = math.ceil(room.short_bytes / self._pool.unit_bytes)
+        groups = table.shape.num_groups
+        begun = table.shape.blocks_for(room.chunk_rows) + len(table.sequence_ids)
+        spare = table.free_units + table.idle_full_units() - begun * groups
+        units = -(-min(short, spare) // groups) * groups
+        if units > 0:
+            self._yields_to = table.unit_limit - units
+            self.outcome, self._steps_at_ceiling = Outcome.UNDER_WAY, 0
+
     def _lower_limit(self) -> bool:
-        """Evict for one step's worth of units; returns whether that got any further."""
+        """Evict for one step's worth of units; returns whether that got any further. A pool that
+        yields drops prefixes alone: what requests have costs more than small chunks do."""
         table, elastic, before = self._elastic.table, self._elastic, self._elastic.table.unit_limit
         used = min(table.used_units, before)
-        table.limit_units(max(self.wanted_units, used - self._units_to_move()))
+        table.limit_units(max(self.coming_units, used - self._units_to_move()))
         elastic.reclaim_prefixes(0)
         evicted = min(-table.free_units, self._evictable_units(), self._units_per_step)
-        if evicted > 0:
+        if evicted > 0 and self._yields_to is None:
             table.limit_units(table.used_units - evicted)
             elastic.make_room(0)
         table.limit_units(max(table.unit_limit, table.used_units))
@@ -252,7 +293,7 @@ class Resizer:
         self.commit_s_per_unit = growth.seconds_per_unit or self.commit_s_per_unit
         if not over:
             return False
-        self._growth = None
+        self._growth, self._grown = None, True
         self._pool.decommit(units, growth.committed)  # what other ranks do not have
         if most < growth.last and units < self.wanted_units:
             self._tell(growth.problem or "on another rank")
@@ -267,7 +308,7 @@ class Resizer:
 
     def _raise_limit(self) -> None:
         table = self._elastic.table
-        limit = min(self.wanted_units, table.committed_units)
+        limit = min(self.coming_units, table.committed_units)
         table.limit_units(max(table.unit_limit, limit))
 
     # -- both -------------------------------------------------------------------------------
@@ -276,6 +317,7 @@ class Resizer:
         self.outcome = outcome
         if outcome is Outcome.UNDER_WAY:
             return
+        self._yields_to = None
         table, shape = self._elastic.table, self._elastic.table.shape
         came = outcome, self.wanted_units, table.unit_limit
         if came == self._logged:  # a shared budget asks again and again for what it is not given

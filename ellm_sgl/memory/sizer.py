@@ -57,6 +57,8 @@ class Load:
     """and what it is to have if that has been long enough."""
     released: bool = False
     """All is to go, and to stay away."""
+    limit_units: int | None = None
+    """That are in use or may be: fewer than reported where the machine has come to have less."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,9 @@ class Sizer:
                 to = self._grow(want, standing, report)
             if to is not None:
                 return Ask(to)
-        if report.under_way or load.asked_units != report.asked_units:
-            return Ask(None)
-        return None
+        asked = load.asked_units == report.asked_units
+        known = asked and load.limit_units in (None, report.limit_units)
+        return None if known and not report.under_way else Ask(None)
 
     def _wanted(self, load: Load, report: Report, most: int, now_s: float) -> int:
         """Units, in steps, so that a request more does not change the size of the pool each; of
@@ -210,7 +212,8 @@ class Sizer:
             return None
         resting = -(-load.resting_units // self._sizes.groups) * self._sizes.groups
         resting = min(max(resting, self._least), most)
-        return resting if report.asked_units > resting and report.limit_units > resting else None
+        # What was asked for may be less: a share that has since come back, of which some stayed.
+        return resting if report.limit_units > resting != report.asked_units else None
 
     def _grow(self, want: int, standing: Standing, report: Report) -> int | None:
         """Units to grow to, whose bytes have been debited; None: not now."""

@@ -75,7 +75,32 @@ class StepRoom:
         """By the step planned last: for its activations, and borrowed of the pool."""
         self.prompt_rows = 0
         """Of the step being prepared."""
+        self.chunk_rows = 0
+        """Of a prompt's whole chunk."""
         self.block_tokens = block_tokens
+        self._rows = self._logit_rows = 0
+        """Of the step planned last."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """For the activations of a prompt's whole chunk; 0 where nothing is known of them."""
+        return self.activations.bytes_of(self.chunk_rows, 1) if self.chunk_rows else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """That a pool which grows leaves: for a step as the last one or a whole chunk beside its
+        logits, since what grows for longer leaves prompts a block a step for good; and for a chunk
+        more, which libc keeps once it is freed, and who looks takes for used."""
+        rows, logit_rows = max(self._rows, self.chunk_rows), max(self._logit_rows, 1)
+        return self.activations.bytes_of(rows, logit_rows) + self.chunk_bytes
+
+    @property
+    def short_bytes(self) -> float:
+        """That the pool is to yield, once half of a whole chunk is missing: so much that what
+        libc keeps, or others take for a moment, does not have it come and go."""
+        if self.left_bytes >= self.chunk_bytes / 2:
+            return 0.0
+        return 2 * self.chunk_bytes - self.left_bytes
 
     def restorable(self, decoding: int) -> float:
         """Rows that the coming step can recompute beside its prompts and so many that decode."""
@@ -100,6 +125,7 @@ class StepRoom:
 
     def reserve(self, rows: int, logit_rows: int, staged_units: int) -> None:
         """A step of so many rows has been planned, which borrows so many units."""
+        self._rows, self._logit_rows = rows, logit_rows
         self.reserved_bytes = self.activations.bytes_of(rows, logit_rows)
         self.staged_units = staged_units
 

@@ -141,19 +141,22 @@ class Sizing:
             idle_since,
             resizer.used_units if self._settings.idle_keep_prefixes else 0,
             before.released,
+            resizer.limit_units,
         )
         if needed > before.needed_units:
             self._waker.wake()
 
     def growth(self, resizer: Resizer, shape: PoolShape) -> Growth:
         """On rank 0: what the pool could come to hold beside what it does."""
-        given = (self.standing, self.most_units, resizer.limit_units, resizer.outcome,
-                 resizer.commit_s_per_unit)  # fmt: skip
+        given = (self.problem, self.standing, self.most_units, resizer.limit_units,
+                 resizer.outcome, resizer.commit_s_per_unit)  # fmt: skip
         if self._growth is None or self._growth[0] != given:
             self._growth = given, self._growth_now(resizer, shape)
         return self._growth[1]
 
     def _growth_now(self, resizer: Resizer, shape: PoolShape) -> Growth:
+        if self.problem is not None:  # nobody asks for it any more
+            return NO_GROWTH
         at_once = with_idle = self.most_units
         if self.shares:
             standing = self.standing or Standing(0, 0, 0)
@@ -179,13 +182,18 @@ class Sizing:
         if self.problem is not None and self.standing is not None:
             had = self.sizes.units_in(self.standing.committed)
             return max(had, resizer.limit_units, self.least_units)
-        coming = resizer.wanted_units if resizer.outcome is Outcome.UNDER_WAY else 0
+        coming = resizer.coming_units if resizer.outcome is Outcome.UNDER_WAY else 0
         return max(resizer.limit_units, coming)
 
     def released(self, away: bool, resizer: Resizer) -> None:
         """On every rank: all memory has been told to go, and to stay away, or may come back."""
         load = self._load
-        self._load = dataclasses.replace(load, released=away, asked_units=resizer.wanted_units)
+        self._load = dataclasses.replace(
+            load,
+            released=away,
+            asked_units=resizer.wanted_units,
+            limit_units=resizer.limit_units,
+        )
         self._waker.wake()
 
     def told_to_come_to(self, most_units: int, resizer: Resizer) -> None:
@@ -193,7 +201,10 @@ class Sizing:
         to come to another size."""
         self.most_units = most_units
         asked = resizer.wanted_units
-        self._load = dataclasses.replace(self._load, asked_units=asked, most_units=most_units)
+        limit = resizer.limit_units
+        self._load = dataclasses.replace(
+            self._load, asked_units=asked, most_units=most_units, limit_units=limit
+        )
 
     def apply(self, ours: Any, units: int) -> None:
         """On every rank: come to so many units, unless they are negative, and report. What has been

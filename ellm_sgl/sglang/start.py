@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ellm_sgl import latency
-from ellm_sgl.config import ConfigError
+from ellm_sgl.config import RECOMPUTE, ConfigError
 from ellm_sgl.config.resolve import policy_of
 from ellm_sgl.engine import Arrival, Controller, Iteration, RequestTable, ServerLimits, StepLog
 from ellm_sgl.engine.request_table import entries_array
@@ -70,7 +70,11 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         ours.hardware, activations = calibrate(runner, ours, shape)
     if ours.compiled is not None:
         ours.compiled.steps = 0
-    ours.elastic.room.activations = activations
+    room = ours.elastic.room
+    room.activations = activations
+    if settings.mode != RECOMPUTE:  # which leaves memory to SGLang
+        arguments = adapter().resolved(scheduler.server_args)
+        room.chunk_rows = scheduler.chunked_prefill_size or arguments.max_prefill_tokens
     model = latency.BY_NAME[settings.latency_model](shape, ours.hardware)
     limits = ServerLimits(
         model=shape,

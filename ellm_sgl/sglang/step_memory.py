@@ -63,10 +63,11 @@ class StepMemory:
         self._most_units = max(self._most_units, units)
 
     def for_growth(self) -> float:
-        """Bytes that the pool may grow by at this moment: the next step keeps what it needs."""
+        """Bytes that the pool may grow by at this moment: steps keep what they need, those that
+        compute prompts above all. Nothing takes it back from the pool."""
         if not self._bounded:
             return math.inf
-        return self._free() - MARGIN_BYTES - self._room.reserved_bytes
+        return self._free() - MARGIN_BYTES - self._room.kept_bytes
 
     def _free(self) -> float:
         return tightest(ROOT).free / self._ranks - self._promised()

@@ -196,6 +196,8 @@ def test_an_idle_server_comes_to_what_its_prefixes_take(tmp_path: Path) -> None:
     assert sizer.tick(resting(10.0, 90), report, 15.1) is None
     floor = Report(22, 30, 30, under_way=False)
     assert sizer.tick(Load(0, MOST, 22, 10.0, 21), floor, 16.0) is None, "asked once"
+    squeezed = Report(22, 40, 40, under_way=False)  # it came to 40; others want it no more
+    assert sizer.tick(Load(0, MOST, 22, 10.0, 29), squeezed, 16.0) == Ask(30)
 
 
 def test_memory_of_one_who_shares_with_nobody_comes_back_as_it_is_needed() -> None:
@@ -232,6 +234,18 @@ def test_what_the_machine_does_not_have_is_not_asked_for_again_at_once(tmp_path:
     assert server.member.publish(0).committed == SIZES.bytes_of(40)
     assert server.sizer.tick(load, report, CEILING_S) is None
     assert server.sizer.tick(load, report, 1.1 + CEILING_S) == Ask(60)
+
+
+def test_what_the_machine_has_taken_back_is_credited(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    assert server.member.debit(SIZES.bytes_of(60) - SIZES.bytes_of(GROUPS))
+    stale = Report(60, 60, 60, under_way=False)
+    yielded = Load(60, MOST, 60, limit_units=40)
+    assert server.sizer.tick(yielded, stale, 1.0) == Ask(None), "what has it come to?"
+    report = Report(60, 40, 40, under_way=False, ceiling=True)
+    assert server.sizer.tick(yielded, report, 1.1) is None
+    assert server.member.publish(0).committed == SIZES.bytes_of(40)
+    assert server.sizer.tick(yielded, report, 1.2 + CEILING_S) == Ask(60)
 
 
 def test_a_server_that_joins_waits_for_its_share_and_then_takes_what_there_is(

@@ -17,6 +17,7 @@ import zmq
 from ellm_sgl.budget import Member, Standing, path_of
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.memory import KVPool, Outcome, PageTable, Sizes
+from ellm_sgl.policies.base import NO_GROWTH
 from ellm_sgl.sglang import sizing as module
 from ellm_sgl.sglang import state
 from ellm_sgl.sglang.context import context_of
@@ -250,6 +251,19 @@ def test_a_ledger_that_breaks_leaves_the_server_what_it_has(
         ours.resizer.step(idle=True)
     server.sizing.standing = Standing(0, GROUPS * UNIT, 0)
     assert ours.at_once(ALL) == LEAST, "which it has been promised"
+
+
+def test_policies_are_told_of_no_growth_once_the_ledger_has_broken(server: SharingServer) -> None:
+    """Nobody asks for it any more, whatever the ledger said last."""
+    resizer, sizes = scheduler_of(server.scheduler).resizer, server.sizing.sizes
+    resizer.ask(LEAST)
+    for row in (server.member, None):
+        sizing = Sizing(EllmConfig(), "key", sizes, LEAST, ALL, row)
+        sizing.standing = Standing(ALL * UNIT, LEAST * UNIT, 0)
+        told = sizing.growth(resizer, SHAPE)
+        assert told.with_idle_tokens == SHAPE.tokens_in(ALL - LEAST)
+        sizing.problem = "the ledger is gone"
+        assert sizing.growth(resizer, SHAPE) == NO_GROWTH
 
 
 def test_an_error_that_nobody_foresaw_ends_the_sharing_alone(

@@ -63,3 +63,24 @@ def test_of_the_host_tier_what_is_in_files_has_its_memory(free: SimpleNamespace)
 
     assert left(1000) - left(0) == 1000
     assert left(700) - left(0) == 700
+
+
+@pytest.mark.parametrize("planned", [None, (8, 8), (512, 1), (80, 80)])
+def test_growth_leaves_prompts_a_whole_chunk(
+    free: SimpleNamespace, planned: tuple[int, int] | None
+) -> None:
+    """Also where the last step only decoded, and where there has been none; steps that took more
+    keep it."""
+    table = PageTable(SHAPE, UNITS, UNITS)
+    pool = KVPool(SHAPE, UNITS, 1, 8, torch.float32, "cpu", reserve=FakeArena)
+    room = StepRoom(Activations(row_bytes=1e4, logit_row_bytes=1e5, step_bytes=1e6), 4)
+    room.chunk_rows = 256
+    memory = StepMemory(table, pool, room, 0, 0, 0, 0, 1)
+    if planned is not None:
+        room.reserve(*planned, 0)
+    free.free -= memory.for_growth()  # which the pool takes, all of it
+    assert memory.left() >= room.reserved_bytes
+    room.left_bytes = memory.left()
+    decoding = 0 if planned is None else planned[1]
+    room_beside = room.for_prompts(0) - room.activations.bytes_of_rows(0, decoding)
+    assert room.rows(room_beside) >= 256
