@@ -211,9 +211,9 @@ class Resizer:
         if room.left_bytes == seen or self.outcome not in (Outcome.APPLIED, Outcome.CEILING):
             return
         grown, self._grown = self._grown, False
-        if grown:
-            return
         short = math.ceil(room.short_bytes / self._pool.unit_bytes)
+        if grown or short == 0:
+            return
         groups = table.shape.num_groups
         begun = table.shape.blocks_for(room.chunk_rows) + len(table.sequence_ids)
         spare = table.free_units + table.idle_full_units() - begun * groups
