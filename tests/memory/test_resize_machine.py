@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ellm_sgl.kernels.torch_paged import copy_units
 from ellm_sgl.memory import NONE, KVPool, Outcome, Resizer
+from ellm_sgl.memory.step_room import Activations
 from tests.engine.scene import BLOCK, GROUPS, SHAPE, Scene
 from tests.memory.fake_arena import FakeArena, small_steps
 from tests.simulation.transfers import LateWorker
@@ -50,6 +51,8 @@ class ResizeMachine(RuleBasedStateMachine):
             self.scene.elastic, self.pool, copy_units, self.worker.submit, agree=list
         )
         self.next_id = 0
+        memory = self.scene.elastic.room
+        memory.activations, memory.chunk_rows = Activations(row_bytes=UNIT / BLOCK), 4 * BLOCK
 
     def teardown(self) -> None:
         if hasattr(self, "patched"):
@@ -104,6 +107,11 @@ class ResizeMachine(RuleBasedStateMachine):
         self.worker.patience = patience
         blocks = data.draw(st.integers(0, self.table.num_units), "room")
         self.arena.room = max(blocks * UNIT, self.arena.committed)
+
+    @rule(units=st.integers(0, 20))
+    def others_take(self, units: int) -> None:
+        """What they leave for a step's activations, of which a chunk takes four units."""
+        self.scene.elastic.room.left_bytes = units * UNIT
 
     @rule()
     def step(self) -> None:

@@ -58,6 +58,7 @@ EVERYTHING = (
     "steps: of as many rows as there is memory for",
     "steps: while the pool grows",
     "steps: with more units than at the start",
+    "turns in which the pool yields to others",
     "policy failures",
     "samples of one prompt",
     "answers stopped",
@@ -85,6 +86,9 @@ class Exercised:
         self._spy(scheduler, "flush_cache", "flushes", int)
         iteration = plane.context.iteration
         assert iteration is not None
+        yields = "turns in which the pool yields to others"
+        resizer = self._resizer
+        self._spy(resizer, "_begin_to_yield", yields, lambda _: resizer._yields_to is not None)
         told = "turns in which a policy is told of a prompt under way"
         self._spy(iteration.controller, "state", told, self._prefilling)
         if hasattr(plane.tree, "_drop_beyond"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,6 +47,8 @@ from tests.simulation.policy import Scripted
 from tests.simulation.scheduler import SimulatedScheduler
 from tests.simulation.stamps import POISON, token_of
 
+SHORT_LOOKS = 6
+"""So many looks at memory in a row find all of it taken, of three times as many."""
 MOST_TURNS = 600
 """Turns after the last event in which all requests must have ended."""
 
@@ -164,9 +167,15 @@ class Life:
         memory.for_growth = lambda: math.inf  # type: ignore[method-assign]
         if (rows := self.configuration.step_rows) is not None:
             self.plane.elastic.room.activations = Activations(row_bytes=1.0)
-            # In place of the machine's, which differs from run to run. Each rank finds its own, and
-            # rank 0's counts.
-            memory.left = lambda: rows + 7 * self._rank  # type: ignore[method-assign]
+            self.plane.elastic.room.chunk_rows, looks = rows // 3, itertools.count()
+
+            def left() -> int:
+                """In place of the machine's, which differs from run to run: now and then others
+                take all of it. Each rank finds its own, and rank 0's counts."""
+                taken = next(looks) // SHORT_LOOKS % 3 == 1
+                return (0 if taken else rows) + 7 * self._rank
+
+            memory.left = left  # type: ignore[method-assign]
         iteration = Iteration(
             loop, self.plane.elastic, self.plane.pool.unit_bytes, self.clock.monotonic
         )
