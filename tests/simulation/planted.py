@@ -91,7 +91,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_ITERATION}.plan_decode",
         "self.in_force.fetch_ahead_s",
         "self.controller.steps.last.seconds / 2",
-        first=300,
+        first=326,
     ),
     Fault(
         "evicted units are copied to each other's places on the host",
@@ -316,7 +316,7 @@ FAULTS: tuple[Fault, ...] = (
         "ellm_sgl.step.planner:Planner._recompute_share",
         "return share if rows <= elastic.restorable_tokens(len(seq_ids)) else 0.0",
         "return share",
-        first=105,
+        first=215,
     ),
     Fault(
         "room to fetch to is counted that the step's own tokens take",
@@ -330,7 +330,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_ELASTIC}.restore",
         "spare = self.table.free_units - staged\n",
         "spare = self.table.free_units\n",
-        first=87,
+        first=215,
     ),
     Fault(
         "each rank asks its own memory",
@@ -344,7 +344,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_HIDDEN}:plan_capture",
         "host.begin_hidden(np.unique(blocks[offsets == 0]))",
         "host.begin_hidden(np.unique(blocks))",
-        first=300,
+        first=308,
     ),
     Fault(
         "hidden states are projected as if their block began the request",
@@ -388,7 +388,7 @@ FAULTS: tuple[Fault, ...] = (
         f"{_STORED}._read",
         "self._table.units[placed], data",
         "self._table.units[placed[::-1]], data",
-        first=66,
+        first=123,
     ),
     Fault(
         "blocks that the tree has already stay allocated beside it",
