@@ -10,6 +10,7 @@ idle, beside one that does none of it, by turns.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import statistics
@@ -35,7 +36,7 @@ from ellm_sgl.eval.simulator.machines import read_model
 
 GIB, MIB = 1 << 30, 1 << 20
 WHEN = ("before", "meanwhile")
-PROMPT_TOKENS, LONG_TOKENS = 64, 2000
+PROMPT_TOKENS, LONG_TOKENS, PAIR_TOKENS = 64, 2000, 96
 LONGEST_OUTPUT = 4096
 """Of streams, that are given up before."""
 STEPS = 1000
@@ -47,6 +48,7 @@ WAYS = {**dict.fromkeys(("shrink, idle", "shrink, decoding", "shrink, half in us
 """Measurements, and what each is taken on."""
 Pair = tuple[ServerProcess, ServerProcess]
 Start = Callable[[], ServerProcess]
+_TURNS = itertools.count()
 
 
 class Told(Column):
@@ -135,8 +137,12 @@ class Resize(Scenario):
         return taken
 
     def warm_up(self, name: str, server: Any) -> None:
-        for one in server if isinstance(server, tuple) else (server,):
-            loads.generate(one, self._prompts(4), 64)
+        """As far as loads use it; what a pool always keeps takes memory as it is first written."""
+        if isinstance(server, tuple):
+            for one in (*server, *server):
+                loads.generate(one, self._pairs_load(), PAIR_TOKENS)
+        else:
+            loads.generate(server, self._prompts(self._least // LONG_TOKENS + 1, LONG_TOKENS), 64)
 
     # -- on one server ------------------------------------------------------------------------
 
@@ -246,13 +252,16 @@ class Resize(Scenario):
 
     # -- on two -------------------------------------------------------------------------------
 
+    def _pairs_load(self) -> loads.Prompts:
+        return self._prompts(24, 2 * PROMPT_TOKENS)
+
     def _pair(self, pair: Pair) -> Taken:
         seconds, ratios = 0.0, []
         for number in range(self.pairs):
-            prompts, tokens = self._prompts(24, 2 * PROMPT_TOKENS), {}
+            prompts, tokens = self._pairs_load(), {}
             for server in pair[:: -1 if number % 2 else 1]:
                 server.flush_cache()
-                found = loads.generate(server, prompts, 96).figures
+                found = loads.generate(server, prompts, PAIR_TOKENS).figures
                 tokens[server.port] = found["tokens_per_s"]
                 seconds += found["seconds"]
             elastic, fixed = (tokens[server.port] for server in pair)
@@ -321,9 +330,14 @@ def _rested(server: ServerProcess, tokens: int) -> None:
 
 @contextlib.contextmanager
 def _both(one: Start, other: Start, budget: str) -> Iterator[Pair]:
-    """Two servers, the first of which shares a budget."""
+    """Two servers, the first of which shares a budget; which is started first changes by turns,
+    since they are not alike in that either."""
     try:
-        with one() as first, other() as second:
-            yield first, second
+        with contextlib.ExitStack() as stack:
+            if next(_TURNS) % 2:
+                second = stack.enter_context(other())
+                yield stack.enter_context(one()), second
+            else:
+                yield stack.enter_context(one()), stack.enter_context(other())
     finally:
         path_of(budget).unlink(missing_ok=True)
