@@ -11,9 +11,8 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from ellm_sgl.memory.admission import AdmissionRoom, yields_of
+from ellm_sgl.memory.admission import AdmissionRoom, TokenCounts, yields_of
 from ellm_sgl.memory.eviction import OWNER_AND_ONE_SEQUENCE, Evictor, Save
 from ellm_sgl.memory.exchange import host_room, in_exchange, lost_blocks
 from ellm_sgl.memory.page_table import PageTable
@@ -26,8 +25,6 @@ from ellm_sgl.policies import MemoryState
 GROWING = 4
 """Of so many requests one grows by a block while what they miss comes back: to leave room for each
 would have them restore in every step what there is room for."""
-
-TokenCounts = npt.NDArray[np.int64]
 
 Reclaim = Callable[[int], int]
 """Frees the memory of about so many tokens of cached prefixes that nobody uses; returns tokens."""

@@ -112,24 +112,26 @@ def test_what_the_host_has_comes_back_after_what_is_nowhere() -> None:
     assert (scene.table.units[blocks[2]] == NONE).any()
 
 
-def test_what_is_reclaimed_for_what_comes_back_is_no_less_restored() -> None:
-    scene, _ = scene_of(room=12, host_blocks=10)
-    scene.cache_prefix(blocks=3)
-    blocks = scene.request(1, 9 * BLOCK - 1)
-    scene.evict(blocks[:2])
-    scene.request(2, 2 * BLOCK - 1)
-    assert scene.table.free_units == 0
-    assert sorted(scene.restore([1])) == blocks[:2] and len(scene.tree) < 3
-    assert scene.elastic.totals.restored_units == 2 * GROUPS
-
-
-def test_nothing_is_sent_where_units_lie_with_prefixes_that_nobody_uses() -> None:
+def beside_a_prefix() -> tuple[Scene, list[int], list[int]]:
+    """A request whose first two blocks are nowhere, while a prefix that nobody uses has the last
+    units but for another request's; what was copied to the host, and its blocks."""
     scene, copied = scene_of(room=12, host_blocks=10)
     scene.cache_prefix(blocks=3)
     blocks = scene.request(1, 9 * BLOCK - 1)
     scene.evict(blocks[:2])
     scene.request(2, 2 * BLOCK - 1)
     assert scene.table.free_units == 0
+    return scene, copied, blocks
+
+
+def test_what_is_reclaimed_for_what_comes_back_is_no_less_restored() -> None:
+    scene, _, blocks = beside_a_prefix()
+    assert sorted(scene.restore([1])) == blocks[:2] and len(scene.tree) < 3
+    assert scene.elastic.totals.restored_units == 2 * GROUPS
+
+
+def test_nothing_is_sent_where_units_lie_with_prefixes_that_nobody_uses() -> None:
+    scene, copied, blocks = beside_a_prefix()
     assert sorted(step(scene, [1])) == blocks[:2]
     assert not copied and scene.missing(1) == []
 

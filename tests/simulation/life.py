@@ -175,6 +175,7 @@ class Life:
                 taken = next(looks) // SHORT_LOOKS % 3 == 1
                 return (0 if taken else rows) + 7 * self._rank
 
+            # A stand-in for one method of the real `StepMemory`.
             memory.left = left  # type: ignore[method-assign]
         iteration = Iteration(
             loop, self.plane.elastic, self.plane.pool.unit_bytes, self.clock.monotonic
