@@ -27,7 +27,9 @@ class Waker:
         self._poll = select.poll()
         self._poll.register(self._told, select.POLLIN)
         self._written = -1 if file is None else _watch(file)
-        if self._written >= 0:
+        self.hears = self._written >= 0
+        """Of writes: else who sleeps has to look."""
+        if self.hears:
             self._poll.register(self._written, select.POLLIN)
 
     def wake(self) -> None:

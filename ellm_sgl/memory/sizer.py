@@ -174,12 +174,21 @@ class Sizer:
         known = asked and load.limit_units in (None, report.limit_units)
         return None if known and not report.under_way else Ask(None)
 
+    def differs(self, before: Load, now: Load) -> bool:
+        """Whether other things may be decided, had no time passed."""
+        return self._steps(before) != self._steps(now) or (
+            (before.asked_units, before.limit_units) != (now.asked_units, now.limit_units)
+        )
+
+    def _steps(self, load: Load) -> int:
+        return -(-load.needed_units // self._step)
+
     def _wanted(self, load: Load, report: Report, most: int, now_s: float) -> int:
         """Units, in steps, so that a request more does not change the size of the pool each; of
         what is released no more than the floor: others can use it."""
         if load.released:
             return self._least
-        want = -(-load.needed_units // self._step) * self._step
+        want = self._steps(load) * self._step
         if now_s < self._grow_again_s:
             want = min(want, report.limit_units)
         return min(max(want, self._least), most)

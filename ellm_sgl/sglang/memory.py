@@ -25,7 +25,7 @@ from ellm_sgl.sglang.host_tier import (
     pool_shape,
     pool_sizes,
 )
-from ellm_sgl.sglang.sizing import make_sizing
+from ellm_sgl.sglang.join_budget import make_sizing
 from ellm_sgl.sglang.token_slots import Integers, PagedSlots
 from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.step import AnyStreamer, HiddenStates

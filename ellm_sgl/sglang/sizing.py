@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ellm_sgl.budget import LedgerBusyError, LedgerError, Member, Standing, Waker, hold
+from ellm_sgl.budget import LedgerBusyError, LedgerError, Member, Standing, Waker
 from ellm_sgl.budget.file import LedgerFile
-from ellm_sgl.config import ConfigError, EllmConfig
-from ellm_sgl.memory import Alone, KVPool, Load, Outcome, PageTable, Report, Resizer, Sizer, Sizes
+from ellm_sgl.config import EllmConfig
+from ellm_sgl.memory import Alone, Load, Outcome, PageTable, Report, Resizer, Sizer, Sizes
 from ellm_sgl.memory.arena import trim_heap
 from ellm_sgl.memory.shape import PoolShape
-from ellm_sgl.memory.sizer import Ledger, start_units
+from ellm_sgl.memory.sizer import Ledger
 from ellm_sgl.policies import Growth
 from ellm_sgl.policies.base import NO_GROWTH
 
@@ -32,14 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PERIOD_S, PAUSE_S = 0.02, 0.002
-"""How often to look at the ledger, and how much later at least, however often it is written to."""
+LOOK_S, PERIOD_S, PAUSE_S = 0.2, 0.02, 0.002
+"""How often to look at the ledger where it says when it is written to, and where it does not, or
+others wait for what this server has; and how much later at least, however often it is written to.
+Every look takes the scheduler's thread a moment."""
 OBSERVE_S = 0.2
 """How often to add up what requests need, while they decode and none waits."""
-SHARE_S, SAY_S, FLOOR_S = 2.0, 10.0, 600.0
-"""How long to wait at the start for the share, and for the floor: others give back what they have
-between two steps, and one that is about to start once it serves: its calibration, and of a KV store
-the fingerprint of all weights, come first. After `SAY_S` the log tells whom it waits for."""
 _ADDRESS = "inproc://ellm-sizing"
 
 
@@ -143,7 +140,7 @@ class Sizing:
             before.released,
             resizer.limit_units,
         )
-        if needed > before.needed_units:
+        if self._sizer is not None and self._sizer.differs(before, self._load):
             self._waker.wake()
 
     def growth(self, resizer: Resizer, shape: PoolShape) -> Growth:
@@ -205,6 +202,7 @@ class Sizing:
         self._load = dataclasses.replace(
             self._load, asked_units=asked, most_units=most_units, limit_units=limit
         )
+        self._waker.wake()
 
     def apply(self, ours: Any, units: int) -> None:
         """On every rank: come to so many units, unless they are negative, and report. What has been
@@ -227,9 +225,8 @@ class Sizing:
             ceiling=resizer.outcome is Outcome.CEILING,
         )
         # Where generation is paused nobody observes.
-        self.told_to_come_to(self.most_units, resizer)
         self._asked = False
-        self._waker.wake()
+        self.told_to_come_to(self.most_units, resizer)
         if less and ours.idle():  # last: another server may wait for the pool's memory
             trim_heap()
 
@@ -244,7 +241,7 @@ class Sizing:
             while True:
                 self._turn(sender)
                 time.sleep(PAUSE_S)
-                self._waker.sleep(PERIOD_S)
+                self._waker.sleep(self._pause_s())
         except (LedgerError, OSError) as error:
             self.problem = str(error)
             logger.error("eLLM budget: %s; this server keeps what it has", error)
@@ -253,6 +250,13 @@ class Sizing:
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
             logger.exception("eLLM budget: this server keeps what it has")
+
+    def _pause_s(self) -> float:
+        """Until the next look, where nobody writes to the ledger, or has anything new to say."""
+        standing = self.standing or Standing(0, 0, 0)
+        awaited = standing.share < standing.committed
+        heard = not self.shares or self._waker.hears
+        return LOOK_S if heard and not awaited else PERIOD_S
 
     def _turn(self, sender: Any) -> None:
         from sglang.srt.managers.io_struct import SetInternalStateReq, sock_send
@@ -308,93 +312,3 @@ def needed_units(scheduler: Scheduler, running: Iterable[Req], sizes: Sizes, mos
             break
         tokens += len(req.origin_input_ids) + len(req.output_ids) + to_come(req) + 2 * block
     return min(table.shape.blocks_for(tokens) * sizes.groups, most)
-
-
-# -- at the start -------------------------------------------------------------------------------
-
-
-def make_sizing(
-    settings: EllmConfig, table: PageTable, pool: KVPool, arguments: Any
-) -> Sizing | None:
-    """Before anything of the pool has been touched, on all ranks. Where it is shared it shrinks to
-    what this server may begin with, and that has been debited.
-
-    Args:
-        arguments: SGLang's `ServerArgs`.
-
-    Raises:
-        ConfigError: the budget has no place for this server, or its file cannot be used.
-    """
-    from sglang.srt.distributed import get_tp_group
-
-    if not settings.resizes_itself:
-        return None
-    group, shape = get_tp_group(), table.shape
-    sizes = Sizes(
-        lambda units: group.world_size * pool.bytes_behind(units),
-        shape.num_groups,
-        table.num_units,
-    )
-    # Whole blocks, as what the pool starts with.
-    least = max((settings.min_device_kv_tokens or 0) // shape.block_tokens, 1) * shape.num_groups
-    if pool.arena is None:
-        given = "memory-budget" if settings.memory_budget is not None else "idle-release-s"
-        raise ConfigError(f"--ellm-{given}: only CPU hosts give memory back so far; leave it out")
-    if least > table.unit_limit:
-        raise ConfigError(
-            f"--ellm-min-device-kv-tokens {settings.min_device_kv_tokens}: the pool starts with "
-            f"{shape.tokens_in(table.unit_limit)}; give fewer, or more --ellm-device-kv-tokens"
-        )
-    key = group.broadcast_object(f"ellm_size_{secrets.token_hex(16)}")
-    if settings.budget is None:
-        return Sizing(settings, key, sizes, least, table.unit_limit, None)
-    sizes = sizes.within(settings.budget.nbytes)
-    row, start = _join(settings, sizes, least, table.unit_limit, arguments)
-    table.limit_units(start)
-    pool.decommit(start, table.committed_units)
-    table.decommit_units(start)
-    return Sizing(settings, key, sizes, least, sizes.most_units, row)
-
-
-def _join(
-    settings: EllmConfig, sizes: Sizes, least: int, wish: int, arguments: Any
-) -> tuple[Member | LedgerFile, int]:
-    """This server's row, and the units that it begins with, the same on all ranks."""
-    from sglang.srt.distributed import get_tp_group
-
-    group, budget = get_tp_group(), settings.budget
-    assert budget is not None
-    row: Member | None = None
-    found = 0, 0
-    if group.rank_in_group == 0:
-        name = str(arguments.served_model_name or arguments.model_path).rstrip("/").split("/")[-1]
-        floor = sizes.bytes_of(least)
-        try:
-            row = Member(budget.name, budget.nbytes, name, floor, arguments.port)
-            found = _debited(row, sizes, least, wish), row.index
-        except LedgerError as error:
-            raise ConfigError(f"--ellm-memory-budget {settings.memory_budget}: {error}") from None
-    start, index = group.broadcast_object(found)
-    return row or hold(budget.name, index), start
-
-
-def _debited(member: Member, sizes: Sizes, least: int, wish: int) -> int:
-    """Units that the server begins with; waits for others to give them back."""
-    began, told = time.monotonic(), False
-    while True:
-        waited = time.monotonic() - began
-        units = start_units(member.publish, sizes, least, wish, patient=waited < SHARE_S)
-        if units is not None and member.debit(sizes.bytes_of(units)):
-            return units
-        if waited > SAY_S and not told:
-            told = True
-            logger.info(
-                "eLLM budget: waiting for %s bytes, this server's floor, of %s",
-                f"{sizes.bytes_of(least):,}", member.others(),
-            )  # fmt: skip
-        if waited > FLOOR_S:
-            raise LedgerError(
-                f"nobody gave back {sizes.bytes_of(least):,} bytes in {FLOOR_S:g} s, to be this "
-                f"server's floor ({member.others()}); end the server that hangs"
-            )
-        time.sleep(PERIOD_S)

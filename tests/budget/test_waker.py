@@ -43,6 +43,7 @@ def test_a_write_by_another_process_ends_the_sleep(file: int, tmp_path: Path) ->
 
 def test_what_comes_before_the_sleep_counts_once(file: int, tmp_path: Path) -> None:
     waker = Waker(file)
+    assert waker.hears
     for tell in (waker.wake, lambda: write(tmp_path / "file")):
         tell()
         tell()
@@ -84,6 +85,7 @@ def test_without_inotify_it_looks_again_after_a_while(
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
     waker = Waker(file)
+    assert not waker.hears
     write(tmp_path / "file")
     assert not waker.sleep(0.01)
     waker.wake()

@@ -4,6 +4,7 @@ in the end."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,24 @@ def test_all_servers_together_never_have_more_than_the_budget(tmp_path: Path, se
             server.settle(rng)
     share = min(BUDGET // count // UNIT // RANKS, MOST)
     assert all(abs(s.limit - share) <= GROUPS for s in servers), [s.limit for s in servers]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_does_not_differ_decides_nothing_else(seed: int) -> None:
+    rng, most, alike = random.Random(seed), 64 * 8, 0
+    sizes = Sizes(lambda units: units * UNIT, GROUPS, most)
+    for _ in range(500):
+        now = Load(rng.randrange(most), most, rng.choice([98, *[100] * 9]), limit_units=100)
+        needed = min(max(now.needed_units + rng.randrange(-9, 9), 0), most)
+        before = replace(now, needed_units=needed, asked_units=100)
+        report, found = Report(100, 100, 100, under_way=False), []
+        for load in (before, now):
+            sizer = Sizer(Alone(100 * UNIT), sizes, GROUPS)
+            found.append((sizer.tick(load, report, 0.0), sizer.wanted_bytes))
+        if not sizer.differs(before, now):
+            assert found[0] == found[1]
+            alike += 1
+    assert 100 < alike < 400
 
 
 @pytest.fixture

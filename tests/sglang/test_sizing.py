@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ellm_sgl.policies.base import NO_GROWTH
 from ellm_sgl.sglang import sizing as module
 from ellm_sgl.sglang import state
 from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.join_budget import make_sizing
 from ellm_sgl.sglang.scheduler import EllmScheduler, Released, scheduler_of
 from ellm_sgl.sglang.sizing import Sizing
 from tests.memory.fake_arena import FakeArena
@@ -99,6 +101,19 @@ def waiting(prompt: int, most_new: int, generated: int = 0) -> Any:
     )
 
 
+def looks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself."""
+    before = module.LOOK_S
+    monkeypatch.setattr(module, "PERIOD_S", 3600.0)
+    monkeypatch.setattr(module, "LOOK_S", 3600.0)
+    time.sleep(before + 0.1)  # it has looked for the last time
+
+
+def looks_again(server: SharingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    server.sizing.released(False, scheduler_of(server.scheduler).resizer)  # which wakes it
+
+
 @pytest.mark.parametrize(
     ("name", "holds"),
     [
@@ -119,8 +134,7 @@ def test_a_server_is_idle_when_sglang_has_no_request_anywhere(name: str, holds: 
 def test_it_hears_of_another_servers_want_before_it_would_look_again(
     server: SharingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PERIOD_S", 3600.0)
-    time.sleep(0.05)  # it has looked the last time that it would have by itself
+    looks_no_more(monkeypatch)
     other = Member("test", BUDGET, "b", UNIT, folder=tmp_path)
     other.publish(BUDGET)
     assert server.turn() == LEAST
@@ -128,8 +142,52 @@ def test_it_hears_of_another_servers_want_before_it_would_look_again(
     while not other.debit(BUDGET - LEAST * UNIT):
         assert time.monotonic() < deadline, "it has given back, and has not said so"
         time.sleep(0.01)
-    monkeypatch.undo()
-    server.sizing.released(False, scheduler_of(server.scheduler).resizer)  # which wakes it
+    looks_again(server, monkeypatch)
+
+
+def test_what_requests_no_longer_need_is_told_at_once(
+    server: SharingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for queue, needed in (([waiting(10**4, 1)], ALL * UNIT), ([], LEAST * UNIT)):
+        server.scheduler.waiting_queue = queue
+        looks_no_more(monkeypatch)
+        server.observe()
+        deadline = time.monotonic() + 20
+        while (told := server.sizing.describe()) is None or told["needed_bytes"] != needed:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        looks_again(server, monkeypatch)
+
+
+def test_the_operators_word_is_heard_at_once(
+    server: SharingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks_no_more(monkeypatch)
+    assert server.adjust(ellm_device_kv_tokens=160)
+    assert server.turn() == -1
+    looks_again(server, monkeypatch)
+
+
+def test_where_nothing_happens_it_looks_now_and_then(server: SharingServer) -> None:
+    """Each look takes the scheduler's thread a moment."""
+    sizer: Any = server.sizing._sizer
+    with patch.object(sizer, "tick", wraps=sizer.tick) as tick:
+        time.sleep(1.0)
+    assert 1 <= tick.call_count <= 10
+
+
+def test_it_looks_often_where_others_wait_or_nobody_tells(server: SharingServer) -> None:
+    sizing, waker = server.sizing, server.sizing._waker
+    for standing, hears, often in (
+        (Standing(100, 100, 0), True, False),
+        (Standing(99, 100, 0), True, True),  # what is in use may come to be free
+        (Standing(100, 100, 0), False, True),
+    ):
+        sizing.standing, waker.hears = standing, hears
+        assert sizing._pause_s() == (module.PERIOD_S if often else module.LOOK_S)
+    waker.hears = True
+    alone = Sizing(EllmConfig(), "key", sizing.sizes, LEAST, ALL, None)
+    assert alone._pause_s() == module.LOOK_S
 
 
 def test_another_server_gets_what_this_one_does_not_need(
@@ -305,7 +363,7 @@ def made(monkeypatch: pytest.MonkeyPatch, start: int, floor: int | None) -> Sizi
     table.limit_units(start * GROUPS)
     pool = KVPool(SHAPE, 100 * GROUPS, 1, 8, torch.float32, "cpu", reserve=FakeArena)
     settings = EllmConfig(idle_release_s=5.0, min_device_kv_tokens=floor)
-    sizing = module.make_sizing(settings, table, pool, None)
+    sizing = make_sizing(settings, table, pool, None)
     assert sizing is not None
     return sizing
 

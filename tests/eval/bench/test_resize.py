@@ -13,7 +13,7 @@ from ellm_sgl.client.replay import Outcome, Request
 from ellm_sgl.client.resident import Resident
 from ellm_sgl.eval.bench.resizing import Change
 from ellm_sgl.eval.bench.result import MeasurementError
-from ellm_sgl.eval.bench.scenarios.resize import WAYS, Resize, _paused, _times
+from ellm_sgl.eval.bench.scenarios.resize import WAYS, Resize, _paused, _times, in_either_order
 from ellm_sgl.eval.bench.streams import Streams
 from ellm_sgl.memory import CpuArena
 
@@ -49,6 +49,12 @@ def test_a_gibibyte_of_the_demo_model_and_only_the_servers_that_are_needed() -> 
     assert Resize().gib == (1 << 30) // 4096
     assert set(Resize().starters()) == set(WAYS.values())
     assert set(Resize(only=("idle",)).starters()) == {"idle"}
+
+
+def test_who_is_started_first_does_not_count() -> None:
+    first, own = 0.97, 0.995
+    assert in_either_order([own * first, own / first] * 3) == pytest.approx([own] * 3)
+    assert in_either_order([0.9, 1.0, 0.8]) == pytest.approx([0.9**0.5, 0.8])
 
 
 class Here(Resident):
