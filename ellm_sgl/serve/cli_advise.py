@@ -91,7 +91,7 @@ def _named(path: Path, device: str, ranks: int) -> Machine:
     from ellm_sgl.eval.simulator import machines
 
     found = machines.DEVICES.get(device) or machines.read_device(Path(device))
-    model = machines.read_model(path / "config.json")
+    model = machines.read_unquantised(path / "config.json")
     return machines.assemble(model, found, ranks, f"{path.name} on {device}")
 
 
@@ -100,7 +100,7 @@ def _here(path: Path) -> Machine:
     from ellm_sgl.eval.simulator import Machine, machines
     from ellm_sgl.latency import HardwareProfile
 
-    shape = machines.read_model(path / "config.json")
+    shape = machines.read_unquantised(path / "config.json")
     dtype = "float32" if shape.kv_bytes == 4 else "auto"
     progress_lines("starting a server, which measures this machine")
     arguments = ["--model-path", str(path), "--dtype", dtype, "--skip-tokenizer-init"]

@@ -210,7 +210,7 @@ def _machine(given: dict[str, Any]) -> Machine:
     else:
         name = given["device"]
         device = machines.DEVICES.get(name) or machines.read_device(Path(name))
-        model = machines.read_model(given["config"])
+        model = machines.read_unquantised(given["config"])
         machine = machines.assemble(model, device, given["ranks"], str(given["config"]))
     return machine.limited(given["kv_tokens"], given["host_tokens"])
 
@@ -237,11 +237,12 @@ def _seconds(milliseconds: float | None) -> float:
 def _table(machine: Machine, reports: list[SimReport]) -> Table:
     table = plain_table(
         "mode",
-        ("tok/s", "TTFT s", "TPOT ms", "SLO", "running", "r", "retr.", "ref."),
+        ("tok/s", "steady", "in SLO", "TTFT s", "TPOT ms", "SLO", "running", "r", "retr.", "ref."),
         collapse_padding=True,
         title=f"{machine.name}: {machine.kv_tokens:,} KV tokens, "
         f"{reports[0].summary.requests:,} requests (simulated)",
-        caption="mean/p99; SLO: share of requests within both; r: uncached share; "
+        caption="tokens/s in all, while requests wait, and of requests within the TPOT SLO; "
+        "mean/p99; SLO: share of requests within both; r: uncached share; "
         "retr.: lost their place; ref.: larger than the device",
     )
     for report in reports:
@@ -249,6 +250,8 @@ def _table(machine: Machine, reports: list[SimReport]) -> Table:
         table.add_row(
             report.settings.mode,
             f"{s.tokens_per_s:,.0f}",
+            f"{s.steady_tokens_per_s:,.0f}",
+            f"{s.slo_tokens_per_s:,.0f}",
             f"{s.ttft.mean:.1f}/{s.ttft.p99:.1f}",
             f"{s.tpot.mean * 1e3:.1f}/{s.tpot.p99 * 1e3:.1f}",
             f"{s.slo_attainment:.0%}",

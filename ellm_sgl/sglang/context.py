@@ -23,7 +23,6 @@ from ellm_sgl.sglang.sizing import Sizing
 from ellm_sgl.sglang.step_memory import StepMemory
 from ellm_sgl.sglang.versions import adapter
 from ellm_sgl.step import AnyStreamer, Executor, HiddenStates, Planner
-from ellm_sgl.store import most_buffered
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -91,9 +90,6 @@ class Context:
             kept,
             states,
             kept * (settings.host_path is not None) + states * settings.hidden_in_file,
-            0
-            if settings.kv_store is None
-            else most_buffered(pool.unit_bytes * table.shape.num_groups),
             ranks,
         )
         self.stored: StoredPrefixes | None = None

@@ -21,7 +21,7 @@ from ellm_sgl.kernels.cpu.library import ISA_VARIABLE, instruction_set, load
 from ellm_sgl.memory import KVPool
 from ellm_sgl.sglang.kv_store import StoredPrefixes
 from ellm_sgl.sglang.versions import adapter
-from ellm_sgl.store import BlockStore, StoreFolder
+from ellm_sgl.store import BlockStore, StoreFolder, most_buffered
 from ellm_sgl.worker import Worker
 
 if TYPE_CHECKING:
@@ -47,12 +47,14 @@ def open_prefixes(ours: Context, scheduler: Scheduler, least_of_ranks: Any) -> S
     size = read_size(settings.kv_store_size) // ranks.tp_size
     folder = StoreFolder(Path(path), size)
     worker = Worker("ellm-kv-store")
+    block_bytes, at_once = _block_bytes(ours.pool), _chunk_blocks(ours, scheduler)
+    ours.memory.store = most_buffered(block_bytes, at_once)
 
     def opened() -> BlockStore:
         began = time.monotonic()
         model = scheduler.tp_worker.model_runner.model
         mark = _of_all_ranks(fingerprint(model, _facts(ours, scheduler)), scheduler)
-        store = BlockStore(folder, mark, _block_bytes(ours.pool), worker.submit)
+        store = BlockStore(folder, mark, block_bytes, worker.submit, at_once)
         logger.info(
             "eLLM KV store %s: %d tokens of this model (fingerprint %s, %.1f s)",
             path, len(store.index) * ours.table.shape.block_tokens, mark, time.monotonic() - began,
@@ -111,6 +113,13 @@ def _facts(ours: Context, scheduler: Scheduler) -> dict[str, Any]:
         "layers": [shape.num_layers, shape.layer_group, shape.block_tokens],
         "rank": [ranks.tp_rank, ranks.tp_size],
     }
+
+
+def _chunk_blocks(ours: Context, scheduler: Scheduler) -> int:
+    """Most blocks that a prefill completes, with the one that the chunk before began."""
+    arguments = adapter().resolved(scheduler.server_args)
+    tokens = scheduler.chunked_prefill_size or arguments.max_prefill_tokens
+    return ours.table.shape.blocks_for(tokens) + 1
 
 
 def _block_bytes(pool: KVPool) -> int:

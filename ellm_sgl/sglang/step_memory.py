@@ -22,7 +22,6 @@ class StepMemory:
         room: of steps.
         host_tier, hidden: bytes of these pools,
         in_files: bytes of both which have their memory already.
-        store: most bytes of what waits for the store on disk, or comes from it.
         ranks: of this server, which all take as much.
     """
 
@@ -34,13 +33,14 @@ class StepMemory:
         host_tier: int,
         hidden: int,
         in_files: int,
-        store: int,
         ranks: int,
     ) -> None:
         self._table, self._pool, self._room = table, pool, room
         self._host_tier, self._hidden = host_tier, hidden
         self._lazy_host = host_tier + hidden - in_files
-        self._store, self._ranks = store, ranks
+        self._ranks = ranks
+        self.store = 0
+        """Most bytes of what waits for the store on disk, or comes from it."""
         self._bounded = pool.buffer.device.type == "cpu"
         self._looked_s, self._left, self._counted = -math.inf, math.inf, table.committed_units
         self.backed_units: Callable[[], int] = lambda: table.committed_units
@@ -79,7 +79,7 @@ class StepMemory:
         self._most_units = max(self._most_units, table.highest_unit)
         lazy = min(pool.lazy_units, table.committed_units)
         promised = pool.bytes_behind(lazy) - pool.bytes_behind(min(self._most_units, lazy))
-        promised += self._store
+        promised += self.store
         used = table.host.num_units - table.host.free_units
         self._most_host_units = max(self._most_host_units, used)
         if used < table.host.num_units:
@@ -96,7 +96,7 @@ class StepMemory:
             activations=self._room.reserved_bytes,
             hidden_states=self._hidden,
             host_tier=self._host_tier,
-            kv_store=self._store,
+            kv_store=self.store,
             left=int(self.left()) if self._bounded else None,
         )
 

@@ -33,7 +33,8 @@ T = TypeVar("T")
 Submit = Callable[..., "Future[Any]"]
 
 QUEUED_BYTES = 64 << 20
-"""Of blocks that wait to be written; while there are more, none is taken."""
+"""Of blocks that wait to be written, or as many blocks as come at once; while there are more, none
+is taken."""
 READ_BYTES = 64 << 20
 """Of blocks that are read at a time."""
 
@@ -76,15 +77,22 @@ class BlockStore:
         fingerprint: 32 hexadecimal digits.
         block_bytes: of one block's KV.
         submit: runs a call in the background, one after the other; its result is a future.
+        at_once: blocks that may come at once, a chunk of a prompt.
 
     Raises:
         ConfigError: the folder's size has no room for a block.
     """
 
     def __init__(
-        self, folder: StoreFolder, fingerprint: str, block_bytes: int, submit: Submit
+        self,
+        folder: StoreFolder,
+        fingerprint: str,
+        block_bytes: int,
+        submit: Submit,
+        at_once: int = 1,
     ) -> None:
         self.block_bytes = block_bytes
+        self._at_once = at_once
         self.totals = Totals()
         self.nbytes = 0
         """On disk, of this fingerprint's data."""
@@ -146,14 +154,12 @@ class BlockStore:
 
     @property
     def room(self) -> int:
-        """Blocks that can be taken now; a block finds room however large it is."""
+        """Blocks that can be taken now."""
         self._settle()
         if self.problem is not None:
             return 0
-        most = QUEUED_BYTES // self.block_bytes
-        if not self._batches:
-            return max(most, 1)
-        return max(most - sum(len(batch.keys) for batch, _ in self._batches), 0)
+        queued = sum(len(batch.keys) for batch, _ in self._batches)
+        return max(_most_queued(self.block_bytes, self._at_once) - queued, 0)
 
     def put(
         self, keys: Sequence[bytes], depth: int, stamp: int, read: Callable[[int], Bytes]
@@ -294,9 +300,15 @@ class BlockStore:
         return got == self.block_bytes and _checksum(key, out) == entry.crc
 
 
-def most_buffered(block_bytes: int) -> int:
-    """Bytes of memory that a store of such blocks may have in use."""
-    return max(QUEUED_BYTES, block_bytes) + max(READ_BYTES, block_bytes)
+def most_buffered(block_bytes: int, at_once: int) -> int:
+    """Bytes of memory that a store of such blocks, so many of which come at once, may have in
+    use."""
+    return _most_queued(block_bytes, at_once) * block_bytes + max(READ_BYTES, block_bytes)
+
+
+def _most_queued(block_bytes: int, at_once: int) -> int:
+    """Blocks: of a chunk that is computed none waits for room until the next one is."""
+    return max(QUEUED_BYTES // block_bytes, at_once)
 
 
 def _checksum(key: bytes, block: Bytes) -> int:

@@ -84,6 +84,10 @@ GOODPUT = {
     LONG_70B: {"recompute": 5.0, "swap": 5.0, "hcache": 1.67},
 }
 """eLLM's over each baseline's (Fig. 15, §6.4)."""
+REQUEST_THROUGHPUT = {LONG_70B: 1.25}
+"""eLLM's over the baselines': the loads up to which TTFT is steady (§6.4)."""
+WITHIN_AT_MOST_LOAD = {LONG_13B: 90}
+"""% of eLLM's requests within the SLO at the highest load (§6.4)."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,10 @@ class Unsimulated:
     why: str
 
 
-_ON_A_GPU = "On a GPU: python -m ellm_sgl.eval.gpu."
+_ON_A_GPU = (
+    "Takes GPUs. NVML, which python -m ellm_sgl.eval.gpu asks while stock SGLang and fcfs serve, "
+    "tells of power and of time in which any kernel runs."
+)
 _MLA = "DeepSeek's MLA is not served."
 UNSIMULATED = (
     Unsimulated("§1", "SM utilisation over the baselines', at most", 15, " %", _ON_A_GPU),
@@ -141,6 +148,7 @@ UNSIMULATED = (
     Unsimulated("§2.2, Fig. 2", "SM utilisation while memory is full, at most", 10, " %",
                 _ON_A_GPU),
     Unsimulated("§2.2", "SM utilisation of DeepSeek-V2-Lite, median", 35, " %", _MLA),
+    Unsimulated("§2.2", "device memory that DeepSeek-V2-Lite has in use then", 97.4, " %", _MLA),
     Unsimulated("§2.3, Fig. 3(b)", "SM utilisation gained at r = 0.5", 8.7, " %", _ON_A_GPU),
     Unsimulated("Fig. 11(b)", "SM utilisation of eLLM, mean", 67.02, " %", _ON_A_GPU),
     Unsimulated("Fig. 11(b)", "SM utilisation of recompute, mean", 58.65, " %", _ON_A_GPU),
@@ -148,7 +156,12 @@ UNSIMULATED = (
     Unsimulated("Fig. 11(b)", "SM utilisation of hcache, mean", 61.20, " %", _ON_A_GPU),
     Unsimulated("§6.2", "tokens per watt over swap", 2.21, "x", _ON_A_GPU),
     Unsimulated("§6.2", "tokens per watt over hcache", 1.43, "x", _ON_A_GPU),
+    Unsimulated("§6.5", "fragmentation over long runs: stable", None, "",
+                "Blocks of one size here, too; python -m ellm_sgl.eval.soak checks that all of "
+                "them come back."),
     Unsimulated("§7", "attention's share of DeepSeek-V2's time, 4 A100", 54, " %", _MLA),
+    Unsimulated("§7", "communication for DeepSeek-V2's MLP", 7.3, " %", _MLA),
+    Unsimulated("§7", "communication for DeepSeek-V2's attention", 6.4, " %", _MLA),
     Unsimulated("§7", "attention's share of Llama2-70B's time, 4 A100", 37, " %", _ON_A_GPU),
     Unsimulated("§7", "sequence parallelism, several nodes, quantised KV", None, "",
                 "Refused at the start: docs/sglang-arguments.md."),

@@ -23,6 +23,11 @@ ALL_REDUCE_S = 2e-5
 
 _SIZES, _TIMES = Range(1, 10**24), Range(0, 60)
 _COUNTS = Range(1, 10**8, whole=True)
+_OTHERS = {
+    "kv_lora_rank": "attention over compressed KV (MLA)",
+    "n_routed_experts": "experts beside shared ones",
+}
+"""What a configuration says of layers that are none of those reckoned here, nor served."""
 
 
 @dataclass(frozen=True)
@@ -208,11 +213,16 @@ def read_model(path: Path) -> ModelShape:
     """The model that a Hugging Face `config.json` describes.
 
     Raises:
-        ConfigError: it cannot be read, lacks something, or has a count that makes no sense.
+        ConfigError: it cannot be read, lacks something, has a count that makes no sense, or layers
+            that are reckoned otherwise.
     """
     config = _read_json(path)
     inner = config.get("text_config")
-    count = partial(_count, path, inner if isinstance(inner, dict) else config)
+    text = inner if isinstance(inner, dict) else config
+    for name, what in _OTHERS.items():
+        if text.get(name):
+            raise ConfigError(f"{path} has {name!r}: {what} can be neither simulated nor served")
+    count = partial(_count, path, text)
     heads, hidden = count("num_attention_heads"), count("hidden_size")
     experts = count("num_local_experts", "num_experts", default=1)
     width = ("moe_intermediate_size",) if experts > 1 else ()
@@ -230,6 +240,21 @@ def read_model(path: Path) -> ModelShape:
         weight_bytes=element,
         kv_bytes=element,
     )
+
+
+def read_unquantised(path: Path) -> ModelShape:
+    """As `read_model`, of a model whose weights have the type that it computes in.
+
+    Raises:
+        ConfigError: as `read_model`; or they take other bytes than are reckoned.
+    """
+    found = read_model(path)
+    if _read_json(path).get("quantization_config"):
+        raise ConfigError(
+            f"{path} has 'quantization_config': only models whose weights are not quantised can be "
+            "simulated"
+        )
+    return found
 
 
 def _count(path: Path, config: Mapping[str, Any], *names: str, default: int | None = None) -> int:

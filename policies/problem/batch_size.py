@@ -108,20 +108,22 @@ class BatchProblem:
 
     def least(self, sizes: IntArray) -> tuple[FloatArray, FloatArray, BoolArray]:
         """For each of these batch sizes: the least Σ n_i that fits into memory, T with the same
-        share of each request's e_i evicted, and whether that keeps all bounds."""
+        share of each request's e_i evicted, and whether that keeps all bounds. T of none evicted
+        where no such share fits."""
         evicted = least_evicted(self.memory, self.short[sizes])
         evictable = self.evictable[sizes]
-        share = evicted / np.maximum(evictable, 1.0)
+        fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)
+        taken = np.where(fits, evicted, 0.0)
+        share = taken / np.maximum(evictable, 1.0)
         seconds = self.latency.step_seconds(
             StepWork(
                 decode_rows=sizes,
                 decode_tokens=self.tokens[sizes],
-                restored_tokens=evicted,
+                restored_tokens=taken,
                 restored_squares=share * share * self.squares[sizes],
                 restored_prefix=share * self.prefix[sizes],
             )
         )
-        fits = (evicted <= evictable) & (evicted <= self.memory.max_restored_tokens)
         return evicted, seconds, fits & (seconds <= self.limit_s[sizes])
 
     def _fits_rounded(self, size: int, tokens: float) -> bool:

@@ -9,7 +9,7 @@ shared ones and the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -150,6 +150,15 @@ def least_evicted(memory: MemoryState, short: FloatArray | float) -> FloatArray:
         return np.where(np.greater(short, 0.0), np.inf, 0.0)
     blocks = np.ceil(np.maximum(short, 0.0) / (gain * memory.block_tokens))
     return np.asarray(blocks * memory.block_tokens, np.float64)
+
+
+def to_evict(memory: MemoryState, short: FloatArray | float) -> FloatArray:
+    """Σ n_i of requests that run in any case: as `least_evicted`; and where M_o takes all that
+    eviction gains, what is missing. So much of it as has no room to be fetched is computed again.
+    """
+    if memory.staging_overhead >= 1.0:
+        memory = replace(memory, staging_overhead=0.0)
+    return least_evicted(memory, short)
 
 
 def evicted_at(candidates: Candidates, share: float, block_tokens: int) -> IntArray:

@@ -8,10 +8,10 @@ from ellm_sgl.policies.base import Batch, IntArray, SystemState
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
     evicted_at,
-    least_evicted,
     share_for,
     short_tokens,
     step_limit_s,
+    to_evict,
     work_of,
 )
 
@@ -39,7 +39,7 @@ class EvenShare:
             self._share = 0.0
             return None
         most = min(int(candidates.evictable.sum()), memory.max_restored_tokens) // block * block
-        least = min(float(least_evicted(memory, short)), most)
+        least = min(float(to_evict(memory, short)), most)
         enough = min(least * HOLD, most - least)
         evicted = evicted_at(candidates, self._share, block)
         spare = evicted.sum() - least

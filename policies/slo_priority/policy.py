@@ -23,8 +23,8 @@ from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision, Urgen
 from ellm_sgl.policies.planned import evictable_tokens, running_and, select
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
-    least_evicted,
     ratios_for,
+    to_evict,
     unowned_tokens,
 )
 from ellm_sgl.policies.problem.even_share import EvenShare
@@ -268,11 +268,11 @@ def _bounds(state: SystemState) -> tuple[float, ...]:
 
 
 def _need(state: SystemState, tokens: IntArray, shared: IntArray, steps: int) -> float:
-    """Σ n_i that memory lacks in so many steps, in whole blocks; inf if no amount is enough."""
+    """Σ n_i that memory lacks in so many steps, in whole blocks."""
     block = state.memory.block_tokens
     blocks = int(((tokens + (block - 1 + steps)) // block).sum()) + int((-shared // block).sum())
     short = blocks * block + unowned_tokens(state) - state.memory.device_tokens
-    return float(least_evicted(state.memory, short))
+    return float(to_evict(state.memory, short))
 
 
 def _still_good(state: SystemState, plan: _Plan | None) -> bool:

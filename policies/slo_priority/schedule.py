@@ -137,8 +137,10 @@ def build(
     work = _expected_work(state, members, rates)
     seconds = state.latency.step_seconds(work)
     full = float(seconds[0])
-    # All have the server's SLO: while a full step keeps it, none of the others is made to miss it.
-    slo = own if full <= state.tpot_slo_s else min(own, state.tpot_slo_s)
+    # Steps take longer than predicted, by `pace`. All have the server's SLO: while a full step
+    # keeps it, none of the others is made to miss it.
+    own, server_s = own / state.pace, state.tpot_slo_s / state.pace
+    slo = own if full <= server_s else min(own, server_s)
     loss = _loss(state, work, seconds)
     choice = 0
     if pressure and not np.isfinite(own):

@@ -22,6 +22,7 @@ from ellm_sgl.store import Chain
 from ellm_sgl.store.records import read
 from tests.e2e.load import ask, greedy, prompts, token_ids
 from tests.e2e.retrained import retrained_into
+from tests.e2e.test_long_prompts import seen, until
 from tests.e2e.test_memory_pressure import wait_for
 from tests.servers import STRICT
 
@@ -75,6 +76,7 @@ def damage(folder: Path, prompt: list[int], block: int) -> None:
 def test_prompts_and_conversations_survive_the_server(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with serve(folder) as server:
+        assert server.state()["bytes"]["kv_store"] == 128 << 20
         first = [ask(server.url, [body])[0] for body in bodies(PROMPTS[:3])]
         expected = token_ids(first)
         turn = PROMPTS[0] + expected[0] + PROMPTS[3][:100]
@@ -151,6 +153,20 @@ def lost(url: str, prompt: list[int]) -> None:
     """A request whose server is killed."""
     with pytest.raises(httpx.TransportError):
         httpx.post(f"{url}/generate", json=greedy(prompt, 2_000), timeout=60)
+
+
+def test_who_is_killed_in_a_long_prompt_has_lost_a_chunk(tmp_path: Path) -> None:
+    """At most: of what had been computed, beside the chunk that was being computed."""
+    [prompt] = prompts(1, TOKENS - 200, TOKENS - 200, seed=7)
+    with serve(tmp_path / "kv") as server, ThreadPoolExecutor() as background:
+        late = background.submit(lost, server.url, prompt)
+        done = until(lambda: [r["prompt"]["done"] for r in seen(server)
+                              if r["prompt"] and r["prompt"]["done"] >= 4 * CHUNK])  # fmt: skip
+        os.killpg(server.pid, signal.SIGKILL)
+        late.result()
+    with serve(tmp_path / "kv") as server:
+        [again] = ask(server.url, [greedy(prompt, 1)])
+    assert again["meta_info"]["cached_tokens"] >= done[0] - 2 * CHUNK - BLOCK
 
 
 def test_new_weights_of_one_rank_are_new_weights_for_all(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ellm_sgl.eval.simulator.machines import (
     preset,
     read_device,
     read_model,
+    read_unquantised,
     weight_bytes,
 )
 from ellm_sgl.latency import RooflineLatencyModel, StepWork
@@ -129,6 +130,28 @@ def test_what_is_null_in_a_configuration_is_as_good_as_absent(tmp_path):
     path.write_text(json.dumps(CONFIG | {"head_dim": None, "num_experts": 0, "text_config": None}))
     shape = read_model(path)
     assert (shape.head_dim, shape.experts) == (CONFIG["hidden_size"] // shape.heads, 1)
+
+
+@pytest.mark.parametrize("name", ["kv_lora_rank", "n_routed_experts"])
+def test_layers_that_are_reckoned_otherwise_are_refused(tmp_path, name):
+    path = tmp_path / "config.json"
+    for config in (CONFIG | {name: 64}, {"text_config": CONFIG | {name: 64}}):
+        path.write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=rf"^{path} has '{name}': .* neither simulated nor"):
+            read_model(path)
+    path.write_text(json.dumps(CONFIG | {name: None}))
+    assert read_model(path) == read_model(DEMO_MODEL / "config.json")
+
+
+def test_quantised_weights_are_not_taken_for_others(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(CONFIG | {"quantization_config": {"quant_method": "awq", "bits": 4}})
+    )
+    assert read_model(path).layers == CONFIG["num_hidden_layers"]
+    with pytest.raises(ConfigError, match=rf"^{path} has 'quantization_config': only models"):
+        read_unquantised(path)
+    assert read_unquantised(DEMO_MODEL / "config.json") == read_model(DEMO_MODEL / "config.json")
 
 
 def test_what_cannot_be_is_refused():

@@ -11,10 +11,11 @@ import pytest
 
 from ellm_sgl.latency import LatencyModel, StepWork
 from ellm_sgl.latency.base import FloatArray
-from ellm_sgl.policies import Batch, Fcfs, Requests, SystemState
+from ellm_sgl.policies import Batch, Fcfs, Policy, Requests, SystemState
 from ellm_sgl.policies.base import IntArray
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.problem.forecast import Forecast
+from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.testing import Size, make_state, random_state, requests
 from tests.policies.known_lengths import TO_THE_BOUND
 
@@ -108,6 +109,16 @@ def test_memory_of_a_step_counts_for_every_token_it_restores() -> None:
     # Short by 100 tokens; with M_o of 0.2 tokens for each restored one, 130 have to go: 104 gained.
     state = scene(requests([95] * 5), requests([]), 400, staging_overhead=0.2)
     assert answers(state)[1].sum() == 130
+
+
+@pytest.mark.parametrize("policy", [Fcfs(pause=False), SloPriority()])
+def test_where_nothing_can_be_fetched_no_more_goes_than_is_missing(policy: Policy) -> None:
+    """A host tier and so few layer groups that what is fetched takes as much room as what went:
+    it is computed again. Of requests that run, whatever their classes."""
+    running = requests([95] * 5, priority=[1, 0, 0, 0, 0])
+    state = scene(running, requests([]), 400, staging_overhead=1.0)
+    ratios = policy.ratio(state, policy.batch(state))
+    assert 100 <= planned_tokens(running, ratios.running, BLOCK).sum() <= 150
 
 
 def test_a_step_restores_no_more_than_it_may() -> None:

@@ -77,6 +77,20 @@ def test_as_few_as_meet_the_slo() -> None:
     assert step_s(state, paused[1:]) > SLO_SHARE * 0.04
 
 
+@pytest.mark.parametrize("of_server", [False, True])
+def test_steps_that_take_longer_than_predicted_leave_less_of_the_slo(of_server: bool) -> None:
+    slo, slow = 0.07, 1.5
+    state = state_of(4, 20, slo=np.inf if of_server else slo)
+    state = replace(state, tpot_slo_s=slo if of_server else np.inf)
+    assert slo / slow < step_s(state, ()) <= SLO_SHARE * slo
+    assert not built(state, pressure=False, allowed=0.4).paused(state)
+    state = replace(state, pace=slow)
+    paused = built(state, pressure=False, allowed=0.4).paused(state)
+    assert paused
+    assert slow * step_s(state, paused) <= SLO_SHARE * slo
+    assert slow * step_s(state, paused[1:]) > SLO_SHARE * slo
+
+
 def test_no_more_is_lost_than_allowed() -> None:
     for allowed in (0.0, 0.02, 0.05, 0.2):
         state = state_of(4, 20, slo=0.001)

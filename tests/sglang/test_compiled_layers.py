@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -143,6 +145,111 @@ def test_weights_that_move_in_a_step_that_recomputes_are_compiled_anew(
     with pytest.raises(NotCompiledError, match=r"^somebody looks at what its modules do$"):
         CompiledLayers(decoder, executor, pool, DEFAULT)
     handle.remove()
+
+
+class Decoder:
+    """SGLang's, of layers that are not looked at further; computes nothing."""
+
+    def __init__(self) -> None:
+        self.layers = nn.ModuleList([Layer("self_attn")])
+        self.calls: list[tuple[Any, ...]] = []
+
+    def forward(self, *given: Any, **others: Any) -> str:
+        self.calls.append((*given, *others.values()))
+        return "SGLang's"
+
+
+EXECUTOR = SimpleNamespace(hidden=None, separate=None, plan=object())
+POOL = SimpleNamespace(shape=PoolShape(num_layers=1, layer_group=1, block_tokens=4))
+
+
+@pytest.fixture
+def attached(monkeypatch: pytest.MonkeyPatch) -> CompiledLayers:
+    """Compiled layers of a `Decoder` that take every step, in its place."""
+    executor, pool, decoder = (cast(Any, it) for it in (EXECUTOR, POOL, Decoder()))
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledLayers, "_compile", lambda _: None)
+        found = CompiledLayers(decoder, executor, pool, DEFAULT)
+    monkeypatch.setattr(found, "_takes", lambda *_: True)
+    found.attach()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reason", "executor", "backend", "ranks"),
+    [
+        ("hidden states of the layers are kept", {"hidden": object()}, {"prefetch": DEFAULT}, 1),
+        ("recomputed rows have a pass of their own", {"separate": object()},
+         {"prefetch": DEFAULT}, 1),
+        ("attention is not by the C++ kernels", {}, {}, 1),
+        ("several ranks", {}, {"prefetch": DEFAULT}, 2),
+    ],
+)  # fmt: skip
+def test_one_line_says_why_layers_are_sglangs_own(
+    reason: str,
+    executor: dict[str, Any],
+    backend: dict[str, Any],
+    ranks: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    model = SimpleNamespace(model=Decoder())
+    runner: Any = SimpleNamespace(attn_backend=SimpleNamespace(**backend), model=model)
+    ours: Any = SimpleNamespace(executor=SimpleNamespace(**vars(EXECUTOR) | executor), pool=POOL)
+    with caplog.at_level(logging.INFO), get_parallel().override(tp_size=ranks):
+        assert compiled_layers.compile_layers(runner, ours) is None
+    assert caplog.messages == [f"eLLM layers: SGLang's own ({reason})"]
+    assert "forward" not in vars(model.model)
+
+
+def test_layers_with_different_heads_are_left(attached: CompiledLayers) -> None:
+    of = [SimpleNamespace(num_heads=n, num_kv_heads=1, head_dim=8) for n in (1, 2)]
+    layers = [SimpleNamespace(self_attn=attention) for attention in of]
+    attached._decoder.layers = Several(layers)
+    with pytest.raises(NotCompiledError, match=r"^layers have different heads$"):
+        attached._compile()
+
+
+class Several(list[Any]):
+    """Layers without parameters."""
+
+    def modules(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("given", "others"),
+    [
+        (("embeddings",), {}),
+        ((None, "proxies"), {}),
+        ((None,), {"pp_proxy_tensors": "proxies"}),
+    ],
+)
+def test_a_call_with_more_than_rows_is_sglangs(
+    attached: CompiledLayers, given: tuple[Any, ...], others: dict[str, Any]
+) -> None:
+    ids, at, batch, decoder = torch.zeros(1), torch.zeros(1), object(), attached._decoder
+    with patch.object(attached, "_run", return_value="compiled"):
+        assert decoder.forward(ids, at, batch) == "compiled"
+        assert decoder.forward(ids, at, batch, None, pp_proxy_tensors=None) == "compiled"
+        assert decoder.calls == []
+        assert decoder.forward(ids, at, batch, *given, **others) == "SGLang's"
+    assert decoder.calls == [(ids, at, batch, *given, *others.values())]
+
+
+def test_weights_that_move_and_cannot_be_compiled_leave_the_model_to_sglang(
+    attached: CompiledLayers, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = attached._decoder
+    attached._parameters = cast(Any, SimpleNamespace(moved=lambda: True))
+    ids, at, batch = torch.zeros(1), torch.zeros(1), object()
+    with caplog.at_level(logging.WARNING):
+        assert decoder.forward(ids, at, batch) == "SGLang's"
+    (said,) = caplog.messages
+    assert said.startswith("eLLM layers: from now on SGLang's own ('")
+    assert "forward" not in vars(decoder)
+    assert decoder.forward(ids, at, batch) == "SGLang's" and len(decoder.calls) == 2
 
 
 def projection(**other: Any) -> SimpleNamespace:

@@ -82,3 +82,15 @@ def test_the_fingerprint_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert portable != before
     monkeypatch.setattr("ellm_sgl.sglang.fingerprint.source_hash", lambda: "other")
     assert facts() != portable
+
+
+@pytest.mark.parametrize(("chunk", "blocks"), [(500, 33), (None, 65)])
+def test_what_a_prefill_computes_comes_at_once(chunk: int | None, blocks: int) -> None:
+    """And the block that the chunk before has begun."""
+    from ellm_sgl.sglang import fingerprint
+
+    shape = PoolShape(num_layers=1, layer_group=1, block_tokens=16)
+    ours: Any = SimpleNamespace(table=PageTable(shape, 8, 8))
+    arguments = SimpleNamespace(max_prefill_tokens=1024)
+    scheduler: Any = SimpleNamespace(chunked_prefill_size=chunk, server_args=arguments)
+    assert fingerprint._chunk_blocks(ours, scheduler) == blocks

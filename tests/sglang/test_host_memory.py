@@ -155,7 +155,7 @@ def test_pool_and_host_tier_leave_something_to_a_step(
     )
     table = PageTable(shape, units, units, host_units=8)
     room = StepRoom(Activations(row_bytes=400e3), shape.block_tokens)
-    memory = StepMemory(table, pool, room, host * GIB, 0, 0, 0, 1)
+    memory = StepMemory(table, pool, room, host * GIB, 0, 0, 1)
     assert room.rows(memory.left()) > 1000
 
 

@@ -37,7 +37,9 @@ class Request:
 class Scene:
     """A pool, a tree and a store."""
 
-    def __init__(self, path: Path, blocks: int, store_blocks: int, submit: Any = now) -> None:
+    def __init__(
+        self, path: Path, blocks: int, store_blocks: int, submit: Any = now, at_once: int = 1
+    ) -> None:
         from sglang.srt.runtime_context import get_parallel
 
         from ellm_sgl.sglang.kv_store import StoredPrefixes
@@ -55,7 +57,7 @@ class Scene:
 
         def opened() -> BlockStore:
             self.openings += 1
-            return BlockStore(folder, "0" * 32, self.nbytes, submit)
+            return BlockStore(folder, "0" * 32, self.nbytes, submit, at_once)
 
         self.stored = StoredPrefixes(
             opened, plane.elastic, plane.pool, plane.tree, lambda numbers: numbers
@@ -314,6 +316,23 @@ def test_what_is_computed_for_its_log_probabilities_is_not_read(tmp_path: Path) 
     req.return_logprob, req.logprob_start_len = True, 2 * BLOCK + 1
     scene.stored.fetch([req], decoding=0)
     assert scene.in_tree(req) == 2
+
+
+def test_a_prompt_in_chunks_is_stored_as_fast_as_it_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is written while a prompt is computed: each chunk leaves no more behind than
+    the disk has yet to write."""
+    worker, chunk = Later(), 4
+    scene = Scene(tmp_path, 16, store_blocks=64, submit=worker.submit, at_once=chunk)
+    monkeypatch.setattr(store_module, "QUEUED_BYTES", 2 * scene.nbytes)
+    req = scene.request(100, 3 * chunk)
+    blocks = scene.compute(req)
+    for done in range(chunk, 3 * chunk + 1, chunk):
+        scene.table.map(req.req_pool_idx, blocks[:done], done * BLOCK)
+        scene.stored.keep(req)
+        worker.run()
+        assert scene.stored.store.leading(req._ellm_stored.chain.keys) == done
 
 
 @pytest.mark.parametrize("evicted", [False, True])

@@ -30,7 +30,7 @@ def test_a_step_does_not_count_on_what_the_pool_is_growing_by(free: SimpleNamesp
     table.limit_units(8)
     table.decommit_units(8)
     pool = KVPool(SHAPE, UNITS, 1, 8, torch.float32, "cpu", reserve=FakeArena, committed=8)
-    memory = StepMemory(table, pool, StepRoom(Activations(), 4), 0, 0, 0, 0, 1)
+    memory = StepMemory(table, pool, StepRoom(Activations(), 4), 0, 0, 0, 1)
     before = memory.left()
     assert before <= free.free - MARGIN_BYTES
     memory.backed_units = lambda: 8 + 12  # a growth has begun since it was looked up
@@ -46,7 +46,7 @@ def test_what_calibration_has_written_to_is_not_promised_once_more(free: SimpleN
     pool = KVPool(SHAPE, UNITS, 1, 8, torch.float32, "cpu", reserve=FakeArena)
 
     def made() -> StepMemory:
-        return StepMemory(table, pool, StepRoom(Activations(), 4), 0, 0, 0, 0, 1)
+        return StepMemory(table, pool, StepRoom(Activations(), 4), 0, 0, 0, 1)
 
     before, memory = made().left(), made()
     memory.note_written(10)
@@ -59,7 +59,7 @@ def test_of_the_host_tier_what_is_in_files_has_its_memory(free: SimpleNamespace)
     pool = KVPool(SHAPE, UNITS, 1, 8, torch.float32, "cpu", reserve=FakeArena)
 
     def left(in_files: int) -> float:
-        return StepMemory(table, pool, StepRoom(Activations(), 4), 700, 300, in_files, 0, 1).left()
+        return StepMemory(table, pool, StepRoom(Activations(), 4), 700, 300, in_files, 1).left()
 
     assert left(1000) - left(0) == 1000
     assert left(700) - left(0) == 700
@@ -75,7 +75,7 @@ def test_growth_leaves_prompts_a_whole_chunk(
     pool = KVPool(SHAPE, UNITS, 1, 8, torch.float32, "cpu", reserve=FakeArena)
     room = StepRoom(Activations(row_bytes=1e4, logit_row_bytes=1e5, step_bytes=1e6), 4)
     room.chunk_rows = 256
-    memory = StepMemory(table, pool, room, 0, 0, 0, 0, 1)
+    memory = StepMemory(table, pool, room, 0, 0, 0, 1)
     if planned is not None:
         room.reserve(*planned, 0)
     free.free -= memory.for_growth()  # which the pool takes, all of it

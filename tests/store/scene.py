@@ -26,9 +26,11 @@ def now(function: Any, *arguments: Any) -> Future[Any]:
     return future
 
 
-def opened(path: Path, blocks: int = 64, mark: str = MARK, submit: Any = now) -> BlockStore:
+def opened(
+    path: Path, blocks: int = 64, mark: str = MARK, submit: Any = now, at_once: int = 1
+) -> BlockStore:
     folder = StoreFolder(path, blocks * (BLOCK_BYTES + RECORD_BYTES))
-    return BlockStore(folder, mark, BLOCK_BYTES, submit)
+    return BlockStore(folder, mark, BLOCK_BYTES, submit, at_once)
 
 
 def let_go(store: BlockStore) -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ellm_sgl.store import Chain, StoreFullError
+from ellm_sgl.store import Chain, StoreFullError, most_buffered
 from ellm_sgl.store import store as store_module
 from ellm_sgl.store.folder import LOCK
 from ellm_sgl.store.records import RECORD_BYTES
@@ -70,6 +70,19 @@ def test_the_queue_to_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     assert store.room == 10
     put(store, keys_of(1, 7))
     assert store.room == 3
+
+
+def test_what_comes_at_once_waits_in_the_queue_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "QUEUED_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(store_module, "READ_BYTES", 3 * BLOCK_BYTES)
+    store = opened(tmp_path, submit=lambda *_: Future(), at_once=5)
+    assert store.room == 5
+    put(store, keys_of(1, 4))
+    assert store.room == 1
+    assert most_buffered(BLOCK_BYTES, 5) == (5 + 3) * BLOCK_BYTES
+    assert most_buffered(BLOCK_BYTES, 1) == (2 + 3) * BLOCK_BYTES
 
 
 def test_a_block_finds_room_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

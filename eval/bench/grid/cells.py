@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +14,18 @@ import numpy as np
 from ellm_sgl.client.process import DEMO_MODEL
 from ellm_sgl.client.traces import Trace
 from ellm_sgl.client.workloads import LENGTHS, Lengths, LogNormal, drawn, gamma_arrivals
+from ellm_sgl.config import ConfigError
+from ellm_sgl.config.ranges import shown
 from ellm_sgl.eval.bench.grid.capacity import Capacity, Kind, capacity, mean_tokens
 from ellm_sgl.eval.simulator import Load, Machine, preset
-from ellm_sgl.eval.simulator.machines import Device, assemble, read_model
+from ellm_sgl.eval.simulator.machines import (
+    DEVICES,
+    Device,
+    assemble,
+    read_device,
+    read_model,
+    read_unquantised,
+)
 
 SHAREGPT = LENGTHS["sharegpt"]
 SHORT = Lengths(LogNormal(96, 0.6, 512), LogNormal(300, 1.0, 1024))
@@ -79,15 +89,33 @@ def grid(machines: tuple[str, ...]) -> Iterator[Cell]:
                     yield Cell(machine, LOADS[-1], kind, slo, MEMORY[1], restore, host)
 
 
+@cache
+def named(machine: str) -> tuple[Machine, Lengths]:
+    """One of `MACHINES`; or a model's configuration on a device, with the paper's lengths.
+
+    Raises:
+        ConfigError: it is neither, or cannot be read.
+    """
+    if machine in MACHINES:
+        whole, lengths = MACHINES[machine]
+        return whole(), lengths
+    path, _, name = machine.rpartition(":")
+    if not path:
+        known = ", ".join(MACHINES)
+        raise ConfigError(f"no machine {shown(machine)}: give {known}, or CONFIG.json:DEVICE")
+    device = DEVICES.get(name) or read_device(Path(name))
+    return assemble(read_unquantised(Path(path)), device, 1, machine), SHAREGPT
+
+
 def machine_of(cell: Cell) -> Machine:
-    whole, lengths = MACHINES[cell.machine]
+    whole, lengths = named(cell.machine)
     tokens = int(cell.memory * mean_tokens([_kind(lengths)]))
-    return whole().limited(tokens, None if cell.host is None else int(cell.host * tokens))
+    return whole.limited(tokens, None if cell.host is None else int(cell.host * tokens))
 
 
 def load_of(cell: Cell, count: int, seed: int) -> Load:
     """So many requests."""
-    lengths, most = MACHINES[cell.machine][1], _capacity(cell.machine, cell.memory)
+    lengths, most = named(cell.machine)[1], _capacity(cell.machine, cell.memory)
     rng = np.random.default_rng(seed)
     if cell.lengths == "long-tailed":
         tail = dataclasses.replace(lengths.output, sigma=TAIL_SIGMA)
@@ -105,8 +133,8 @@ def load_of(cell: Cell, count: int, seed: int) -> Load:
 @cache
 def _capacity(machine: str, memory: int) -> Capacity:
     """Of requests of mean lengths that fill memory."""
-    whole, lengths = MACHINES[machine]
-    return capacity(whole(), [_kind(lengths)], memory)
+    whole, lengths = named(machine)
+    return capacity(whole, [_kind(lengths)], memory)
 
 
 def _kind(lengths: Lengths) -> Kind:

@@ -79,7 +79,7 @@ class Compare(Scenario):
     )
     seed: int = option(0, SEED, "Of the first round's load; each round has the next.")
     conservativeness: tuple[float, ...] = option(
-        (0.3, 1.0),
+        (0.0, 0.3, 1.0),
         FiniteRange(0, 10**6),
         "SGLang's --schedule-conservativeness; several times. 0: vLLM's admission.",
         multiple=True,

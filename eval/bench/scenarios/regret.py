@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from ellm_sgl.eval.bench.grid.cells import MACHINES, Cell, grid, load_of, machine_of
+from ellm_sgl.eval.bench.grid.cells import MACHINES, Cell, grid, load_of, machine_of, named
 from ellm_sgl.eval.bench.result import Column, Result, Table, Taken
 from ellm_sgl.eval.bench.scenario import Scenario, Setting, option, rounds_option
 from ellm_sgl.eval.simulator import Load, Settings, simulate
@@ -56,12 +56,20 @@ class Verdict:
 class Regret(Scenario):
     rounds: int = rounds_option(1)
     machines: tuple[str, ...] = option(
-        tuple(MACHINES), click.Choice(tuple(MACHINES)), flag="--machine", multiple=True
+        tuple(MACHINES),
+        about="Likewise, or a model on a device as `simulate` has it, CONFIG.json:DEVICE.",
+        flag="--machine",
+        metavar="NAME",
+        multiple=True,
     )
     requests: int = option(100, click.IntRange(2, 10_000), "Of each cell.")
     every: int = option(1, click.IntRange(1, 1000), "Take every so many cells of the grid.")
 
     columns = (Column("tokens/s within the SLO", WITHIN), Column("within", ATTAINED, "{:.0%}"))
+
+    def check(self) -> None:
+        for machine in self.machines:
+            named(machine)
 
     def starters(self) -> Mapping[str, Any]:
         return {"simulator": nullcontext}

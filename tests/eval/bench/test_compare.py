@@ -87,11 +87,15 @@ def test_unknown_lengths_are_the_known_ones_that_clients_stop_at() -> None:
 def test_servers_share_every_argument_but_their_own() -> None:
     contenders = SCENARIO.contenders()
     baselines = ["hcache", "recompute", "stock", "swap"]
-    assert list(contenders) == [ELLM, *(f"{b}{tuned}" for b in baselines for tuned in ("", " 0.3"))]
+    assert list(contenders) == [
+        ELLM,
+        *(f"{b}{tuned}" for b in baselines for tuned in ("", " 0.3", " 0")),
+    ]
     told = ("--ellm-tpot-slo-ms", "50.0")
     size = str(SCENARIO.sent.device_tokens)
     for name, (words, environment) in contenders.items():
-        assert (told[0] in words) != name.startswith("stock") and environment == {}
+        assert (told[0] in words) != name.startswith("stock")
+        assert environment == (EAGER if name.endswith(" 0") else {})
         if name != ELLM:
             assert size in words and words[-2] == "--schedule-conservativeness"
         if name.endswith(" 0.3"):

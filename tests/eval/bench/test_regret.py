@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ellm_sgl.client.process import DEMO_MODEL
+from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.bench.grid.cells import (
     KINDS,
     LOADS,
@@ -21,6 +24,7 @@ from ellm_sgl.eval.bench.grid.cells import (
 from ellm_sgl.eval.bench.result import Result, Sample
 from ellm_sgl.eval.bench.runner import run
 from ellm_sgl.eval.bench.scenarios.regret import ATTAINED, POLICIES, WITHIN, Regret
+from ellm_sgl.eval.simulator.machines import read_model
 
 CELL = Cell("demo", 1.0, "unknown", "loose", 32, "both")
 
@@ -35,6 +39,20 @@ def test_the_grid_has_every_kind_of_load_on_every_machine() -> None:
         }
         assert {c.memory for c in own} == set(MEMORY)
         assert {c.restore for c in own} == {"both", "recompute", "swap"}
+
+
+def test_a_model_of_ones_own_has_a_grid(tmp_path: Path) -> None:
+    mine = f"{DEMO_MODEL}/config.json:l4"
+    cells = Regret(machines=(mine,), requests=4, every=36).cells()
+    assert [cell.machine for cell in cells] == [mine, mine]
+    assert machine_of(cells[0]).shape == read_model(DEMO_MODEL / "config.json")
+    assert len(load_of(cells[0], 4, 0).at_s) == 4
+    Regret(machines=(mine,)).check()
+    for name, why in (("llama", "^no machine 'llama': give llama2-13b, .*, or CONFIG.json:DEVICE"),
+                      (f"{tmp_path}/none.json:l4", "none.json: cannot be read"),
+                      (f"{DEMO_MODEL}/config.json:none", "none: cannot be read")):  # fmt: skip
+        with pytest.raises(ConfigError, match=why):
+            Regret(machines=("demo", name)).check()
 
 
 @pytest.mark.parametrize("machine", MACHINES)

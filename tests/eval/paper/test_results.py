@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ellm_sgl.eval.paper.claims import LONG_13B
-from ellm_sgl.eval.paper.end_to_end import under_load
+from ellm_sgl.eval.paper.claims import LONG_13B, LONG_70B
+from ellm_sgl.eval.paper.end_to_end import _at_the_knee, under_load
 from ellm_sgl.eval.paper.jobs import Done, Job, LoadSpec, run_job
 from ellm_sgl.eval.paper.measured import Measured
 from ellm_sgl.eval.paper.overheads import Lookup, Overheads
@@ -43,6 +43,18 @@ def test_goodput_is_the_last_load_that_nine_in_ten_are_within_the_slo(some):
     runs = [at(some, x, tpot_attainment=a) for x, a in ((0.5, 0.95), (1.0, 0.9), (1.5, 0.89))]
     assert Sweep(LONG_13B, "ellm", runs).goodput == 1.0
     assert Sweep(LONG_13B, "ellm", runs[2:]).goodput == 0.0
+
+
+def test_of_the_knees_and_the_highest_load_the_text_says_more(some):
+    def sweep(case: Any, knee: float) -> Sweep:
+        ttft = {x: 1.0 if x <= knee else 9.0 for x in (0.5, 1.0, 1.5, 2.0)}
+        return Sweep(case, "-", [at(some, x, ttft=ttft[x], tpot_attainment=0.9) for x in ttft])
+
+    (row,) = _at_the_knee(sweep(LONG_70B, 1.5), [sweep(LONG_70B, x) for x in (1.0, 0.5)])
+    assert (row.where, row.paper, row.simulated) == ("§6.4", 1.25, 1.5)
+    (row,) = _at_the_knee(sweep(LONG_13B, 1.5), [sweep(LONG_13B, 1.0)])
+    assert (row.quantity[:38], row.paper) == ("requests within the TPOT SLO at 2 x, e", 90)
+    assert row.simulated == pytest.approx(90)
 
 
 def test_sglangs_admission_is_judged_at_the_better_of_its_settings(some):
