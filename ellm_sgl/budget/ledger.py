@@ -110,8 +110,7 @@ class Member:
         """Say how much this server could use; everybody's share is reckoned anew."""
         with self._file.locked():
             rows = self._rows()
-            rows[self.index] = dataclasses.replace(self._own(rows), want=want)
-            self._reckon(rows)
+            self._reckon(rows, dataclasses.replace(self._own(rows), want=want))
             standing = self._standing(rows)
             self._found, self._looked_s = (want, self._file.contents(), standing), time.monotonic()
         return standing
@@ -119,7 +118,7 @@ class Member:
     def follow(self, want: int) -> Standing:
         """As `publish`, for who asks again and again: where this server wants what it did, and
         nobody has written since, one read without a lock. Memory of servers that have died is seen
-        `DEATHS_S` later at most."""
+        by who asks `DEATHS_S` after the last look, or later."""
         recent = time.monotonic() < self._looked_s + DEATHS_S
         if recent and self._found is not None and self._found[:2] == (want, self._file.contents()):
             return self._found[2]
@@ -182,13 +181,16 @@ class Member:
         assert own.committed >= 0, f"a credit of {-nbytes} bytes, of {own.committed + nbytes}"
         self._file.write(self.index, own)
 
-    def _reckon(self, rows: list[Row | None]) -> None:
-        """Write everybody's share, and this server's row."""
+    def _reckon(self, rows: list[Row | None], own: Row) -> None:
+        """Write everybody's share, and this server's row, where they are others: every write wakes
+        all servers."""
+        before = list(rows)
+        rows[self.index] = own
         places = [(i, row) for i, row in enumerate(rows) if row is not None]
         claims = [Claim(row.floor, row.want, row.committed) for _, row in places]
         for (i, row), share in zip(places, fair_shares(self.budget, claims), strict=True):
-            if share != row.share or i == self.index:
-                rows[i] = dataclasses.replace(row, share=share)
+            rows[i] = dataclasses.replace(row, share=share)
+            if rows[i] != before[i]:
                 self._file.write(i, rows[i])
 
     def _standing(self, rows: Sequence[Row | None]) -> Standing:

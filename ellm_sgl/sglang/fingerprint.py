@@ -62,7 +62,9 @@ def open_prefixes(ours: Context, scheduler: Scheduler, least_of_ranks: Any) -> S
         return store
 
     cache: Any = ours.prefix_cache
-    return StoredPrefixes(opened, ours.elastic, ours.pool, cache, least_of_ranks)
+    found = StoredPrefixes(opened, ours.elastic, ours.pool, cache, least_of_ranks)
+    ours.memory.queued = found.queued_bytes
+    return found
 
 
 def fingerprint(model: nn.Module, facts: dict[str, Any]) -> str:

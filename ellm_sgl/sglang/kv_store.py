@@ -109,6 +109,10 @@ class StoredPrefixes:
             self._store = self._opened()
         return self._store
 
+    def queued_bytes(self) -> int:
+        """Of memory, that wait to be written."""
+        return 0 if self._store is None else self._store.queued_bytes
+
     def drop(self) -> None:
         """The weights may be others, and be so again before anybody has KV: the store is theirs
         that are there when it is asked for next. Nobody has KV."""

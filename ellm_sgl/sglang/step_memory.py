@@ -40,7 +40,9 @@ class StepMemory:
         self._lazy_host = host_tier + hidden - in_files
         self._ranks = ranks
         self.store = 0
-        """Most bytes of what waits for the store on disk, or comes from it."""
+        """Most bytes of what waits for the store on disk, or comes from it,"""
+        self.queued: Callable[[], int] = lambda: 0
+        """and those that wait now: their memory counts as taken."""
         self._bounded = pool.buffer.device.type == "cpu"
         self._looked_s, self._left, self._counted = -math.inf, math.inf, table.committed_units
         self.backed_units: Callable[[], int] = lambda: table.committed_units
@@ -79,7 +81,7 @@ class StepMemory:
         self._most_units = max(self._most_units, table.highest_unit)
         lazy = min(pool.lazy_units, table.committed_units)
         promised = pool.bytes_behind(lazy) - pool.bytes_behind(min(self._most_units, lazy))
-        promised += self.store
+        promised += self.store - self.queued()
         used = table.host.num_units - table.host.free_units
         self._most_host_units = max(self._most_host_units, used)
         if used < table.host.num_units:

@@ -158,8 +158,13 @@ class BlockStore:
         self._settle()
         if self.problem is not None:
             return 0
-        queued = sum(len(batch.keys) for batch, _ in self._batches)
+        queued = self.queued_bytes // self.block_bytes
         return max(_most_queued(self.block_bytes, self._at_once) - queued, 0)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of memory that blocks have which wait to be written."""
+        return sum(len(batch.keys) for batch, _ in self._batches) * self.block_bytes
 
     def put(
         self, keys: Sequence[bytes], depth: int, stamp: int, read: Callable[[int], Bytes]

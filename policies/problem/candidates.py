@@ -156,9 +156,12 @@ def to_evict(memory: MemoryState, short: FloatArray | float) -> FloatArray:
     """Σ n_i of requests that run in any case: as `least_evicted`; and where M_o takes all that
     eviction gains, what is missing. So much of it as has no room to be fetched is computed again.
     """
-    if memory.staging_overhead >= 1.0:
-        memory = replace(memory, staging_overhead=0.0)
-    return least_evicted(memory, short)
+    return least_evicted(replace(memory, staging_overhead=1.0 - gained(memory)), short)
+
+
+def gained(memory: MemoryState) -> float:
+    """Device tokens for each token that is evicted of requests that run in any case."""
+    return 1.0 - memory.staging_overhead if memory.staging_overhead < 1.0 else 1.0
 
 
 def evicted_at(candidates: Candidates, share: float, block_tokens: int) -> IntArray:

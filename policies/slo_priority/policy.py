@@ -23,6 +23,7 @@ from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision, Urgen
 from ellm_sgl.policies.planned import evictable_tokens, running_and, select
 from ellm_sgl.policies.problem.candidates import (
     Candidates,
+    gained,
     ratios_for,
     to_evict,
     unowned_tokens,
@@ -287,6 +288,6 @@ def _still_good(state: SystemState, plan: _Plan | None) -> bool:
     total = int(plan.evicted.sum())
     if least <= total:
         room = (len(plan.evicted) + 1) * memory.block_tokens
-        return (total - least) * (1.0 - memory.staging_overhead) <= room
+        return (total - least) * gained(memory) <= room
     most = int(evictable_tokens(running, memory.block_tokens).sum())
     return total > min(most, memory.max_restored_tokens) - memory.block_tokens

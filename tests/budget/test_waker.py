@@ -98,3 +98,18 @@ def test_a_member_hears_of_another(tmp_path: Path) -> None:
     other.publish(500)
     assert waker.sleep(LONG_S)
     assert one.follow(100).share < 900
+
+
+def test_nobody_is_woken_by_who_says_nothing_new(tmp_path: Path) -> None:
+    one, other = (Member("test", 1000, name, 100, folder=tmp_path) for name in "ab")
+    other.publish(500)
+    wakers = [one.waker(), other.waker()]
+    for _ in range(3):
+        one.publish(100)
+        other.publish(500)
+    assert [waker.sleep(0) for waker in wakers] == [True, True], "the first time it was new"
+    one.publish(100)
+    other.publish(500)
+    assert [waker.sleep(0) for waker in wakers] == [False, False]
+    other.publish(600)
+    assert [waker.sleep(LONG_S) for waker in wakers] == [True, True]

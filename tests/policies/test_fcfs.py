@@ -117,8 +117,11 @@ def test_where_nothing_can_be_fetched_no_more_goes_than_is_missing(policy: Polic
     it is computed again. Of requests that run, whatever their classes."""
     running = requests([95] * 5, priority=[1, 0, 0, 0, 0])
     state = scene(running, requests([]), 400, staging_overhead=1.0)
-    ratios = policy.ratio(state, policy.batch(state))
+    ratios = policy.ratio(state, Batch(()))
     assert 100 <= planned_tokens(running, ratios.running, BLOCK).sum() <= 150
+    ample = replace(state.memory, device_tokens=900, device_free_tokens=500)
+    ratios = policy.ratio(replace(state, memory=ample), Batch(()))
+    assert not planned_tokens(running, ratios.running, BLOCK).any(), "it comes back with room"
 
 
 def test_a_step_restores_no_more_than_it_may() -> None:

@@ -81,3 +81,5 @@ def test_what_the_store_may_have_under_way_is_nobody_elses() -> None:
     assert memory.describe().kv_store == 0
     before, memory.store = memory._promised(), 128 << 20
     assert memory._promised() - before == memory.describe().kv_store == 128 << 20
+    memory.queued = lambda: 100 << 20  # which is not free any more
+    assert memory._promised() - before == 28 << 20

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,12 +87,34 @@ def test_the_fingerprint_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("chunk", "blocks"), [(500, 33), (None, 65)])
-def test_what_a_prefill_computes_comes_at_once(chunk: int | None, blocks: int) -> None:
-    """And the block that the chunk before has begun."""
+def test_what_a_prefill_computes_comes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None, blocks: int
+) -> None:
+    """And the block that the chunk before has begun: the store has room for it, and memory is set
+    aside."""
     from ellm_sgl.sglang import fingerprint
+    from ellm_sgl.store import store
 
+    monkeypatch.setattr(store, "QUEUED_BYTES", 0)
+    monkeypatch.setattr(store, "READ_BYTES", 0)
+    monkeypatch.setattr(fingerprint, "_facts", lambda *_: {})
+    monkeypatch.setattr(fingerprint, "fingerprint", lambda *_: "a" * 32)
     shape = PoolShape(num_layers=1, layer_group=1, block_tokens=16)
-    ours: Any = SimpleNamespace(table=PageTable(shape, 8, 8))
-    arguments = SimpleNamespace(max_prefill_tokens=1024)
-    scheduler: Any = SimpleNamespace(chunked_prefill_size=chunk, server_args=arguments)
-    assert fingerprint._chunk_blocks(ours, scheduler) == blocks
+    pool = KVPool(shape, 8, 1, 8, torch.float32, "cpu")
+    settings = EllmConfig(kv_store=str(tmp_path))
+    ours = Context(settings, PageTable(shape, 8, 8), pool, 64)
+    scheduler: Any = SimpleNamespace(
+        chunked_prefill_size=chunk,
+        server_args=SimpleNamespace(max_prefill_tokens=1024),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=None)),
+        ps=SimpleNamespace(tp_rank=0, tp_size=1),
+    )
+    opened = fingerprint.open_prefixes(ours, scheduler, lambda numbers: numbers)
+    assert opened.store.room == blocks
+    assert ours.memory.store == (blocks + 1) * opened.store.block_bytes
+    assert ours.memory.queued() == 0
+    waits: Any = SimpleNamespace(done=lambda: False)
+    monkeypatch.setattr(opened.store, "_submit", lambda *_: waits)
+    opened.store.put([b"1" * 16], 0, 1, lambda n: np.zeros((n, opened.store.block_bytes), np.uint8))
+    assert ours.memory.queued() == opened.store.block_bytes
+    assert opened.store.room == blocks - 1

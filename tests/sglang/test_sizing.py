@@ -172,8 +172,8 @@ def test_where_nothing_happens_it_looks_now_and_then(server: SharingServer) -> N
     """Each look takes the scheduler's thread a moment."""
     sizer: Any = server.sizing._sizer
     with patch.object(sizer, "tick", wraps=sizer.tick) as tick:
-        time.sleep(1.0)
-    assert 1 <= tick.call_count <= 10
+        time.sleep(2.0)
+    assert 1 <= tick.call_count <= 12
 
 
 def test_it_looks_often_where_others_wait_or_nobody_tells(server: SharingServer) -> None:

@@ -1,4 +1,4 @@
-"""The same load on eLLM, its baseline modes and stock SGLang, in turn. About 20 minutes.
+"""The same load on eLLM, its baseline modes and stock SGLang, in turn. About half an hour.
 
 Arrivals, lengths and prompts are the same for all; the servers share the machine, but only one is
 under load at a time. Each round starts them anew: two processes of the same program differ, by up
