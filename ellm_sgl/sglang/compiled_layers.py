@@ -26,6 +26,7 @@ from ellm_sgl.kernels.cpu.decoder import (
     Heads,
     LayerWeights,
     NormWeights,
+    PreparedStep,
     ProductWeights,
 )
 from ellm_sgl.memory import KVPool
@@ -47,9 +48,10 @@ logger = logging.getLogger(__name__)
 VARIABLE = "ELLM_SGL_COMPILED_LAYERS"
 """Environment: `off` leaves all steps to SGLang's layers. For tests and comparisons."""
 PARTS = {
-    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "": {"self_attn", "mlp", "block_sparse_moe", "input_layernorm", "post_attention_layernorm"},
     "self_attn": {"qkv_proj", "o_proj", "rotary_emb", "attn", "q_norm", "k_norm"},
     "mlp": {"gate_up_proj", "down_proj", "act_fn"},
+    "experts": {"gate", "experts", "topk"},
 }
 """The modules of a layer, and of its parts, that are known: one that has others is not compiled."""
 
@@ -121,6 +123,8 @@ class CompiledLayers:
             heads = {_heads(layer) for layer in layers}
             if len(heads) > 1:
                 raise NotCompiledError("layers have different heads")
+            self._experts = [(at, _mlp(x)) for at, x in enumerate(layers) if _has_experts(x)]
+            """By layer: SGLang's, between compiled layers."""
             self._compiled = CompiledDecoder(
                 [_weights(layer) for layer in layers],
                 heads.pop(),
@@ -200,17 +204,27 @@ class CompiledLayers:
         compiled, streamer = self._compiled, self._executor.streamer
         step = compiled.prepare(embedded, positions, plan.groups, plan.delta)
         if streamer is None or not plan.transfers:
-            if not compiled.run(step, 0, self._pool.shape.num_layers):
+            if not self._through(step, 0, self._pool.shape.num_layers):
                 return None
         else:
             for group, (first, last) in enumerate(self._groups):
                 streamer.wait(group)
-                if not compiled.run(step, first, last):
+                if not self._through(step, first, last):
                     return None  # before anything has run: positions are the same for all
                 streamer.done(group)
         self.steps += 1
         hidden: torch.Tensor = self._decoder.norm(*compiled.outputs(plan.new_rows))[0]
         return hidden
+
+    def _through(self, step: PreparedStep, first: int, last: int) -> bool:
+        """Layers [first, last), as `CompiledDecoder.run`."""
+        for at, experts in self._experts:
+            if first <= at < last:
+                if not self._compiled.run(step, first, at + 1):
+                    return False
+                self._compiled.put(step, at, experts(self._compiled.normed(step, at)))
+                first = at + 1
+        return first == last or self._compiled.run(step, first, last)
 
 
 def compile_layers(runner: ModelRunner, ours: Context) -> CompiledLayers | None:
@@ -289,10 +303,10 @@ def _weights(layer: Any) -> LayerWeights:
     from sglang.srt.layers.activation import SiluAndMul
 
     _known(layer, "")
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp = layer.self_attn, _mlp(layer)
     _known(attention, "self_attn")
-    _known(mlp, "mlp")
-    if type(mlp.act_fn) is not SiluAndMul:
+    _known(mlp, "experts" if _has_experts(layer) else "mlp")
+    if not _has_experts(layer) and type(mlp.act_fn) is not SiluAndMul:
         raise NotCompiledError(f"activation {type(mlp.act_fn).__name__}")
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return LayerWeights(
@@ -304,9 +318,17 @@ def _weights(layer: Any) -> LayerWeights:
         scale=float(attention.attn.scaling),
         out=_product(attention.o_proj),
         output_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_product(mlp.gate_up_proj),
-        down=_product(mlp.down_proj),
+        mlp=None if _has_experts(layer) else (_product(mlp.gate_up_proj), _product(mlp.down_proj)),
     )
+
+
+def _mlp(layer: Any) -> Any:
+    """Whatever follows attention, by either name."""
+    return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+
+
+def _has_experts(layer: Any) -> bool:
+    return hasattr(_mlp(layer), "experts")
 
 
 def _norm(norm: Any) -> NormWeights:

@@ -38,6 +38,7 @@ class Running {
     attend((*group.plans)[group.index], layer.attention, rows, of(layer.attention.isa));
     run(layer.out, rows_after);
     run(layer.output, rows_after);
+    if (!layer.gate_up.weight) return;
     run(layer.gate_up, rows_after);
     layer.gate.rows = rows_after;
     layer.gate.threads = step_.threads;

@@ -18,7 +18,7 @@ struct Layer {
   Call attention;
   Product out;
   Norm output;
-  Product gate_up;
+  Product gate_up;        // without weight others go on from here, and write what `down` would
   Gate gate;
   Product down;
   int64_t group;          // its layer group

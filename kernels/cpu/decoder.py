@@ -5,7 +5,7 @@ Lossless Million-Token LLM Inference on CPUs Faster Than GPUs")."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof, byref
+from ctypes import Array, addressof, byref
 from dataclasses import dataclass
 
 import torch
@@ -65,8 +65,9 @@ class LayerWeights:
     """Of attention's scores."""
     out: ProductWeights
     output_norm: NormWeights
-    gate_up: ProductWeights
-    down: ProductWeights
+    mlp: tuple[ProductWeights, ProductWeights] | None
+    """Gate and up in one, and down; None: experts, which others compute (`CompiledDecoder.normed`)
+    once the layer has run."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,17 @@ class CompiledDecoder:
             _check(layer, heads)
         first = layers[0]
         self._dtype = first.qkv.weight.dtype
-        products = [p for x in layers for p in (x.qkv, x.out, x.gate_up, x.down)]
+        products = [p for x in layers for p in (x.qkv, x.out, *(x.mlp or ()))]
         self.most_rows = min(most_rows(p.weight.shape[1], self._dtype) for p in products)
         """Of a step."""
         self._library = loaded()
         self._kept = layers, keys, values
         self._block_tokens, self._head_size = keys[0].shape[1], heads.size
         self._units = min(len(of) for of in keys)
-        self._buffers = _Buffers(first, heads, self.most_rows)
+        widths = {x.mlp[1].weight.shape[1] for x in layers if x.mlp is not None}
+        if len(widths) > 1:
+            raise ValueError(f"MLPs of {' and '.join(map(str, sorted(widths)))} elements")
+        self._buffers = _Buffers(first, heads, max(widths, default=0), self.most_rows)
         made = [
             _layer(layer, heads, self._buffers, (k, v), prefetch)
             for layer, k, v in zip(layers, keys, values, strict=True)
@@ -158,12 +162,25 @@ class CompiledDecoder:
             addressof(of_step), positions.data_ptr(), embedded.data_ptr(),
             torch.get_num_threads(), *weight_prefetch(self._dtype, rows), delta,
         )  # fmt: skip
-        return PreparedStep(step, (embedded, positions, of_groups, of_step))
+        return PreparedStep(step, (embedded, positions, of_groups), of_step)
 
     def run(self, step: PreparedStep, first: int, last: int) -> bool:
         """Layers [first, last) of a step; those before have run. False, and nothing done: a
         position has no cosines."""
         return bool(self._library.ellm_decode(self._layers, first, last, byref(step.numbers)))
+
+    def normed(self, step: PreparedStep, layer: int) -> torch.Tensor:
+        """What the experts of a layer that has run are given, [rows, hidden]."""
+        return self._buffers.normed[: self._rows_after(step, layer)]
+
+    def put(self, step: PreparedStep, layer: int, outputs: torch.Tensor) -> None:
+        """What they have made of it, likewise: the next layer's, or the output."""
+        self._buffers.down[: self._rows_after(step, layer)] = outputs
+
+    def _rows_after(self, step: PreparedStep, layer: int) -> int:
+        of = self._layers[layer]
+        group = step.groups[of.group]
+        return int(group.rows_after if of.ends_group else group.rows)
 
     def _plan(self, group: GroupLayout) -> Plan:
         plan = prepared(group.stacked, self._block_tokens, self._head_size)
@@ -183,13 +200,15 @@ class PreparedStep:
 
     numbers: Step
     kept: tuple[object, ...]
-    """What it points to."""
+    """What it points to,"""
+    groups: Array[StepGroup]
+    """with these, a step in the layers of each group."""
 
 
 class _Buffers:
     """What goes from one operator to the next, [rows, elements] each."""
 
-    def __init__(self, layer: LayerWeights, heads: Heads, rows: int) -> None:
+    def __init__(self, layer: LayerWeights, heads: Heads, inner: int, rows: int) -> None:
         def buffer(elements: int) -> torch.Tensor:
             return torch.zeros(rows, elements, dtype=layer.qkv.weight.dtype)
 
@@ -204,8 +223,8 @@ class _Buffers:
         self.key = buffer(heads.kv * heads.size)
         self.attended = buffer(heads.query * heads.size)
         self.out = buffer(hidden)
-        self.gate_up = buffer(layer.gate_up.weight.shape[0])
-        self.gated = buffer(layer.down.weight.shape[1])
+        self.gate_up = buffer(2 * inner)
+        self.gated = buffer(inner)
         self.down = buffer(hidden)
 
 
@@ -256,10 +275,12 @@ def _layer(
         queries, keys, layer.cosines.data_ptr(), None, *strides, 0, known, heads.query, heads.kv,
         heads.size, turned, kind, 0, isa,
     )  # fmt: skip
-    gated = buffers.gated
-    gate = Gate(
-        buffers.gate_up.data_ptr(), gated.data_ptr(), 0, gated.shape[1], kind, 0, isa
-    )  # fmt: skip
+    gate_up, gate, down_product = Product(), Gate(), Product()
+    if layer.mlp is not None:
+        gated = buffers.gated
+        gate_up = product(layer.mlp[0], buffers.normed, buffers.gate_up)
+        gate = Gate(buffers.gate_up.data_ptr(), gated.data_ptr(), 0, gated.shape[1], kind, 0, isa)
+        down_product = product(layer.mlp[1], gated, buffers.down)
     down, after = buffers.down.data_ptr(), buffers.after.data_ptr()
     normed, before, out = (of.data_ptr() for of in (buffers.normed, buffers.before, buffers.out))
     return Layer(
@@ -271,16 +292,15 @@ def _layer(
         attention=attention,
         out=product(layer.out, buffers.attended, buffers.out),
         output=norm(layer.output_norm, out, before, normed, after),
-        gate_up=product(layer.gate_up, buffers.normed, buffers.gate_up),
+        gate_up=gate_up,
         gate=gate,
-        down=product(layer.down, buffers.gated, buffers.down),
+        down=down_product,
     )
 
 
 def _check(layer: LayerWeights, heads: Heads) -> None:
     hidden = layer.input_norm.weight.shape[0]
     of_query, of_kv = heads.query * heads.size, heads.kv * heads.size
-    inner = layer.down.weight.shape[-1]
     norms = {"input norm": (layer.input_norm, hidden), "output norm": (layer.output_norm, hidden)}
     for name, of_heads in (("query norm", layer.query_norm), ("key norm", layer.key_norm)):
         if of_heads is not None:
@@ -289,12 +309,14 @@ def _check(layer: LayerWeights, heads: Heads) -> None:
         _check_tensor(name, norm.weight, (size,), layer)
     if (layer.query_norm is None) != (layer.key_norm is None):
         raise ValueError("a norm of queries or of keys, not of both")
-    products = (
+    products = [
         ("qkv", layer.qkv, of_query + 2 * of_kv, hidden),
         ("out", layer.out, hidden, of_query),
-        ("gate and up", layer.gate_up, 2 * inner, hidden),
-        ("down", layer.down, hidden, inner),
-    )
+    ]
+    if layer.mlp is not None:
+        gate_up, down = layer.mlp
+        inner = down.weight.shape[-1]
+        products += [("gate and up", gate_up, 2 * inner, hidden), ("down", down, hidden, inner)]
     for name, product, outputs, size in products:
         _check_tensor(name, product.weight, (outputs, size), layer)
         if product.bias is not None:

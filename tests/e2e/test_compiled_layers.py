@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 POOL = ["--ellm-policy", "fixed-ratio", "--ellm-device-kv-tokens", "6000"]
 HOST = ["--ellm-host-kv-tokens", "12000", "--ellm-layer-group", "3"]
 """Three groups, the last one smaller."""
+BY_LAYER = ["--ellm-host-kv-tokens", "12000", "--ellm-layer-group", "1"]
 CHUNKS = ["--chunked-prefill-size", "32"]
 """Never more rows at once than the compiled products take, whichever requests share a step: beyond
 that PyTorch's decide what is added in which order."""
@@ -96,14 +97,30 @@ def test_models_of_16_bits_are_compiled(model: str, dtype: str, tmp_path: Path) 
         assert state["compiled_steps_total"] == state["steps_total"]
 
 
-def test_experts_are_left_to_sglang(tmp_path: Path) -> None:
-    model = str(write("mixtral", tmp_path))
-    arguments = ["--model-path", model, "--skip-tokenizer-init"]
-    with ServerProcess([*arguments, *POOL], STRICT) as server:
-        reason = "eLLM layers: SGLang's own (MixtralDecoderLayer has block_sparse_moe)"
-        assert reason in server.log.read_text()
-        ask(server.url, [greedy([5] * 20, 5)])
-        assert server.state()["compiled_steps_total"] == 0
+@pytest.mark.parametrize(("model", "more"), [("mixtral", BY_LAYER), ("qwen3-moe", [])])
+def test_experts_run_between_compiled_layers(model: str, more: list[str], tmp_path: Path) -> None:
+    """One request at a time: PyTorch's products of experts depend on how many rows there are."""
+    written = str(write(model, tmp_path / model))
+    arguments = ["--model-path", written, "--skip-tokenizer-init", "--dtype", "float32"]
+    arguments += [*POOL, *CHUNKS, *more]
+
+    def answers(server: ServerProcess, ratio: float) -> list[Any]:
+        server.flush_cache()
+        server.adjust(ellm_ratio=ratio)
+        found = [ask(server.url, [body])[0] for body in BODIES[:3]]
+        return [answer["meta_info"]["output_token_logprobs"] for answer in found]
+
+    with ServerProcess(arguments, STRICT | {VARIABLE: "off"}) as server:
+        expected = [answers(server, ratio) for ratio in (0.0, 0.5)]
+    with ServerProcess(arguments, STRICT) as server:
+        assert "eLLM layers: compiled" in server.log.read_text()
+        before = server.state()
+        assert [answers(server, ratio) for ratio in (0.0, 0.5)] == expected
+        state = server.state()
+        steps = state["steps_total"] - before["steps_total"]
+        assert state["compiled_steps_total"] - before["compiled_steps_total"] > steps / 2
+        restored = "fetched_units_total" if more else "recomputed_tokens_total"
+        assert state[restored] > 0 and state["integrity"] == "ok"
 
 
 def test_a_pool_of_one_block_and_a_context_to_match() -> None:

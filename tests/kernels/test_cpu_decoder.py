@@ -61,23 +61,36 @@ def weights(heads: Heads, dtype: torch.dtype, of_heads: bool, biased: bool) -> L
         scale=heads.size**-0.5,
         out=product(HIDDEN, query),
         output_norm=norm(HIDDEN),
-        gate_up=product(2 * INNER, HIDDEN),
-        down=product(HIDDEN, INNER),
+        mlp=(product(2 * INNER, HIDDEN), product(HIDDEN, INNER)),
     )
+
+
+def experts(x: torch.Tensor) -> torch.Tensor:
+    """Somebody else's, whatever they compute."""
+    return torch.tanh(x).flip(1)
 
 
 class Case:
     """A decoder, a step of it, and a pool for each layer.
 
     Args:
+        sparse: layers with experts.
         deep: of the recomputed rows those that go through both groups; the rest needs the first.
     """
 
     def __init__(
-        self, inputs: Inputs, sizes: Sizes, of_heads: bool, biased: bool, deep: float = 1.0
+        self,
+        inputs: Inputs,
+        sizes: Sizes,
+        of_heads: bool,
+        biased: bool,
+        deep: float = 1.0,
+        sparse: tuple[int, ...] = (),
     ) -> None:
         self.heads, dtype = Heads(sizes.heads, sizes.kv_heads, sizes.head_dim), sizes.row_type
         self.layers = [weights(self.heads, dtype, of_heads, biased) for _ in range(LAYERS)]
+        for index in sparse:
+            self.layers[index] = replace(self.layers[index], mlp=None)
         first = inputs.layout
         self.new = first.requests[-1].new.end_row
         self.embedded = torch.randn(first.rows, HIDDEN).to(dtype)
@@ -117,9 +130,7 @@ class Case:
             attended = mixed_attention(q, k, v, *pool, group, layer.scale, after, 0.5)
             out = _product(layer.out, attended.flatten(1))
             normed, residual = _norm(layer.output_norm, out, residual[:after])
-            gated = gate(_product(layer.gate_up, normed))
-            assert gated is not None
-            hidden = _product(layer.down, gated)
+            hidden = experts(normed) if layer.mlp is None else _mlp(layer.mlp, normed)
         assert residual is not None
         return hidden, residual
 
@@ -131,9 +142,12 @@ class Case:
         """The same compiled, in calls that end at these layers."""
         decoder, first = self.compiled(), 0
         step = decoder.prepare(self.embedded, self.positions, self.groups, 0.5)
-        for stop in (*stops, LAYERS):
+        sparse = {index for index, layer in enumerate(self.layers) if layer.mlp is None}
+        for stop in sorted({*stops, LAYERS, *(index + 1 for index in sparse)}):
             assert decoder.run(step, first, stop)
             first = stop
+            if stop - 1 in sparse:
+                decoder.put(step, stop - 1, experts(decoder.normed(step, stop - 1)))
         return decoder.outputs(self.new)
 
 
@@ -175,6 +189,12 @@ def _product(product: ProductWeights, x: torch.Tensor) -> torch.Tensor:
     found = linear(x, product.weight, product.bias)
     assert found is not None
     return found
+
+
+def _mlp(weights: tuple[ProductWeights, ProductWeights], x: torch.Tensor) -> torch.Tensor:
+    gated = gate(_product(weights[0], x))
+    assert gated is not None
+    return _product(weights[1], gated)
 
 
 def check(case: Case, *stops: int) -> None:
@@ -220,6 +240,7 @@ def steps(draw: st.DrawFn) -> Sizes:
     sizes=steps(), of_heads=st.booleans(), biased=st.booleans(),
     stops=st.sampled_from(((), (1,), (2,), (1, 2))), threads=st.integers(1, 3),
     deep=st.sampled_from((0.0, 0.5, 1.0)),
+    sparse=st.sampled_from(((), (), (1,), (0, 2), (0, 1, 2))),
 )  # fmt: skip
 def test_a_stack_is_its_operators_one_by_one(
     isa: str,
@@ -229,11 +250,12 @@ def test_a_stack_is_its_operators_one_by_one(
     stops: tuple[int, ...],
     threads: int,
     deep: float,
+    sparse: tuple[int, ...],
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check(Case(make(sizes), sizes, of_heads, biased, deep), *stops)
+        check(Case(make(sizes), sizes, of_heads, biased, deep, sparse), *stops)
     finally:
         torch.set_num_threads(before)
 
@@ -296,13 +318,19 @@ def test_more_rows_than_it_has_room_for(case: Case) -> None:
             decoder.prepare(rows, positions, case.groups, 0.5)
 
 
+UP = ProductWeights(torch.randn(2 * INNER, HIDDEN), None)
+DOWN = ProductWeights(torch.randn(HIDDEN, INNER), None)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"down": ProductWeights(torch.randn(HIDDEN + 1, INNER), None)}, "down: "),
+        ({"mlp": (UP, ProductWeights(torch.randn(HIDDEN + 1, INNER), None))}, "down: "),
         ({"qkv": ProductWeights(torch.randn(7, HIDDEN), None)}, "qkv: "),
         ({"out": ProductWeights(torch.randn(64, HIDDEN).T, None)}, "out: not contiguous"),
-        ({"gate_up": ProductWeights(torch.randn(2 * INNER, HIDDEN).bfloat16(), None)}, "gate and"),
+        ({"mlp": (ProductWeights(UP.weight.bfloat16(), None), DOWN)}, "gate and"),
+        ({"mlp": (ProductWeights(torch.randn(64, HIDDEN), None),
+                  ProductWeights(torch.randn(HIDDEN, 32), None))}, "MLPs of 32 and 80 elements"),
         ({"qkv": ProductWeights(torch.randn(128, HIDDEN), torch.randn(3))}, "bias of qkv: "),
         ({"input_norm": NormWeights(torch.randn(HIDDEN).double(), 1e-6)}, "input norm: "),
         ({"query_norm": NormWeights(torch.randn(16), 1e-6)}, "not of both"),

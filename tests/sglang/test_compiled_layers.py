@@ -38,8 +38,9 @@ class Layer(nn.Module):
 def test_parts_that_are_not_known_are_named() -> None:
     compiled_layers._known(Layer("self_attn", "mlp", "input_layernorm"), "")
     compiled_layers._known(Layer("qkv_proj", "o_proj", "attn", "rotary_emb", "k_norm"), "self_attn")
-    with pytest.raises(NotCompiledError, match=r"^Layer has block_sparse_moe, extra$"):
-        compiled_layers._known(Layer("self_attn", "extra", "block_sparse_moe"), "")
+    compiled_layers._known(Layer("gate", "experts", "topk"), "experts")
+    with pytest.raises(NotCompiledError, match=r"^Layer has extra, shared_experts$"):
+        compiled_layers._known(Layer("experts", "extra", "shared_experts"), "experts")
 
 
 def test_the_variable_says_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
