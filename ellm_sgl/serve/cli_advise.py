@@ -90,7 +90,7 @@ def advise(
 def _named(path: Path, device: str, ranks: int) -> Machine:
     from ellm_sgl.eval.simulator import machines
 
-    found = machines.DEVICES.get(device) or machines.read_device(Path(device))
+    found = machines.device_named(device)
     model = machines.read_unquantised(path / "config.json")
     return machines.assemble(model, found, ranks, f"{path.name} on {device}")
 

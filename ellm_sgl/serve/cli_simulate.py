@@ -208,8 +208,7 @@ def _machine(given: dict[str, Any]) -> Machine:
     if given["config"] is None:
         machine = machines.preset(given["preset_name"])
     else:
-        name = given["device"]
-        device = machines.DEVICES.get(name) or machines.read_device(Path(name))
+        device = machines.device_named(given["device"])
         model = machines.read_unquantised(given["config"])
         machine = machines.assemble(model, device, given["ranks"], str(given["config"]))
     return machine.limited(given["kv_tokens"], given["host_tokens"])

@@ -269,6 +269,15 @@ def _count(path: Path, config: Mapping[str, Any], *names: str, default: int | No
     return default
 
 
+def device_named(name: str) -> Device:
+    """One of `DEVICES`, or a file's.
+
+    Raises:
+        ConfigError: as `read_device`.
+    """
+    return DEVICES.get(name) or read_device(Path(name))
+
+
 def read_device(path: Path) -> Device:
     """A device from a JSON object with the fields of `Device`.
 

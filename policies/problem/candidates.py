@@ -156,7 +156,9 @@ def to_evict(memory: MemoryState, short: FloatArray | float) -> FloatArray:
     """Σ n_i of requests that run in any case: as `least_evicted`; and where M_o takes all that
     eviction gains, what is missing. So much of it as has no room to be fetched is computed again.
     """
-    return least_evicted(replace(memory, staging_overhead=1.0 - gained(memory)), short)
+    if memory.staging_overhead >= 1.0:
+        memory = replace(memory, staging_overhead=0.0)
+    return least_evicted(memory, short)
 
 
 def gained(memory: MemoryState) -> float:

@@ -19,10 +19,9 @@ from ellm_sgl.config.ranges import shown
 from ellm_sgl.eval.bench.grid.capacity import Capacity, Kind, capacity, mean_tokens
 from ellm_sgl.eval.simulator import Load, Machine, preset
 from ellm_sgl.eval.simulator.machines import (
-    DEVICES,
     Device,
     assemble,
-    read_device,
+    device_named,
     read_model,
     read_unquantised,
 )
@@ -103,8 +102,8 @@ def named(machine: str) -> tuple[Machine, Lengths]:
     if not path:
         known = ", ".join(MACHINES)
         raise ConfigError(f"no machine {shown(machine)}: give {known}, or CONFIG.json:DEVICE")
-    device = DEVICES.get(name) or read_device(Path(name))
-    return assemble(read_unquantised(Path(path)), device, 1, machine), SHAREGPT
+    model, device = read_unquantised(Path(path)), device_named(name)
+    return assemble(model, device, 1, machine), SHAREGPT
 
 
 def machine_of(cell: Cell) -> Machine:
