@@ -1,4 +1,4 @@
-"""How much memory there is here: the machine's, or what the container may have of it."""
+"""How much memory there is here: the machine's, or what a container or a limit leaves of it."""
 
 from __future__ import annotations
 
@@ -27,27 +27,64 @@ class Room:
         return max(self.limit - self.taken, 0)
 
 
-def container(root: Path = ROOT) -> Room | None:
-    """Of all cgroups (v1 or v2) that this process is in, the one with the least left of its limit;
+def limited(root: Path = ROOT) -> Room | None:
+    """Of all limits that hold here, the one of which the least is left: of the cgroups (v1 or v2)
+    that this process is in, of its own data, and of a machine that promises no more than it has;
     None without limits."""
-    return min(_containers(root), key=lambda found: found.free, default=None)
+    return min(_limited(root), key=lambda found: found.free, default=None)
 
 
 def largest(root: Path = ROOT) -> Room:
-    """The machine, or the cgroup that has less memory in all, whatever is in use."""
-    return min((_machine(root), *_containers(root)), key=lambda found: found.limit)
+    """The machine, or the limit that leaves less memory in all, whatever is in use."""
+    return min((_machine(root), *_limited(root)), key=lambda found: found.limit)
 
 
 def tightest(root: Path = ROOT) -> Room:
-    """The machine, or the cgroup that has less free."""
-    return min((_machine(root), *_containers(root)), key=lambda found: found.free)
+    """The machine, or the limit that leaves less free."""
+    return min((_machine(root), *_limited(root)), key=lambda found: found.free)
 
 
 def _machine(root: Path) -> Room:
-    words = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
-    kilobytes = {name: int(number) for name, number, *_ in words}
+    kilobytes = _kilobytes(root / "proc/meminfo")
     total = kilobytes["MemTotal:"] << 10
     return Room(total, total - (kilobytes["MemAvailable:"] << 10), "the machine")
+
+
+def _limited(root: Path) -> Iterator[Room]:
+    yield from _containers(root)
+    yield from _process(root)
+    yield from _promised(root)
+
+
+def _process(root: Path) -> Iterator[Room]:
+    """What the kernel lets this process have of its own, where that has a limit."""
+    try:
+        lines = (root / "proc/self/limits").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.startswith("Max data size") and (soft := line.split()[3]).isdecimal():
+            taken = _kilobytes(root / "proc/self/status")["VmData:"] << 10
+            yield Room(int(soft), taken, "this process (ulimit -d)")
+
+
+def _promised(root: Path) -> Iterator[Room]:
+    """What processes may ask for in all, where the kernel promises no more than there is."""
+    strict = "2"
+    try:
+        if (root / "proc/sys/vm/overcommit_memory").read_text().strip() != strict:
+            return
+    except OSError:
+        return
+    kilobytes = _kilobytes(root / "proc/meminfo")
+    limit, taken = kilobytes["CommitLimit:"] << 10, kilobytes["Committed_AS:"] << 10
+    yield Room(limit, taken, "the machine (vm.overcommit_memory is 2)")
+
+
+def _kilobytes(file: Path) -> dict[str, int]:
+    """The numbers of one of the kernel's tables, by name."""
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 
 def _containers(root: Path) -> Iterator[Room]:

@@ -200,7 +200,11 @@ class ServerProcess:
         return str(self._get("/get_server_info")["attention_backend"])
 
     def _get(self, path: str, asked: Mapping[str, Any] | None = None) -> Any:
-        return self._http.get(path, params=asked, timeout=60).raise_for_status().json()
+        try:
+            return self._http.get(path, params=asked, timeout=60).raise_for_status().json()
+        except httpx.TransportError as error:
+            error.add_note(self.last_words())
+            raise
 
     def adjust(self, **values: float) -> None:
         """Set `ellm_ratio` or `ellm_device_kv_tokens` of the running server; returns once the pool

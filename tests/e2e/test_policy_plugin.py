@@ -44,7 +44,7 @@ def choose(server: ServerProcess, name: str, **options: Any) -> httpx.Response:
 def wait_until(server: ServerProcess, condition: Callable[[dict[str, Any]], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition(state := server.state(integrity=False)):
-        assert time.monotonic() < deadline, state
+        assert time.monotonic() < deadline, json.dumps(state)
         time.sleep(0.01)
 
 
