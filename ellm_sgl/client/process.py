@@ -22,6 +22,8 @@ from ellm_sgl.client.state import accepted, resize_of, settled
 
 START_TIMEOUT_S = 240.0
 RESIZE_S = 60.0
+LAST_LINES = 15
+"""Of a log, as much as an error shows."""
 EXIT_S = 5.0
 """A server whose connections have broken has exited after so long, or has not meant to."""
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
@@ -251,8 +253,12 @@ class ServerProcess:
         return ServerError(f"{what}: {error!r}:\n{self.last_words()}")
 
     def last_words(self) -> str:
-        """The end of the log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+        """The end of the log; before it the end of the first traceback, where that was earlier: a
+        worker's is the cause of what the main process says last."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        earlier, end = lines[:-LAST_LINES], lines[-LAST_LINES:]
+        cause = _first_traceback(earlier)[-LAST_LINES:]
+        return "\n".join([*cause, *["..."] * bool(cause), *end])
 
     def stop(self) -> None:
         """End the server and all its worker processes."""
@@ -276,6 +282,15 @@ class ServerProcess:
             self._process = None
             self._http.close()
             self.log.unlink(missing_ok=True)
+
+
+def _first_traceback(lines: Sequence[str]) -> list[str]:
+    """Its lines, up to the error; none without one."""
+    starts = (n for n, line in enumerate(lines) if "Traceback (most recent call last)" in line)
+    if (start := next(starts, None)) is None:
+        return []
+    ends = (n for n in range(start + 1, len(lines)) if not lines[n].startswith(" "))
+    return list(lines[start : next(ends, len(lines) - 1) + 1])
 
 
 @contextlib.contextmanager

@@ -76,6 +76,30 @@ def test_no_connection_is_used_twice(server: Server) -> None:
     assert server.connections == 52
 
 
+def test_the_first_traceback_is_shown_before_the_end() -> None:
+    """A worker's comes first, and is why the main process ends."""
+    process = ServerProcess(())
+    end = [f"line {number}" for number in range(15)]
+    worker = [
+        "[12:00] Scheduler hit an exception: Traceback (most recent call last):",
+        *(f"  frame {number}" for number in range(30)),
+        "OSError: address in use",
+    ]
+    main = [
+        "Traceback (most recent call last):",
+        "  frame",
+        "RuntimeError: a worker ended",
+        "  said",
+    ]
+    process.log.write_text("\n".join(["started", *worker, "", *main, *end]))
+    assert process.last_words().splitlines() == [*worker[-15:], "...", *end]
+    process.log.write_text("\n".join(["started", *end]))
+    assert process.last_words().splitlines() == end
+    process.log.write_text("\n".join([*worker[:3], *end[:14]]))
+    assert process.last_words().splitlines() == [*worker[:2], "...", *worker[2:3], *end[:14]]
+    process.stop()
+
+
 def test_a_broken_connection_tells_how_the_server_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     process = ServerProcess(())
     process.log.write_text("its last words")
