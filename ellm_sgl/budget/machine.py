@@ -1,7 +1,8 @@
-"""How much memory there is here: the machine's, or what a container or a limit leaves of it."""
+"""How much memory there is here: the machine's, or what the container may have of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -27,21 +28,33 @@ class Room:
         return max(self.limit - self.taken, 0)
 
 
-def limited(root: Path = ROOT) -> Room | None:
-    """Of all limits that hold here, the one of which the least is left: of the cgroups (v1 or v2)
-    that this process is in, of its own data, and of a machine that promises no more than it has;
+def container(root: Path = ROOT) -> Room | None:
+    """Of all cgroups (v1 or v2) that this process is in, the one with the least left of its limit;
     None without limits."""
-    return min(_limited(root), key=lambda found: found.free, default=None)
+    return min(_containers(root), key=lambda found: found.free, default=None)
 
 
 def largest(root: Path = ROOT) -> Room:
-    """The machine, or the limit that leaves less memory in all, whatever is in use."""
-    return min((_machine(root), *_limited(root)), key=lambda found: found.limit)
+    """The machine, or the cgroup that has less memory in all, whatever is in use."""
+    return min((_machine(root), *_containers(root)), key=lambda found: found.limit)
 
 
 def tightest(root: Path = ROOT) -> Room:
-    """The machine, or the limit that leaves less free."""
-    return min((_machine(root), *_limited(root)), key=lambda found: found.free)
+    """The machine, or the cgroup that has less free."""
+    return min((_machine(root), *_containers(root)), key=lambda found: found.free)
+
+
+def own_data(root: Path = ROOT) -> float:
+    """Bytes that the kernel lets this process add to what it has of its own (`ulimit -d`), written
+    to or not; inf without that limit."""
+    try:
+        lines = (root / "proc/self/limits").read_text().splitlines()
+    except OSError:
+        return math.inf
+    for line in lines:
+        if line.startswith("Max data size") and (soft := line.split()[3]).isdecimal():
+            return int(soft) - (_kilobytes(root / "proc/self/status")["VmData:"] << 10)
+    return math.inf
 
 
 def _machine(root: Path) -> Room:
@@ -50,40 +63,9 @@ def _machine(root: Path) -> Room:
     return Room(total, total - (kilobytes["MemAvailable:"] << 10), "the machine")
 
 
-def _limited(root: Path) -> Iterator[Room]:
-    yield from _containers(root)
-    yield from _process(root)
-    yield from _promised(root)
-
-
-def _process(root: Path) -> Iterator[Room]:
-    """What the kernel lets this process have of its own, where that has a limit."""
-    try:
-        lines = (root / "proc/self/limits").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        if line.startswith("Max data size") and (soft := line.split()[3]).isdecimal():
-            taken = _kilobytes(root / "proc/self/status")["VmData:"] << 10
-            yield Room(int(soft), taken, "this process (ulimit -d)")
-
-
-def _promised(root: Path) -> Iterator[Room]:
-    """What processes may ask for in all, where the kernel promises no more than there is."""
-    strict = "2"
-    try:
-        if (root / "proc/sys/vm/overcommit_memory").read_text().strip() != strict:
-            return
-    except OSError:
-        return
-    kilobytes = _kilobytes(root / "proc/meminfo")
-    limit, taken = kilobytes["CommitLimit:"] << 10, kilobytes["Committed_AS:"] << 10
-    yield Room(limit, taken, "the machine (vm.overcommit_memory is 2)")
-
-
-def _kilobytes(file: Path) -> dict[str, int]:
+def _kilobytes(table: Path) -> dict[str, int]:
     """The numbers of one of the kernel's tables, by name."""
-    rows = (line.split() for line in file.read_text().splitlines())
+    rows = (line.split() for line in table.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
 

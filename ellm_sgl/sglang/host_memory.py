@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ellm_sgl.budget.machine import ROOT, largest, limited, tightest
+from ellm_sgl.budget.machine import ROOT, container, largest, tightest
 from ellm_sgl.config import ConfigError, EllmConfig
 from ellm_sgl.host_file import in_memory
 from ellm_sgl.memory.step_room import MARGIN_BYTES
@@ -47,7 +47,7 @@ def tokens_within(
     host = 0 if on_disk else host_bytes * processes
     _check(settings, all_bytes, host)
     # SGLang has looked at the machine, but as if there were no host tier.
-    found = tightest(ROOT) if host > 0 else limited(ROOT)
+    found = tightest(ROOT) if host > 0 else container(ROOT)
     if found is None or settings.device_kv_tokens is not None:
         return chosen
     left = found.free - host

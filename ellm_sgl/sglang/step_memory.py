@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from ellm_sgl.budget.machine import ROOT, tightest
+from ellm_sgl.budget.machine import ROOT, own_data, tightest
 from ellm_sgl.memory import KVPool, PageTable
 from ellm_sgl.memory.step_room import MARGIN_BYTES, BytesByOwner, StepRoom
 
@@ -69,7 +69,9 @@ class StepMemory:
         compute prompts above all. Nothing takes it back from the pool."""
         if not self._bounded:
             return math.inf
-        return self._free() - MARGIN_BYTES - self._room.kept_bytes
+        # What the pools were promised counts as the process's own already.
+        own = own_data(ROOT) - (self.store - self.queued())
+        return min(self._free(), own) - MARGIN_BYTES - self._room.kept_bytes
 
     def _free(self) -> float:
         return tightest(ROOT).free / self._ranks - self._promised()

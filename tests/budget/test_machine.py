@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from ellm_sgl.budget.machine import Room, largest, limited, tightest
+from ellm_sgl.budget.machine import Room, container, largest, own_data, tightest
 
 GIB = 1 << 30
 V1 = "4:memory:/docker/abc\n1:name=systemd:/docker/abc"
@@ -43,23 +44,23 @@ def version_1(root: Path, folder: str, limit: int, usage: int, cache: int = 0) -
 
 
 def test_a_machine_without_limits(root: Path) -> None:
-    assert limited(root) is None
+    assert container(root) is None
     assert largest(root) == Room(16 * GIB, 4 * GIB, "the machine")
     put(root, "proc/self/cgroup", "0::/")
     version_2(root, "", "max", 5)
-    assert limited(root) is None
+    assert container(root) is None
 
 
 def test_the_tightest_of_a_container_and_those_around_it(root: Path) -> None:
     put(root, "proc/self/cgroup", "0::/pod/server")
     version_2(root, "pod/server", "max", GIB)
     version_2(root, "pod", 4 * GIB, 3 * GIB, cache=2 * GIB)
-    found = limited(root)
+    found = container(root)
     assert found is not None and found.limit == 4 * GIB and found.free == 3 * GIB
     assert found.of == f"the container ({root}/sys/fs/cgroup/pod/memory.max)"
     assert largest(root) == found
     version_2(root, "pod/server", 8 * GIB, 7 * GIB)
-    found = limited(root)
+    found = container(root)
     assert found is not None and (found.limit, found.free) == (8 * GIB, GIB)
 
 
@@ -67,11 +68,11 @@ def test_what_the_kernel_slows_down_beyond_is_a_limit(root: Path) -> None:
     put(root, "proc/self/cgroup", "0::/pod")
     version_2(root, "pod", "max", GIB)
     put(root, "sys/fs/cgroup/pod/memory.high", "max")
-    assert limited(root) is None
+    assert container(root) is None
     for most, high, limit in (("max", 8, 8), (4 * GIB, 8, 4), (9 * GIB, 8, 8)):
         version_2(root, "pod", most, GIB)
         put(root, "sys/fs/cgroup/pod/memory.high", high * GIB)
-        found = limited(root)
+        found = container(root)
         name = "high" if limit == high else "max"
         assert found is not None and (found.limit, found.free) == (limit * GIB, (limit - 1) * GIB)
         assert found.of == f"the container ({root}/sys/fs/cgroup/pod/memory.{name})"
@@ -81,14 +82,14 @@ def test_version_1_seen_from_within(root: Path) -> None:
     """Where the path is that of the machine outside, and the mount begins at the container."""
     put(root, "proc/self/cgroup", V1 + "\n0::/")
     version_1(root, "", 2 * GIB, GIB, cache=GIB // 4)
-    found = limited(root)
+    found = container(root)
     assert found is not None and (found.limit, found.taken) == (2 * GIB, GIB * 3 // 4)
 
 
 def test_version_1_without_a_limit_says_a_number_that_is_none(root: Path) -> None:
     put(root, "proc/self/cgroup", V1)
     version_1(root, "docker/abc", 9223372036854771712, GIB)
-    assert limited(root) is None and largest(root).limit == 16 * GIB
+    assert container(root) is None and largest(root).limit == 16 * GIB
 
 
 def test_more_than_the_machine_is_no_limit_but_is_told_of(root: Path) -> None:
@@ -106,29 +107,19 @@ def test_the_least_that_is_free_is_the_machines_or_a_containers(root: Path) -> N
     assert tightest(root).free == GIB
 
 
-def test_a_limit_of_the_process_itself(root: Path) -> None:
-    """`ulimit -d`, which the kernel compares with VmData."""
+def test_what_a_process_may_yet_have_of_its_own(root: Path) -> None:
+    """The kernel compares `ulimit -d` with VmData."""
+    assert own_data(root) == math.inf
     put(root, "proc/self/status", "Name:\tpython\nGroups:\t \nVmRSS:\t9 kB\nVmData:\t1024 kB")
     row = "Max data size             {}    unlimited            bytes"
     put(root, "proc/self/limits", "Limit   Soft Limit\n" + row.format("unlimited"))
-    assert limited(root) is None
+    assert own_data(root) == math.inf
     put(root, "proc/self/limits", row.format(2 * GIB))
-    expected = Room(2 * GIB, 1 << 20, "this process (ulimit -d)")
-    assert limited(root) == largest(root) == tightest(root) == expected
-
-
-def test_a_machine_that_promises_no_more_than_it_has(root: Path) -> None:
-    more = f"\nCommitLimit: {8 << 20} kB\nCommitted_AS: {5 << 20} kB"
-    put(root, "proc/meminfo", (root / "proc/meminfo").read_text().rstrip() + more)
-    put(root, "proc/sys/vm/overcommit_memory", 0)
-    assert limited(root) is None
-    put(root, "proc/sys/vm/overcommit_memory", 2)
-    expected = Room(8 * GIB, 5 * GIB, "the machine (vm.overcommit_memory is 2)")
-    assert limited(root) == largest(root) == tightest(root) == expected
+    assert own_data(root) == 2 * GIB - (1 << 20)
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-"])
 def test_files_that_cannot_be_read_are_no_limits(root: Path, text: str) -> None:
     put(root, "proc/self/cgroup", "0::/pod")
     version_2(root, "pod", text, GIB)
-    assert limited(root) is None
+    assert container(root) is None

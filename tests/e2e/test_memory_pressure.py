@@ -107,9 +107,12 @@ def test_a_pool_grows_beyond_what_it_started_with(server: ServerProcess) -> None
         other.adjust(ellm_device_kv_tokens=4000)
         wait_for(other, lambda state: state["uncached_tokens"] == 0)
         assert token_ids(answers.result()) == expected
-        with no_more_memory_than(64 << 20, other):
+        before = other.state()["device_bytes_committed"]
+        # Some beside what steps keep, and less than the pool asks for.
+        with no_more_memory_than(160 << 20, other):
             other.adjust(ellm_device_kv_tokens=40_000)
             state = other.state()
+            assert state["device_bytes_committed"] > before
             assert state["resize"]["outcome"] == "ceiling" and state["integrity"] == "ok"
             assert state["device_bytes_committed"] < 0.6 * state["device_bytes_reserved"]
             assert other.log.read_text().count("no memory to grow further") == 1
@@ -124,7 +127,7 @@ def test_a_pool_grows_beyond_what_it_started_with(server: ServerProcess) -> None
 
 @contextmanager
 def no_more_memory_than(nbytes: int, server: ServerProcess) -> Iterator[None]:
-    """In this context its scheduler can have so much more of the machine's; then comes ENOMEM."""
+    """In this context its scheduler can have so much more of its own."""
     process = psutil.Process(Resident(server.pid).pid)
     found = re.search(r"VmData:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
     assert found is not None
