@@ -41,8 +41,9 @@ class Worker:
     ) -> Future[T]:
         """Run a call as soon as those before it have returned.
 
-        Whatever it raises is the future's exception. One that is no `Exception` (`sys.exit`) is
-        meant to end the caller's process, which is not its own: it becomes a RuntimeError.
+        Whatever it raises is the future's exception, and so is that there can be no thread. One
+        that is no `Exception` (`sys.exit`) is meant to end the caller's process, which is not its
+        own: it becomes a RuntimeError.
         """
         future: Future[T] = Future()
 
@@ -54,10 +55,14 @@ class Worker:
             except BaseException as error:
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
-        self._calls.put(call)
         if not self._started:
+            try:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            except RuntimeError as error:  # there are no more; the next call may find one
+                future.set_exception(error)
+                return future
             self._started = True
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        self._calls.put(call)
         return future
 
     def close(self) -> None:

@@ -63,6 +63,20 @@ def test_a_call_cannot_end_its_callers_process() -> None:
         call_within(LONG_S, sys.exit, 3)
 
 
+def test_a_call_for_which_there_is_no_thread_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker("test")
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            worker.submit(int).result(LONG_S)
+    assert worker.submit(int).result(LONG_S) == 0
+    worker.close()
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_closed_worker_ends_its_thread() -> None:
     worker = Worker("test that ends")
     worker.submit(int).result(LONG_S)

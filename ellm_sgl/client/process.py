@@ -253,11 +253,11 @@ class ServerProcess:
         return ServerError(f"{what}: {error!r}:\n{self.last_words()}")
 
     def last_words(self) -> str:
-        """The end of the log; before it the end of the first traceback, where that was earlier: a
-        worker's is the cause of what the main process says last."""
+        """The end of the log; before it the first error, where that was earlier: a worker's is the
+        cause of what the main process says last."""
         lines = self.log.read_text(errors="replace").splitlines()
         earlier, end = lines[:-LAST_LINES], lines[-LAST_LINES:]
-        cause = _first_traceback(earlier)[-LAST_LINES:]
+        cause = _first_error(earlier)[-LAST_LINES:]
         return "\n".join([*cause, *["..."] * bool(cause), *end])
 
     def stop(self) -> None:
@@ -284,13 +284,15 @@ class ServerProcess:
             self.log.unlink(missing_ok=True)
 
 
-def _first_traceback(lines: Sequence[str]) -> list[str]:
-    """Its lines, up to the error; none without one."""
-    starts = (n for n, line in enumerate(lines) if "Traceback (most recent call last)" in line)
-    if (start := next(starts, None)) is None:
-        return []
-    ends = (n for n in range(start + 1, len(lines)) if not lines[n].startswith(" "))
-    return list(lines[start : next(ends, len(lines) - 1) + 1])
+def _first_error(lines: Sequence[str]) -> list[str]:
+    """One sentence, or a traceback up to its error; none without one."""
+    for start, line in enumerate(lines):
+        if line.startswith("ellm-sgl: error: "):
+            return [line]
+        if "Traceback (most recent call last)" in line:
+            ends = (n for n in range(start + 1, len(lines)) if not lines[n].startswith(" "))
+            return list(lines[start : next(ends, len(lines) - 1) + 1])
+    return []
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 PREFIX_CACHE = "ellm"
+ANY_PORT = 0
+"""Whichever is free when it is listened on."""
 
 ARCHITECTURES = frozenset({
     "LlamaForCausalLM",
@@ -99,6 +101,10 @@ def check_arguments(original: Callable[..., None], args: ServerArgs) -> None:
             "the prefix cache; leave out one of them"
         )
     _check_replicas(config, args)
+    if args.dp_size > 1 and args.tp_size == 1:
+        # For each replica SGLang looks for a free port, and lets go of it seconds before the
+        # replica listens there: others may have it by then. One without further ranks is told none.
+        args.nccl_port = ANY_PORT
     args.page_size = config.block_tokens
     args.radix_cache_backend = PREFIX_CACHE
     if cuda.available():
@@ -124,7 +130,7 @@ def _check_replicas(config: EllmConfig, args: ServerArgs) -> None:
     of_one = {
         "--ellm-host-path": config.host_path,
         "--ellm-kv-store": config.kv_store,
-        "--nccl-port": args.nccl_port,
+        "--nccl-port": None if args.nccl_port == ANY_PORT else args.nccl_port,
     }
     for flag, value in of_one.items():
         if value is not None:

@@ -57,6 +57,11 @@ def test_replicas_serve_as_one_scheduler_does(replicas: ServerProcess) -> None:
         assert one["device_units_free"] == one["device_units_total"]
 
 
+def test_no_replica_counts_on_a_port_that_others_may_take(replicas: ServerProcess) -> None:
+    told = httpx.get(f"{replicas.url}/get_server_info", timeout=60, follow_redirects=True).json()
+    assert told["nccl_port"] == 0
+
+
 def test_who_looks_sees_both(replicas: ServerProcess) -> None:
     seen = httpx.get(f"{replicas.url}/ellm/requests", timeout=60).json()
     assert [one["replica"] for one in seen["replicas"]] == [0, 1]

@@ -110,14 +110,20 @@ def test_a_short_request_overtakes_a_long_one(server: ServerProcess) -> None:
 
 
 def test_switching_while_it_serves(server: ServerProcess) -> None:
-    bodies = [greedy(p, 700) for p in prompts(4, 100, 200, seed=9)]
+    # Seconds of steps: an answer that is late may keep the last three waiting for one of them.
+    bodies = [greedy(p, 2000) for p in prompts(4, 100, 200, seed=9)]
     expected = token_ids(ask(server.url, bodies))
     server.flush_cache()
     with ThreadPoolExecutor(1) as background:
         answers = background.submit(ask, server.url, bodies)
-        wait_until(server, lambda state: state["running"] == 4)
+
+        def in_time(holds: bool) -> bool:
+            assert holds or not answers.done(), f"it was over first: {answers.exception()}"
+            return holds
+
+        wait_until(server, lambda state: in_time(state["running"] == 4))
         assert choose(server, "fixed-ratio", ratio=0.5).status_code == 200
-        wait_until(server, lambda state: state["uncached_tokens"] > 0)
+        wait_until(server, lambda state: in_time(state["uncached_tokens"] > 0))
         assert server.state()["policy"]["name"] == "fixed-ratio"
         assert choose(server, NAME, tokens_per_second=2).status_code == 200
         assert token_ids(answers.result()) == expected

@@ -76,7 +76,7 @@ def test_no_connection_is_used_twice(server: Server) -> None:
     assert server.connections == 52
 
 
-def test_the_first_traceback_is_shown_before_the_end() -> None:
+def test_the_first_error_is_shown_before_the_end() -> None:
     """A worker's comes first, and is why the main process ends."""
     process = ServerProcess(())
     end = [f"line {number}" for number in range(15)]
@@ -93,6 +93,9 @@ def test_the_first_traceback_is_shown_before_the_end() -> None:
     ]
     process.log.write_text("\n".join(["started", *worker, "", *main, *end]))
     assert process.last_words().splitlines() == [*worker[-15:], "...", *end]
+    sentence = "ellm-sgl: error: no room for a pool"
+    process.log.write_text("\n".join(["started", sentence, *worker, *end]))
+    assert process.last_words().splitlines() == [sentence, "...", *end]
     process.log.write_text("\n".join(["started", *end]))
     assert process.last_words().splitlines() == end
     process.log.write_text("\n".join([*worker[:3], *end[:14]]))
