@@ -17,8 +17,8 @@ import httpx
 from rich.console import Console
 
 from ellm_sgl.budget import list_budgets, path_of
+from ellm_sgl.client.division import Division
 from ellm_sgl.client.process import (
-    DEMO_ARGUMENTS,
     DEMO_MODEL,
     ServerError,
     ServerProcess,
@@ -29,52 +29,15 @@ from ellm_sgl.memory.arena import HUGE_PAGE
 from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
 from ellm_sgl.serve.colocated_report import ALONE, HALVES, NAMES, SHARED, ColocatedReport, Run
 from ellm_sgl.serve.colocated_view import Memory, Moment, Show, view
-from ellm_sgl.serve.demo import BLOCK_TOKENS, ENVIRONMENT, say
+from ellm_sgl.serve.demo import ENVIRONMENT, say
 
 BURSTS = 4
 """Of each server."""
 LOOK_S = 0.01
 """Between two looks at the ledger."""
 FRAME_S = 0.25
-FLOOR = 1 / 8
-"""Of the memory, that a server always keeps: enough to begin a burst with while the other still
-gives back what it has."""
-ROOM = 1.1
-"""The memory, of what a burst needs, and a granule for each server: what is left beside the other's
-floor holds it."""
 WARM_UP = ChatLoad(streams=2, output_tokens=16)
 Pair = tuple[ServerProcess, ServerProcess]
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """What there is, in tokens of the demo model's KV."""
-
-    tokens: int
-    """That both servers have together."""
-    token_bytes: int
-
-    @property
-    def floor(self) -> int:
-        return _blocks(int(self.tokens * FLOOR))
-
-    @property
-    def half(self) -> int:
-        return _blocks(self.tokens // 2)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tokens * self.token_bytes
-
-    def arguments(self, budget: str | None) -> list[str]:
-        """Of a server."""
-        pool = ["--ellm-policy", "fcfs", "--ellm-device-kv-tokens"]
-        if budget is None:
-            return [*DEMO_ARGUMENTS, *pool, str(self.tokens)]
-        shared = ["--ellm-memory-budget", f"{budget}:{self.nbytes}"]
-        floor = ["--ellm-min-device-kv-tokens", str(self.floor)]
-        most = ["--ellm-max-device-kv-tokens", str(self.tokens)]
-        return [*DEMO_ARGUMENTS, *pool, str(self.half), *shared, *floor, *most]
 
 
 def run_colocated(load: ChatLoad, memory_tokens: int | None, console: Console) -> ColocatedReport:
@@ -91,8 +54,10 @@ def run_colocated(load: ChatLoad, memory_tokens: int | None, console: Console) -
     """
     begin, shape = time.monotonic(), read_model(DEMO_MODEL / "config.json")
     per_token = shape.in_elements_of(4).kv_bytes_per_token
-    tokens = memory_tokens or int(ROOM * load.most_tokens) + 2 * HUGE_PAGE // per_token
-    memory = _Memory(max(_blocks(tokens), 4 * BLOCK_TOKENS), per_token)
+    if memory_tokens:
+        memory = Division.of(memory_tokens, per_token)
+    else:
+        memory = Division.for_bursts(load.most_tokens, per_token, HUGE_PAGE)
     budget = f"demo-{os.getpid()}"
     say(
         console,
@@ -100,13 +65,13 @@ def run_colocated(load: ChatLoad, memory_tokens: int | None, console: Console) -
         f"{memory.nbytes / 2**20:.0f} MiB of KV: about a minute on two idle cores.",
     )
     with stop_on_signals():
-        with _started(memory.arguments(None), console, "without a shared budget") as pair:
+        with _started(memory.fixed(memory.tokens), console, "without a shared budget") as pair:
             alone = _run(ALONE, pair, load, memory, None, console)
             for server in pair:
                 server.adjust(ellm_device_kv_tokens=memory.half)
             halves = _run(HALVES, pair, load, memory, None, console)
         try:
-            with _started(memory.arguments(budget), console, "that share a budget") as pair:
+            with _started(memory.shared(budget), console, "that share a budget") as pair:
                 shared = _run(SHARED, pair, load, memory, budget, console)
         finally:
             path_of(budget).unlink(missing_ok=True)
@@ -114,10 +79,6 @@ def run_colocated(load: ChatLoad, memory_tokens: int | None, console: Console) -
         (alone, halves, shared), memory.nbytes, memory.floor * memory.token_bytes,
         time.monotonic() - begin,
     )  # fmt: skip
-
-
-def _blocks(tokens: int) -> int:
-    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @contextmanager
@@ -147,7 +108,7 @@ def _started(arguments: Sequence[str], console: Console, what: str) -> Iterator[
 
 
 def _run(
-    way: str, pair: Pair, load: ChatLoad, memory: _Memory, budget: str | None, console: Console
+    way: str, pair: Pair, load: ChatLoad, memory: Division, budget: str | None, console: Console
 ) -> Run:
     """All bursts, one after the other."""
     looks = _Looks(pair, budget)

@@ -18,13 +18,12 @@ import httpx
 import psutil
 from rich.console import Console
 
+from ellm_sgl.client.division import BLOCK_TOKENS
 from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerError, ServerProcess, stop_on_signals
 from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
 from ellm_sgl.serve.demo_report import DemoReport, Restoration, ServerRun
 from ellm_sgl.serve.live_view import Progress, Show, view
 
-BLOCK_TOKENS = 16
-"""A pool holds whole blocks (`--ellm-block-tokens`)."""
 FRAME_S = 0.25
 """Between two looks at the streams."""
 POLL_S = 0.5

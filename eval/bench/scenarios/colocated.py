@@ -1,0 +1,137 @@
+"""Two servers on one machine that are busy by turns: what each has of all the memory, of half of
+it, and of a budget that both share.
+
+Bursts of requests, all sent at once, on one server and then on the other; prefix caches are emptied
+before each. Every round has new servers, a pair for each way, since two processes of one program
+differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import click
+
+from ellm_sgl.budget import path_of
+from ellm_sgl.client.division import Division
+from ellm_sgl.client.process import DEMO_MODEL, ServerProcess
+from ellm_sgl.client.replay import Outcome, Request
+from ellm_sgl.config.click_types import REQUESTS, TOKENS
+from ellm_sgl.eval.bench import loads
+from ellm_sgl.eval.bench.result import SAME_OUTPUT, Column, Paired, Result, Taken
+from ellm_sgl.eval.bench.scenario import Scenario, Setting, option, rounds_option
+from ellm_sgl.eval.simulator.machines import read_model
+from ellm_sgl.memory.arena import HUGE_PAGE
+
+ALONE, HALVES, SHARED = "all memory, each alone", "a static half each", "a shared budget"
+ELEMENT_BYTES = 4
+Pair = tuple[ServerProcess, ServerProcess]
+Bursts = Sequence[Sequence[Request]]
+_TURNS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Colocated(Scenario):
+    rounds: int = rounds_option(6)
+    requests: int = option(24, REQUESTS, "Of a burst.")
+    prompt_tokens: int = option(128, TOKENS)
+    output_tokens: int = option(256, TOKENS, "At most.")
+    bursts: int = option(4, click.IntRange(1, 1000), "On each server, in a round.")
+
+    anew = True
+    reference = ALONE
+    against: ClassVar = {HALVES: ALONE, SHARED: ALONE}
+    columns = (Column("tokens/s", "tokens_per_s"),
+               Paired("of each alone", "tokens_per_s", "{:.3f}"),
+               Column("TTFT s,\nmean", "ttft_mean", "{:.2f}", more=("ttft_p99",)),
+               Column("longest\npause s", "longest_pause", "{:.2f}"),
+               Column("same\noutput", SAME_OUTPUT, "{:.0%}"))  # fmt: skip
+
+    def starters(self) -> Mapping[str, Callable[[], contextlib.AbstractContextManager[Pair]]]:
+        """Which pair is started first changes by turns: they are not alike in that either."""
+        shape = read_model(DEMO_MODEL / "config.json").in_elements_of(ELEMENT_BYTES)
+        most = self.requests * (self.prompt_tokens + self.output_tokens)
+        division = Division.for_bursts(most, shape.kv_bytes_per_token, HUGE_PAGE)
+        budget = f"bench-{os.getpid()}"
+        arguments = {
+            ALONE: division.fixed(division.tokens),
+            HALVES: division.fixed(division.half),
+            SHARED: division.shared(budget),
+        }
+        ways = list(arguments)[:: -1 if next(_TURNS) % 2 else 1]
+        return {w: partial(_pair, loads.starter(model=arguments[w]), budget) for w in ways}
+
+    def settings(self) -> list[Setting]:
+        return [Setting(name, name) for name in (ALONE, HALVES, SHARED)]
+
+    def load(self, cell: str, seed: int) -> Bursts:
+        prompts = (
+            loads.draw_prompts((seed, number), self.requests, self.prompt_tokens)
+            for number in range(2 * self.bursts)
+        )
+        return [
+            [Request(0.0, prompt, self.output_tokens, exact=False) for prompt in burst]
+            for burst in prompts
+        ]
+
+    def warm_up(self, name: str, server: Pair) -> None:
+        """Each takes all that it can have."""
+        for one, burst in zip(server, self.load("", self.rounds), strict=False):
+            loads.served(one, burst, name)
+
+    def measure(self, server: Pair, setting: Setting, load: Bursts) -> Taken:
+        found = [loads.served(server[i % 2], burst, setting.name) for i, burst in enumerate(load)]
+        outcomes = [outcome for burst in found for outcome in burst]
+        figures = loads.figures(outcomes)
+        return Taken(
+            {
+                "tokens_per_s": sum(len(o.output_ids) for o in outcomes) / sum(map(_end, found)),
+                "ttft_mean": figures["ttft_mean"],
+                "ttft_p99": figures["ttft_p99"],
+                "longest_pause": max(map(_longest_pause, outcomes)),
+            },
+            [outcome.output_ids for outcome in outcomes],
+            {"seconds": [_end(burst) for burst in found]},
+        )
+
+    def notes(self, result: Result) -> list[str]:
+        if not {ALONE, HALVES, SHARED} <= result.settings:
+            return []
+        ratio = result.ratio("", SHARED, HALVES, "ttft_p99")
+        spread = statistics.mean(
+            _deviation(sample.detail["seconds"]) for sample in result.of("", ALONE)
+        )
+        return [
+            f"p99 TTFT of {SHARED}, of that of {HALVES}: {ratio.median:.2f}",
+            f"{ALONE}: bursts of a round differ by {spread:.1%} (standard deviation)",
+        ]
+
+
+@contextlib.contextmanager
+def _pair(start: Callable[[], ServerProcess], budget: str) -> Iterator[Pair]:
+    try:
+        with start() as one, start() as other:
+            yield one, other
+    finally:
+        path_of(budget).unlink(missing_ok=True)
+
+
+def _end(burst: Sequence[Outcome]) -> float:
+    """When its last token came."""
+    return max(outcome.token_s[-1] for outcome in burst)
+
+
+def _longest_pause(outcome: Outcome) -> float:
+    return max((b - a for a, b in itertools.pairwise(outcome.token_s)), default=0.0)
+
+
+def _deviation(seconds: Sequence[float]) -> float:
+    """Of one burst, as a share of the mean."""
+    return statistics.stdev(seconds) / statistics.mean(seconds) if len(seconds) > 1 else 0.0
