@@ -13,9 +13,10 @@ BLOCK_TOKENS = 16
 FLOOR = 1 / 8
 """Of the memory, that a server always keeps: enough to begin a burst with while the other still
 gives back what it has."""
-ROOM = 1.1
-"""The memory, of what a burst needs, and a granule for each server: what is left beside the other's
-floor holds it."""
+ROOM, GRANULES = 1.1, 3
+"""The memory, of what a burst needs, and so much more, for each has whole granules and a prompt may
+be a token or two longer than was asked for: what is left beside the other's floor holds the
+burst, and nobody has to pause."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Division:
         Args:
             granule: bytes in which a pool grows.
         """
-        return Division.of(int(ROOM * tokens) + 2 * granule // token_bytes, token_bytes)
+        return Division.of(int(ROOM * tokens) + GRANULES * granule // token_bytes, token_bytes)
 
     @property
     def floor(self) -> int:

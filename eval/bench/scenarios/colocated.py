@@ -50,7 +50,7 @@ class Colocated(Scenario):
     against: ClassVar = {HALVES: ALONE, SHARED: ALONE}
     columns = (Column("tokens/s", "tokens_per_s"),
                Paired("of each alone", "tokens_per_s", "{:.3f}"),
-               Column("TTFT s,\nmean", "ttft_mean", "{:.2f}", more=("ttft_p99",)),
+               Column("TTFT s,\nmean/p99", "ttft_mean", "{:.2f}", more=("ttft_p99",)),
                Column("longest\npause s", "longest_pause", "{:.2f}"),
                Column("same\noutput", SAME_OUTPUT, "{:.0%}"))  # fmt: skip
 
