@@ -18,7 +18,7 @@ def test_both_always_have_a_floor_and_a_burst_fits_beside_the_other_s() -> None:
     burst, granule = 9216 * 4096, 2 << 20
     found = Division.for_bursts(9216, 4096, granule)
     floor = -(-found.floor * 4096 // granule)
-    assert (found.nbytes // granule - floor) * granule > burst + granule
+    assert (found.nbytes // granule - floor) * granule >= burst + granule
     assert found.half * 4096 < burst
     assert found.half * 2 <= found.tokens and found.tokens % 16 == found.floor % 16 == 0
     assert Division.of(1, 4096).tokens == 64
