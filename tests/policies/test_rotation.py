@@ -270,9 +270,10 @@ def test_nobody_is_admitted_to_room_that_those_who_pause_have_yet_to_leave() -> 
     assert policy.batch(left).admit == (0,)
 
 
-@pytest.mark.parametrize(("host", "most"), [(10**6, 27), (600, 12), (160, 9)])
+@pytest.mark.parametrize(("host", "most"), [(10**6, 27), (1200, 12), (320, 9)])
 def test_no_more_run_than_both_tiers_have_room_for(host: int, most: int) -> None:
-    """Where memory holds nine, and each keeps a block; who is nowhere would be computed again."""
+    """Where memory holds nine, and each keeps a block; who is nowhere would be computed again. Half
+    of the host is for what active ones lack."""
     running = requests([160] * 9, tpot_s=0.01, waited_s=0.0)
     state = make_state(running, requests([160] * 5), device_tokens=9 * 176, host_tokens=host,
                        tpot_slo_s=SLO_S, latency=Linear(), model=SHAPES["tiny"])  # fmt: skip
