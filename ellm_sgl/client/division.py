@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ellm_sgl.client.process import DEMO_ARGUMENTS
 
+ALONE, HALVES, SHARED = "all memory, each alone", "a static half each", "a shared budget"
 BLOCK_TOKENS = 16
 """A pool holds whole blocks (`--ellm-block-tokens`)."""
 FLOOR = 1 / 8

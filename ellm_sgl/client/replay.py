@@ -8,6 +8,7 @@ text.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 import uuid
@@ -113,6 +114,11 @@ class Outcome:
         if len(self.token_s) < 2:
             return float("nan")
         return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
+
+    @property
+    def longest_pause_s(self) -> float:
+        """Longest wait for the next token; 0 with fewer than two."""
+        return max((b - a for a, b in itertools.pairwise(self.token_s)), default=0.0)
 
 
 def replay(

@@ -17,7 +17,7 @@ import httpx
 from rich.console import Console
 
 from ellm_sgl.budget import list_budgets, path_of
-from ellm_sgl.client.division import Division
+from ellm_sgl.client.division import ALONE, HALVES, SHARED, Division
 from ellm_sgl.client.process import (
     DEMO_MODEL,
     ServerError,
@@ -27,7 +27,7 @@ from ellm_sgl.client.process import (
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.memory.arena import HUGE_PAGE
 from ellm_sgl.serve.chat_load import ChatLoad, ChatStream, stream_all
-from ellm_sgl.serve.colocated_report import ALONE, HALVES, NAMES, SHARED, ColocatedReport, Run
+from ellm_sgl.serve.colocated_report import NAMES, ColocatedReport, Run
 from ellm_sgl.serve.colocated_view import Memory, Moment, Show, view
 from ellm_sgl.serve.demo import ENVIRONMENT, say
 

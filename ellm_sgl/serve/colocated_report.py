@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ellm_sgl.client.division import SHARED
 from ellm_sgl.serve.chat_load import ChatStream, LoadStatistics
 
 NAMES = ("model A", "model B")
-ALONE, HALVES, SHARED = "all memory, each alone", "a static half each", "a shared budget"
 Burst = Sequence[ChatStream]
 
 

@@ -113,8 +113,8 @@ class Memory:
 
     @property
     def both_tiers(self) -> int:
-        """How many requests of the running ones' mean length device and host have room for: more
-        could not change places without some being computed again."""
+        """How many requests of the running ones' mean length the device and HOST_SHARE of the host
+        have room for."""
         host = HOST_SHARE * self.state.host_tokens
         return int((self.room + host) / max(self.cached.mean(), 1.0))
 

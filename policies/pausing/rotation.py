@@ -371,7 +371,8 @@ def can_rotate(state: SystemState, loose: float = LOOSE) -> bool:
 
 def _worth_it(state: SystemState) -> int:
     """How many may run for what those of them that pause keep of memory, and for what the host has
-    room for: more where all who wait can run then than where some wait nevertheless."""
+    room for beside what active ones lack: more where all who wait can run then than where some wait
+    nevertheless."""
     memory, known = Memory.of(state, 0.0), len(state.running) + len(state.waiting)
     most = memory.turns(KEPT_FOR_ALL)
     if known > most:

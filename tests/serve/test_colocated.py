@@ -8,16 +8,9 @@ import io
 import pytest
 from rich.console import Console
 
+from ellm_sgl.client.division import ALONE, HALVES, SHARED
 from ellm_sgl.serve.chat_load import ChatStream
-from ellm_sgl.serve.colocated_report import (
-    ALONE,
-    HALVES,
-    NAMES,
-    SHARED,
-    ColocatedReport,
-    Run,
-    render,
-)
+from ellm_sgl.serve.colocated_report import NAMES, ColocatedReport, Run, render
 from ellm_sgl.serve.colocated_view import Moment, draw, view
 
 MIB = 1 << 20

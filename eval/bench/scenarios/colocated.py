@@ -20,9 +20,9 @@ from typing import ClassVar
 import click
 
 from ellm_sgl.budget import path_of
-from ellm_sgl.client.division import Division
+from ellm_sgl.client.division import ALONE, HALVES, SHARED, Division
 from ellm_sgl.client.process import DEMO_MODEL, ServerProcess
-from ellm_sgl.client.replay import Outcome, Request
+from ellm_sgl.client.replay import Request
 from ellm_sgl.config.click_types import REQUESTS, TOKENS
 from ellm_sgl.eval.bench import loads
 from ellm_sgl.eval.bench.result import SAME_OUTPUT, Column, Paired, Result, Taken
@@ -30,7 +30,6 @@ from ellm_sgl.eval.bench.scenario import Scenario, Setting, option, rounds_optio
 from ellm_sgl.eval.simulator.machines import read_model
 from ellm_sgl.memory.arena import HUGE_PAGE
 
-ALONE, HALVES, SHARED = "all memory, each alone", "a static half each", "a shared budget"
 ELEMENT_BYTES = 4
 Pair = tuple[ServerProcess, ServerProcess]
 Bursts = Sequence[Sequence[Request]]
@@ -66,7 +65,12 @@ class Colocated(Scenario):
             SHARED: division.shared(budget),
         }
         ways = list(arguments)[:: -1 if next(_TURNS) % 2 else 1]
-        return {w: partial(_pair, loads.starter(model=arguments[w]), budget) for w in ways}
+        return {
+            way: partial(
+                _pair, loads.starter(model=arguments[way]), budget if way == SHARED else None
+            )
+            for way in ways
+        }
 
     def settings(self) -> list[Setting]:
         return [Setting(name, name) for name in (ALONE, HALVES, SHARED)]
@@ -88,17 +92,18 @@ class Colocated(Scenario):
 
     def measure(self, server: Pair, setting: Setting, load: Bursts) -> Taken:
         found = [loads.served(server[i % 2], burst, setting.name) for i, burst in enumerate(load)]
+        bursts = [loads.figures(burst) for burst in found]
         outcomes = [outcome for burst in found for outcome in burst]
-        figures = loads.figures(outcomes)
+        figures, seconds = loads.figures(outcomes), [burst["seconds"] for burst in bursts]
         return Taken(
             {
-                "tokens_per_s": sum(len(o.output_ids) for o in outcomes) / sum(map(_end, found)),
+                "tokens_per_s": figures["output_tokens"] / sum(seconds),
                 "ttft_mean": figures["ttft_mean"],
                 "ttft_p99": figures["ttft_p99"],
-                "longest_pause": max(map(_longest_pause, outcomes)),
+                "longest_pause": max(outcome.longest_pause_s for outcome in outcomes),
             },
             [outcome.output_ids for outcome in outcomes],
-            {"seconds": [_end(burst) for burst in found]},
+            {"seconds": seconds},
         )
 
     def notes(self, result: Result) -> list[str]:
@@ -115,23 +120,16 @@ class Colocated(Scenario):
 
 
 @contextlib.contextmanager
-def _pair(start: Callable[[], ServerProcess], budget: str) -> Iterator[Pair]:
+def _pair(start: Callable[[], ServerProcess], budget: str | None) -> Iterator[Pair]:
+    """Two servers; the budget that they share is gone with them."""
     try:
         with start() as one, start() as other:
             yield one, other
     finally:
-        path_of(budget).unlink(missing_ok=True)
-
-
-def _end(burst: Sequence[Outcome]) -> float:
-    """When its last token came."""
-    return max(outcome.token_s[-1] for outcome in burst)
-
-
-def _longest_pause(outcome: Outcome) -> float:
-    return max((b - a for a, b in itertools.pairwise(outcome.token_s)), default=0.0)
+        if budget is not None:
+            path_of(budget).unlink(missing_ok=True)
 
 
 def _deviation(seconds: Sequence[float]) -> float:
-    """Of one burst, as a share of the mean."""
-    return statistics.stdev(seconds) / statistics.mean(seconds) if len(seconds) > 1 else 0.0
+    """Of one burst (there are two at least), as a share of the mean."""
+    return statistics.stdev(seconds) / statistics.mean(seconds)

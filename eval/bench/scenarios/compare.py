@@ -184,10 +184,9 @@ class Compare(Scenario):
             outcomes: of all requests.
             counted: what `pauses`, `COUNTERS`, and SGLang's retractions, have grown by.
         """
-        gaps = [float(np.diff(o.token_s).max()) for o in outcomes if len(o.token_s) > 1]
         times = np.sort(np.concatenate([o.token_s for o in outcomes]))
         found = loads.figures(outcomes) | {
-            "longest_pause_s": max(gaps, default=0.0),
+            "longest_pause_s": max(o.longest_pause_s for o in outcomes),
             "preempted": counted["retracted"] + counted["pauses"],
             **{name: counted[name] for name in COUNTERS},
         }

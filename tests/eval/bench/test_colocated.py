@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from ellm_sgl.budget import path_of
-from ellm_sgl.client.division import Division
+from ellm_sgl.client.division import ALONE, HALVES, SHARED, Division
+from ellm_sgl.client.process import ServerProcess
 from ellm_sgl.client.replay import Outcome, Request
 from ellm_sgl.eval.bench import loads
 from ellm_sgl.eval.bench.result import Result, Sample
 from ellm_sgl.eval.bench.scenario import Setting
 from ellm_sgl.eval.bench.scenarios import colocated
-from ellm_sgl.eval.bench.scenarios.colocated import ALONE, HALVES, SHARED, Colocated
+from ellm_sgl.eval.bench.scenarios.colocated import Colocated
 
 
 def test_both_always_have_a_floor_and_a_burst_fits_beside_the_other_s() -> None:
@@ -45,7 +48,7 @@ def test_bursts_are_sent_by_turns_and_told_together(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(loads, "served", served)
     pair, load = ("A", "B"), scenario.load("", 0)
-    taken = scenario.measure(pair, Setting(SHARED, SHARED), load)  # type: ignore[arg-type]
+    taken = scenario.measure(cast(Any, pair), Setting(SHARED, SHARED), load)
     assert [(where, name) for where, name, _ in sent] == [(w, SHARED) for w in "ABAB"]
     assert len({prompt for _, _, prompts in sent for prompt in prompts}) == 8
     assert taken.figures["tokens_per_s"] == pytest.approx(4 * 6 / (4 * 0.5))
@@ -58,10 +61,10 @@ def test_a_budget_is_gone_with_the_servers_that_shared_it() -> None:
     file = path_of("bench-test")
     file.touch()
 
-    def start() -> object:
+    def start() -> ServerProcess:
         raise RuntimeError("no server")
 
-    with pytest.raises(RuntimeError, match="no server"), colocated._pair(start, "bench-test"):  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="no server"), colocated._pair(start, "bench-test"):
         pass
     assert not file.exists()
 
