@@ -3,6 +3,7 @@ half of it, or a budget that both share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +15,9 @@ BLOCK_TOKENS = 16
 FLOOR = 1 / 8
 """Of the memory, that a server always keeps: enough to begin a burst with while the other still
 gives back what it has."""
-ROOM, GRANULES = 1.1, 3
-"""The memory, of what a burst needs, and so much more, for each has whole granules and a prompt may
-be a token or two longer than was asked for: what is left beside the other's floor holds the
-burst, and nobody has to pause."""
+GRANULES = 3
+"""More than that: what a pool has and what it keeps are whole granules, and one more is being
+handed over while a burst begins."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,18 @@ class Division:
         return Division(max(_blocks(tokens), 4 * BLOCK_TOKENS), token_bytes)
 
     @staticmethod
-    def for_bursts(tokens: int, token_bytes: int, granule: int) -> Division:
-        """With room for bursts of so many tokens on one server at a time.
+    def for_bursts(requests: int, longest: int, token_bytes: int, granule: int) -> Division:
+        """With room for a burst beside the other's floor, so that nobody has to pause.
 
         Args:
+            requests: of a burst, which one server at a time has.
+            longest: tokens of each, prompt and output; it may have a few more, at most a block.
             granule: bytes in which a pool grows.
         """
-        return Division.of(int(ROOM * tokens) + GRANULES * granule // token_bytes, token_bytes)
+        burst = requests * (_blocks(longest + BLOCK_TOKENS - 1) + BLOCK_TOKENS)
+        spare = GRANULES * granule / token_bytes
+        tokens = math.ceil((burst + spare) / (1 - FLOOR))
+        return Division.of(tokens + BLOCK_TOKENS, token_bytes)
 
     @property
     def floor(self) -> int:

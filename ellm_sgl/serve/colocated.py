@@ -57,7 +57,9 @@ def run_colocated(load: ChatLoad, memory_tokens: int | None, console: Console) -
     if memory_tokens:
         memory = Division.of(memory_tokens, per_token)
     else:
-        memory = Division.for_bursts(load.most_tokens, per_token, HUGE_PAGE)
+        memory = Division.for_bursts(
+            load.streams, load.prompt_tokens + load.output_tokens, per_token, HUGE_PAGE
+        )
     budget = f"demo-{os.getpid()}"
     say(
         console,

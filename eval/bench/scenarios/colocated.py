@@ -56,8 +56,12 @@ class Colocated(Scenario):
     def starters(self) -> Mapping[str, Callable[[], contextlib.AbstractContextManager[Pair]]]:
         """Which pair is started first changes by turns: they are not alike in that either."""
         shape = read_model(DEMO_MODEL / "config.json").in_elements_of(ELEMENT_BYTES)
-        most = self.requests * (self.prompt_tokens + self.output_tokens)
-        division = Division.for_bursts(most, shape.kv_bytes_per_token, HUGE_PAGE)
+        division = Division.for_bursts(
+            self.requests,
+            self.prompt_tokens + self.output_tokens,
+            shape.kv_bytes_per_token,
+            HUGE_PAGE,
+        )
         budget = f"bench-{os.getpid()}"
         arguments = {
             ALONE: division.fixed(division.tokens),

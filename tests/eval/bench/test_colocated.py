@@ -17,13 +17,26 @@ from ellm_sgl.eval.bench.scenarios import colocated
 from ellm_sgl.eval.bench.scenarios.colocated import Colocated
 
 
-def test_both_always_have_a_floor_and_a_burst_fits_beside_the_other_s() -> None:
-    burst, granule = 9216 * 4096, 2 << 20
-    found = Division.for_bursts(9216, 4096, granule)
-    floor = -(-found.floor * 4096 // granule)
-    assert (found.nbytes // granule - floor) * granule >= burst + granule
-    assert found.half * 4096 < burst
+@pytest.mark.parametrize(
+    ("requests", "tokens"), [(24, 384), (1399, 1935), (64, 640), (2000, 50), (1, 100_000)]
+)
+@pytest.mark.parametrize("token_bytes", [1000, 4096, 113_033, 65536])
+def test_both_always_have_a_floor_and_a_burst_fits_beside_the_other_s(
+    requests: int, tokens: int, token_bytes: int
+) -> None:
+    granule = 2 << 20
+    longest = -(-(tokens + 2) // 16) * 16  # whole blocks of a prompt a token or two longer
+    found = Division.for_bursts(requests, tokens, token_bytes, granule)
+    floor = -(-found.floor * token_bytes // granule)
+    left = (found.nbytes // granule - floor) * granule
+    assert left >= requests * longest * token_bytes + granule
+    assert left < requests * (longest + 16) * token_bytes + 5 * granule  # and little more
     assert found.half * 2 <= found.tokens and found.tokens % 16 == found.floor % 16 == 0
+
+
+def test_half_of_the_memory_is_too_little_for_a_burst_of_the_demo_s() -> None:
+    found = Division.for_bursts(24, 384, 4096, 2 << 20)
+    assert found.half < 0.7 * 24 * 384
     assert Division.of(1, 4096).tokens == 64
     shared = list(found.shared("demo"))
     assert f"demo:{found.nbytes}" in shared and shared[-1] == str(found.tokens)
