@@ -230,8 +230,11 @@ class Iteration:
         Returns:
             Host units, and the device units that they go to.
         """
-        units = seconds * self.controller.limits.hardware.link_bytes_per_s / self._unit_bytes
-        return self.elastic.fetch_ahead(paused, decoding, int(units))
+        return self.elastic.fetch_ahead(paused, decoding, self._units_in(seconds))
+
+    def _units_in(self, seconds: float) -> int:
+        """Units that the link copies in this time."""
+        return int(seconds * self.controller.limits.hardware.link_bytes_per_s / self._unit_bytes)
 
     # -- plan -------------------------------------------------------------------------------
 
@@ -240,10 +243,13 @@ class Iteration:
     ) -> StepPlan:
         """Plan one more token for each request, and what is fetched ahead for those paused."""
         with self.elastic.totals.bookkeeping():
-            plan = planner.decode(seq_ids, self.in_force.split)
             if not paused:
-                return plan
-            ahead = self.fetch_ahead(paused, len(seq_ids), self.in_force.fetch_ahead_s)
+                return planner.decode(seq_ids, self.in_force.split)
+            seconds, decoding = self.in_force.fetch_ahead_s, len(seq_ids)
+            # Before the plan: none of its copies is of a unit that then is another's.
+            self.elastic.room_ahead(paused, decoding, self._units_in(seconds))
+            plan = planner.decode(seq_ids, self.in_force.split)
+            ahead = self.fetch_ahead(paused, decoding, seconds)
             if not len(ahead[0]):
                 return plan
             return plan._replace(fetched_ahead=GroupTransfer.of(*ahead))

@@ -333,31 +333,35 @@ class ElasticMemory:
         lost = self.table.lost(lacking) if self._has_host else np.zeros(len(lacking), np.bool_)
         return lacking[lost][:most], lacking[~lost][:most]
 
+    def room_ahead(self, seq_ids: Sequence[int], decoding: int, most_units: int) -> None:
+        """Let cached prefixes that nobody uses make way for what `fetch_ahead` places."""
+        returning = np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist()
+        units = sum(len(self._on_host(each)) for each in returning) * self.table.shape.num_groups
+        if units:
+            self.reclaim_prefixes(self._kept_ahead(decoding) + min(units, most_units))
+
     def fetch_ahead(
-        self, seq_ids: Sequence[int], growth_blocks: int, most_units: int
+        self, seq_ids: Sequence[int], decoding: int, most_units: int
     ) -> tuple[IntArray, IntArray]:
         """Place missing blocks of requests that sit the coming step out, oldest first, as far as
-        they miss more than their targets, the host has what they lack, and units are free.
+        they miss more than their targets, the host has what they lack, and units are free beyond
+        the growth of the next steps (`GROWING`).
 
         The caller must fetch the units from the host in this step.
 
         Args:
-            growth_blocks: so many blocks stay free, for those who decode.
+            decoding: requests that grow meanwhile.
             most_units: units that there is time to fetch.
 
         Returns:
             Host units, and the device units that they are to be copied to.
         """
         table, groups = self.table, self.table.shape.num_groups
-        kept = growth_blocks + self.under_way.coming
-        room = min(table.free_units - kept * groups, most_units) // groups
+        room = min(table.free_units - self._kept_ahead(decoding), most_units) // groups
         blocks, columns = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         for seq_id in np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist():
-            # Anew: blocks may have returned for another request that shares them.
-            lacking = table.missing_of_each([seq_id])
-            count = min(len(lacking) - self._target_blocks(seq_id), room)
-            if count > 0:
-                placed = lacking[~table.lost(lacking)][:count]
+            if room > 0:
+                placed = self._on_host(seq_id)[:room]
                 rows, groups_lacked = np.nonzero(table.units[placed] == NONE)
                 table.place(placed)
                 blocks.append(placed[rows])
@@ -369,6 +373,18 @@ class ElasticMemory:
         return table.host.units[pairs], table.units[pairs]
 
     # -- internals --------------------------------------------------------------------------
+
+    def _on_host(self, seq_id: int) -> IntArray:
+        """Blocks that a request misses beyond its target and the host has, oldest first. Anew each
+        time: some may have returned for another request that shares them."""
+        lacking = self.table.missing_of_each([seq_id])
+        count = max(len(lacking) - self._target_blocks(seq_id), 0)
+        return lacking[~self.table.lost(lacking)][:count]
+
+    def _kept_ahead(self, decoding: int) -> int:
+        """Units that stay free beside what is fetched ahead."""
+        blocks = -(-decoding // GROWING) + self.under_way.coming
+        return blocks * self.table.shape.num_groups
 
     def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Blocks that each request misses beyond its policy's target."""

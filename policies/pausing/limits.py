@@ -11,10 +11,11 @@ from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, MemoryState,
 from ellm_sgl.policies.problem.candidates import (
     SLO_SHARE,
     Candidates,
+    ahead_s,
     attainable_slo_s,
     decode_seconds,
     least_evicted,
-    slack_s,
+    short_tokens,
     unowned_tokens,
 )
 from ellm_sgl.policies.problem.on_host import fetching
@@ -38,6 +39,13 @@ and shifting (`bench regret`, loose SLO); with 1/2 the mean TTFT is least."""
 GAIN = 0.02
 """They exceed it where that decodes so much more per second."""
 
+LOOSE = 2.0
+"""Steps of a full device that the SLO is long at least: where it is tighter, requests get ahead of
+it so slowly that whoever has paused once for more than was foreseen misses it."""
+STILL_LOOSE = 1.9
+"""Those who rotate go on while it is so long: to change the way costs evictions, and a step's time
+is known only so well."""
+
 
 @dataclass(frozen=True, eq=False)
 class Deadlines:
@@ -53,11 +61,11 @@ class Deadlines:
     @classmethod
     def of(cls, state: SystemState, active: BoolArray) -> Deadlines:
         running = state.running
-        slo = SLO_SHARE * np.minimum(running.tpot_slo_s, state.tpot_slo_s)
+        slo = SLO_SHARE * attainable_slo_s(state, running)
         link = LINK_SHARE * state.hardware.link_bytes_per_s
         fetch_token_s = state.model.kv_bytes_per_token / link
         return cls(
-            slack_s=slack_s(state, SLO_SHARE) + slo,  # until the next token is due
+            slack_s=ahead_s(running, slo) + slo,  # until the next token is due
             fetch_s=np.asarray(running.tokens * fetch_token_s + state.hardware.link_latency_s),
             step_s=decode_seconds(state, active),
         )
@@ -128,11 +136,40 @@ class Memory:
         return bool(least_evicted(self.state, needed.sum() - self.room) <= evictable)
 
 
-def full_step_s(state: SystemState) -> float:
-    """Time of a step of as many requests of the running ones' mean length as memory holds."""
-    candidates = Candidates.of(state)
-    rows = state.memory.device_tokens / candidates.charged.mean()
-    work = StepWork(decode_rows=rows, decode_tokens=rows * candidates.tokens.mean())
+def can_rotate(state: SystemState, before: bool = False) -> bool:
+    """Whether requests can rotate at all: the host keeps the KV of those that pause, every running
+    request has a TPOT SLO that can be kept, and all of these are several steps long.
+
+    Args:
+        before: whether they rotate already. To begin with, the steps are those of a device full of
+            newcomers, for these are whom rotation admits.
+    """
+    memory, slo = state.memory, attainable_slo_s(state, state.running)
+    if memory.host_tokens == 0 or not np.isfinite(slo).all():
+        return False
+    if short_tokens(state, Candidates.of(state)) > memory.host_tokens:
+        return False
+    loose = STILL_LOOSE if before else LOOSE
+    return bool(slo.min() >= loose * full_step_s(state, at_first=not before))
+
+
+def full_step_s(state: SystemState, at_first: bool = False) -> float:
+    """Time of a step of as many requests of the running ones' mean length as memory holds.
+
+    Args:
+        at_first: of the mean length that they, and those that wait, began with: the step that a
+            device full of newcomers takes, the longest that there is.
+    """
+    candidates, running = Candidates.of(state), state.running
+    charged, tokens = candidates.charged.mean(), candidates.tokens.mean()
+    if at_first:
+        block = state.memory.block_tokens
+        prompts = np.concatenate((running.prompt_tokens, state.waiting.tokens))
+        own = prompts - np.concatenate((running.shared_tokens, state.waiting.shared_tokens))
+        charged = min(charged, float((np.maximum(own, 0) // block + 1).mean() * block))
+        tokens = min(tokens, float(prompts.mean()))
+    rows = max(state.memory.device_tokens - unowned_tokens(state), 0) / charged
+    work = StepWork(decode_rows=rows, decode_tokens=rows * tokens)
     return float(state.pace * state.latency.step_seconds(work))
 
 
@@ -140,7 +177,8 @@ def excess_share(state: SystemState) -> float:
     """By what share active requests should exceed their room, each step restoring what they lack,
     so that most tokens per second are decoded: Eq. (1) for so many requests of mean length."""
     candidates = Candidates.of(state)
-    charged, room = candidates.charged.astype(np.float64), float(state.memory.device_tokens)
+    charged = candidates.charged.astype(np.float64)
+    room = float(max(state.memory.device_tokens - unowned_tokens(state), 0))
     if room == 0.0:  # all of it is with others
         return 0.0
     most = MAX_EVICTED * candidates.evictable.sum() / charged.sum()

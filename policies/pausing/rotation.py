@@ -27,12 +27,14 @@ from ellm_sgl.policies.base import Batch, BoolArray, FloatArray, IntArray, Ratio
 from ellm_sgl.policies.pausing.choice import Pausing
 from ellm_sgl.policies.pausing.limits import (
     AHEAD,
+    LINK_SHARE,
     Deadlines,
     Memory,
+    can_rotate,
     excess_share,
-    full_step_s,
 )
 from ellm_sgl.policies.pausing.refusals import Refusals
+from ellm_sgl.policies.pausing.turns import COST
 from ellm_sgl.policies.problem.candidates import SLO_SHARE, Candidates, ratios_of, under_way_s
 from ellm_sgl.policies.problem.even_share import EvenShare
 from ellm_sgl.policies.problem.forecast import Forecast
@@ -52,12 +54,6 @@ ADMITTED_RATIO = 0.99
 for tokens to come. Room for these is made by pausing somebody."""
 SOLVE_EVERY = 16
 """Iterations after which it is asked again by how much active requests should exceed memory."""
-LOOSE = 2.0
-"""Steps of a full device that the SLO is long at least: where it is tighter, requests get ahead of
-it so slowly that whoever has paused once for more than was foreseen misses it."""
-STILL_LOOSE = 1.9
-"""Those who rotate go on while it is so long: to change the way costs evictions, and a step's time
-is known only so well."""
 NOBODY = -1
 
 
@@ -116,19 +112,23 @@ class Rotation:
     def applies(self, state: SystemState, pausing: Pausing) -> bool:
         """Whether requests rotate now; whoever pauses in the one way goes on in the other."""
         before = self._applies
-        self._applies = can_rotate(state, STILL_LOOSE if before else LOOSE)
+        self._applies = can_rotate(state, before)
         if self._applies and not before:
             self._paused = pausing.paused_ids
         elif before and not self._applies:
             pausing.take_over(self._paused)
         return self._applies
 
-    def decide(self, state: SystemState, urgency: Urgency | None = None) -> RotationDecision:
+    def decide(
+        self, state: SystemState, urgency: Urgency | None = None, queue: int | None = None
+    ) -> RotationDecision:
         """Who is active in the next step, and how many are admitted.
 
         Args:
             state: those that wait are in the order in which they are to be admitted.
             urgency: without it all are alike.
+            queue: how many wait, those included who are not to be admitted now; None: all in
+                `state`.
         """
         ids = state.running.request_id
         paused = np.isin(ids, self._paused)
@@ -150,14 +150,14 @@ class Rotation:
             paused,
             resuming,
             self._excess_share,
-            self._most_running(state),
+            self._most_running(state, len(state.waiting) if queue is None else queue),
             self._refusals.kept_out(state),
         )
         self._refusals.offered = decision.admit > 0
         self._remember(state, decision)
         return decision
 
-    def _most_running(self, state: SystemState) -> int:
+    def _most_running(self, state: SystemState, queue: int) -> int:
         """How many requests may run: those that run, and from the first on those that wait."""
         seen, count = as_running(state), len(state.running)
         running, waiting = seen.running.request_id, state.waiting.request_id
@@ -167,7 +167,7 @@ class Rotation:
         given = running, waiting[:places], (state.tpot_slo_s, state.memory.device_tokens)
         if self._turns is None or not self._turns.holds(*given):
             most = Forecast.of(seen, places).taking_turns(SLO_SHARE) - len(state.prefilling)
-            most = min(most, _worth_it(state))
+            most = min(most, _worth_it(state, queue))
             self._turns = Standing(most, *given, iterations=SOLVE_EVERY)
         return self._turns.answer
 
@@ -260,12 +260,13 @@ class RotationDecision:
         pause for it if they are further ahead."""
         if self.resuming is not None or not self.paused.any():
             return
-        back, level = self._next(), self._urgency.running
+        back, level = self._in_line()[0], self._urgency.running
         urgent = bool((level[~self.paused] > level[back]).any())
         if not urgent and self._deadlines.spare_s(self.paused) > 0.0:
             return
         pausing = self._to_pause(back, level=int(level[back]))
         if pausing is None:
+            self._change_places(back)
             return
         slack, fetch = self._deadlines.slack_s, self._deadlines.fetch_s
         alike = pausing[level[pausing] == level[back]]
@@ -273,6 +274,22 @@ class RotationDecision:
             return
         self.paused[pausing] = True
         self.resuming = back
+
+    def _change_places(self, back: int) -> None:
+        """This one decodes in place of all that are active, if one of them is all that fits beside
+        it, or nobody is: its KV comes in the next step itself."""
+        slack, fetch = self._deadlines.slack_s, self._deadlines.fetch_s
+        active, level = ~self.paused, self._urgency.running
+        alone = np.zeros_like(active)
+        alone[back] = True
+        if (level[active] < level[back]).any() or not self._memory.holds(alone, None):
+            return
+        alike = active & (level == level[back])
+        # What both take to come back is little of the time for which the other can wait.
+        both = fetch[back] + fetch[alike].max(initial=0.0)
+        least = slack[back] + max(fetch[back] * LINK_SHARE / COST, both)
+        if (slack[alike] >= least).all():
+            self.paused = ~alone
 
     def _admitted(self, most_running: int) -> int:
         """How many of the waiting requests are admitted. If there is time for one, but no room,
@@ -297,12 +314,15 @@ class RotationDecision:
         return int(min(in_time, np.searchsorted(room, now, side="right")))
 
     def _resume_if_free(self) -> None:
-        """Fetch the one whose deadline is the earliest, if there is room for it anyway."""
-        if self.resuming is None and self.paused.any() and not self._expects:
-            back = self._next()
+        """Fetch the first one, by urgency and deadline, if there is room for it anyway. Nobody
+        waits for one that has none beside any of those who are active."""
+        if self.resuming is not None or self._expects:
+            return
+        for back in self._in_line():
             pausing = self._to_pause(back)
-            if pausing is not None and not len(pausing):
-                self.resuming = back
+            if pausing is not None:
+                self.resuming = None if len(pausing) else back
+                return
 
     def _make_way(self, tokens: int, seconds: float, level: int) -> None:
         """Those with most slack pause for so many tokens of a request of this level, if they can be
@@ -325,11 +345,12 @@ class RotationDecision:
         work = StepWork(0, 0, prefill_rows=np.cumsum(tokens), prefill_pairs=pairs)
         return self._state.latency.step_seconds(work) + under_way_s(self._state)
 
-    def _next(self) -> int:
-        """Of the most urgent who are paused, the one whose deadline is the earliest."""
+    def _in_line(self) -> list[int]:
+        """Those who are paused, the most urgent first and then by deadline."""
         paused = np.flatnonzero(self.paused)
         keys = self._deadlines.slack_s[paused], self._urgency.running[paused]
-        return int(paused[np.lexsort(keys)[0]])
+        line: list[int] = paused[np.lexsort(keys)].tolist()
+        return line
 
     def _present(self, resuming: int | None = None) -> BoolArray:
         """Those who are on the device, or are being fetched."""
@@ -360,20 +381,11 @@ class RotationDecision:
         return by_slack[:count]
 
 
-def can_rotate(state: SystemState, loose: float = LOOSE) -> bool:
-    """Whether requests can rotate at all: the host keeps the KV of those that pause, every running
-    request has a TPOT SLO, and all of these are so many steps long."""
-    slo = np.minimum(state.running.tpot_slo_s, state.tpot_slo_s)
-    if state.memory.host_tokens == 0 or not np.isfinite(slo).all():
-        return False
-    return bool(slo.min() >= loose * full_step_s(state))
-
-
-def _worth_it(state: SystemState) -> int:
+def _worth_it(state: SystemState, queue: int) -> int:
     """How many may run for what those of them that pause keep of memory, and for what the host has
     room for beside what active ones lack: more where all who wait can run then than where some wait
     nevertheless."""
-    memory, known = Memory.of(state, 0.0), len(state.running) + len(state.waiting)
+    memory, known = Memory.of(state, 0.0), len(state.running) + queue
     most = memory.turns(KEPT_FOR_ALL)
     if known > most:
         most = memory.turns(KEPT_SHARE)

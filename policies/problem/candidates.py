@@ -284,8 +284,11 @@ def attainable_slo_s(
 def slack_s(state: SystemState, share: float) -> FloatArray:
     """Time by which each running request is ahead of this share of its TPOT SLO, [running];
     negative: behind; inf: it has none. All of a pause counts at once."""
-    running = state.running
-    slo_s = share * np.minimum(running.tpot_slo_s, state.tpot_slo_s)
+    return ahead_s(state.running, share * np.minimum(state.running.tpot_slo_s, state.tpot_slo_s))
+
+
+def ahead_s(running: Requests, slo_s: FloatArray) -> FloatArray:
+    """`slack_s` for these TPOT SLOs, [running]."""
     further = np.maximum(running.tokens - running.prompt_tokens, 0)  # the last one has no KV
     allowed_s = np.full(len(running), np.inf)
     np.multiply(slo_s, further, out=allowed_s, where=np.isfinite(slo_s))

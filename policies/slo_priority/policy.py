@@ -139,7 +139,7 @@ class SloPriority(Policy):
             order = paced(state, levels, self._budget, order[np.logical_and.accumulate(head)])
         line = replace(state, waiting=select(state.waiting, order))
         urgency = Urgency(levels.running, levels.waiting[order])
-        self._rotated = self._rotation.decide(line, urgency)
+        self._rotated = self._rotation.decide(line, urgency, queue=len(state.waiting))
         self._overtaken.note(state.running.request_id[self._rotated.paused])
         batch = self._rotated.batch()
         return replace(batch, admit=tuple(order[: len(batch.admit)].tolist()))

@@ -265,16 +265,34 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
     saved = {h: d for device, host in copies for d, h in zip(device, host, strict=True)}
     assert len(saved) == 12
     elastic.bring_to_ratios([1, 2], [12 / 13, 0.0], paused=True)
-    # Six blocks are free, of which three are for those who decode; the link brings two.
-    host, device = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=2 * GROUPS + 1)
+    # Six blocks are free, of which three are for twelve that decode; the link brings two.
+    host, device = elastic.fetch_ahead([1, 2], decoding=12, most_units=2 * GROUPS + 1)
     assert elastic.table.uncached_tokens([1, 2]).tolist() == [12, 4]
     assert host.tolist() == table.host.units[coming[:2]].flatten().tolist()
     assert device.tolist() == table.units[coming[:2]].flatten().tolist()
-    host, _ = elastic.fetch_ahead([1, 2], growth_blocks=3, most_units=100)
+    host, _ = elastic.fetch_ahead([1, 2], decoding=12, most_units=100)
     assert len(host) == GROUPS and elastic.table.uncached_tokens([2]).tolist() == [0]
     assert elastic.fetch_ahead([1, 2], 0, 100)[0].tolist() == []  # 1 is not to come back
     assert (table.units[out[:3]] == NONE).all() and elastic.totals.fetched_ahead_units == 6
     table.check_integrity()
+
+
+def test_cached_prefixes_make_way_for_what_is_fetched_ahead() -> None:
+    scene, _ = with_host(room=8)
+    scene.request(1, 13)
+    scene.elastic.bring_to_ratios([1], [12 / 13], paused=True)
+    scene.cache_prefix(blocks=7)
+    scene.elastic.room_ahead([1], 8, 100)
+    assert len(scene.tree) == 7  # nothing is to come back
+    scene.elastic.bring_to_ratios([1], [0.0], paused=True)
+    assert scene.elastic.fetch_ahead([1], 8, 100)[0].tolist() == []
+    scene.elastic.room_ahead([1], 8, GROUPS)
+    assert len(scene.tree) == 4  # a block that the link brings, and two for those who decode
+    scene.elastic.room_ahead([1], 8, 100)
+    assert len(scene.tree) == 2
+    host, _ = scene.elastic.fetch_ahead([1], 8, 100)
+    assert len(host) == 3 * GROUPS and scene.missing(1) == []
+    scene.table.check_integrity()
 
 
 def test_what_the_host_lacks_is_not_fetched_ahead() -> None:
@@ -296,7 +314,7 @@ def test_a_missing_block_that_two_share_is_fetched_ahead_once() -> None:
         scene.request(seq_id, 13, prefix.tolist())
     assert elastic.make_room(12 * GROUPS) is False
     assert elastic.table.uncached_tokens([1, 2]).tolist() == [12, 12]
-    host, device = elastic.fetch_ahead([1, 2], growth_blocks=0, most_units=100)
+    host, device = elastic.fetch_ahead([1, 2], decoding=0, most_units=100)
     assert len(host) == 4 * GROUPS  # two shared blocks and one of each
     assert len(set(host.tolist())) == len(host) and len(set(device.tolist())) == len(device)
     assert table.missing_units == 0

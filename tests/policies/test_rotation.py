@@ -14,8 +14,8 @@ from ellm_sgl.latency.base import FloatArray
 from ellm_sgl.policies import Policy, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
-from ellm_sgl.policies.pausing.limits import LINK_SHARE, Deadlines
-from ellm_sgl.policies.pausing.rotation import _worth_it, can_rotate
+from ellm_sgl.policies.pausing.limits import LINK_SHARE, Deadlines, can_rotate
+from ellm_sgl.policies.pausing.rotation import _worth_it
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.problem.candidates import SLO_SHARE
 from ellm_sgl.policies.slo_priority import SloPriority, levels
@@ -277,7 +277,20 @@ def test_no_more_run_than_both_tiers_have_room_for(host: int, most: int) -> None
     running = requests([160] * 9, tpot_s=0.01, waited_s=0.0)
     state = make_state(running, requests([160] * 5), device_tokens=9 * 176, host_tokens=host,
                        tpot_slo_s=SLO_S, latency=Linear(), model=SHAPES["tiny"])  # fmt: skip
-    assert _worth_it(state) == most
+    assert _worth_it(state, 5) == most
+
+
+def test_all_who_wait_are_a_queue_whoever_may_be_admitted_now() -> None:
+    """Levels let five of a hundred be admitted; where all hundred cannot run, steps stay large."""
+    running = requests([160] * 9, tpot_s=0.01, waited_s=0.0, priority=[0, 1] * 4 + [0])
+    waits = requests([160] * 100, priority=1, request_id=np.arange(9, 109))
+    state = make_state(running, waits, device_tokens=9 * 176, device_free_tokens=144,
+                       host_tokens=10**6, tpot_slo_s=SLO_S, latency=Linear(),
+                       model=SHAPES["tiny"], max_running=64)  # fmt: skip
+    policy = SloPriority()
+    policy.batch(state)
+    assert policy._rotation._turns is not None
+    assert policy._rotation._turns.answer <= _worth_it(state, 100) == 10 < _worth_it(state, 5)
 
 
 def deadlines(slack: list[float], fetch: list[float]) -> Deadlines:

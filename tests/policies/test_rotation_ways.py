@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
+import pytest
 
 from ellm_sgl.policies import SystemState
 from ellm_sgl.policies.pausing.choice import Pausing
-from ellm_sgl.policies.pausing.limits import full_step_s
+from ellm_sgl.policies.pausing.limits import Deadlines, can_rotate, full_step_s
 from ellm_sgl.policies.pausing.rotation import MOST_WAITS, Rotation
 from ellm_sgl.policies.testing import make_state, requests
 from tests.policies.slo_server import CpuServer
@@ -22,11 +24,70 @@ def in_the_way(slo_s: float) -> SystemState:
 
 
 def test_who_rotates_goes_on_until_the_slo_is_too_tight() -> None:
-    step_s = full_step_s(in_the_way(1.0))
+    step_s, first_s = full_step_s(in_the_way(1.0)), full_step_s(in_the_way(1.0), at_first=True)
+    assert 2.05 * step_s < 1.95 * first_s  # rows are half as long, and twice as many
     rotation, pausing = Rotation(), Pausing()
-    said = [rotation.applies(in_the_way(times * step_s), pausing)
-            for times in (1.95, 2.05, 1.95, 1.92, 2.05, 1.85, 1.95)]  # fmt: skip
-    assert said == [False, True, True, True, True, False, False]
+    said = [rotation.applies(in_the_way(slo_s), pausing)
+            for slo_s in (2.05 * step_s, 1.95 * first_s, 2.05 * first_s, 1.95 * first_s,
+                          1.92 * step_s, 1.85 * step_s, 2.05 * step_s)]  # fmt: skip
+    assert said == [False, False, True, True, True, False, False]
+
+
+def test_whoever_waits_counts_as_a_newcomer_of_a_full_device() -> None:
+    """Nobody begins to rotate and, once short prompts are admitted, takes it back."""
+    running = requests([800] * 4, prompt_tokens=800, tpot_s=0.01)
+    of = [make_state(running, requests(waits), device_tokens=3200, host_tokens=9999,
+                     tpot_slo_s=0.03, latency=CpuServer())
+          for waits in ([], [800] * 4, [16] * 4)]  # fmt: skip
+    assert [can_rotate(state) for state in of] == [True, True, False]
+    assert [can_rotate(state, before=True) for state in of] == [True] * 3
+
+
+def test_blocks_that_all_share_are_not_room_for_more() -> None:
+    """Half of memory is a shared prompt: the rest has room for 19 requests' own, not for 38."""
+    running = requests([8416] * 19, prompt_tokens=8400, shared_tokens=8000, tpot_s=0.01)
+    state = make_state(running, device_tokens=16000, device_free_tokens=0, host_tokens=99999,
+                       tpot_slo_s=0.15, latency=CpuServer())  # fmt: skip
+    assert full_step_s(state) == pytest.approx(4e-3 + 2e-3 * 18.5 + 18.5 * 8416e-7, rel=0.03)
+    assert can_rotate(state)
+
+
+def test_an_slo_that_nobody_could_keep_stops_nobody_from_taking_turns() -> None:
+    given: dict[str, Any] = {"prompt_tokens": 100, "tpot_s": 0.01, "max_new_tokens": 500}
+    running = requests([200, 200], tpot_slo_s=[np.inf, 0.002], **given)
+    state = make_state(running, device_tokens=320, host_tokens=9999, tpot_slo_s=1.0,
+                       latency=CpuServer())  # fmt: skip
+    assert can_rotate(state)
+    active = np.ones(2, bool)
+    like = Deadlines.of(in_the_way(1.0), active)
+    assert Deadlines.of(state, active).slack_s.tolist() == like.slack_s.tolist()
+
+
+@pytest.mark.parametrize(("host", "rotates"), [(95, False), (96, True)])
+def test_nobody_rotates_beyond_what_both_tiers_hold(host: int, rotates: bool) -> None:
+    """Who pauses then would be computed again, in the steps of all."""
+    state = make_state(requests([200, 200], prompt_tokens=100, tpot_s=0.01), device_tokens=320,
+                       host_tokens=host, tpot_slo_s=1.0, latency=CpuServer())  # fmt: skip
+    assert can_rotate(state) is rotates
+
+
+@pytest.mark.parametrize(("waited_s", "tpot_s", "active"), [(20.0, 0.01, 1), (9.6, 0.06, 2)])
+def test_where_one_alone_fits_they_change_places(
+    waited_s: float, tpot_s: float, active: int
+) -> None:
+    """One is overdue, the other far ahead or behind, too; a third one, that fits, need not wait."""
+    missing = [1184, 0, 48]
+    running = requests([1200, 480, 64], request_id=[1, 2, 3], prompt_tokens=[1000, 400, 48],
+                       tpot_s=[0.01, tpot_s, 0.01], waited_s=[waited_s, 0.0, 0.0],
+                       uncached_tokens=missing, uncached_on_host=missing,
+                       max_new_tokens=4000)  # fmt: skip
+    state = make_state(running, device_tokens=1600, host_tokens=10**6, tpot_slo_s=0.06,
+                       latency=CpuServer())  # fmt: skip
+    rotation = Rotation()
+    rotation._paused = np.array([1, 3])
+    decision = rotation.decide(state)
+    assert running.request_id[~decision.paused].tolist() == [active]
+    assert decision.resuming == 2
 
 
 def test_whoever_pauses_goes_on_where_the_way_changes() -> None:

@@ -10,7 +10,7 @@ import pytest
 from ellm_sgl.latency import StepWork
 from ellm_sgl.policies import Batch, Fcfs, Policy, SystemState
 from ellm_sgl.policies.checks import InvalidAnswer, check_batch
-from ellm_sgl.policies.pausing.rotation import can_rotate
+from ellm_sgl.policies.pausing.limits import can_rotate
 from ellm_sgl.policies.problem.candidates import unowned_tokens
 from ellm_sgl.policies.problem.under_way import as_running
 from ellm_sgl.policies.slo_priority import SloPriority
