@@ -245,11 +245,11 @@ class Iteration:
         with self.elastic.totals.bookkeeping():
             if not paused:
                 return planner.decode(seq_ids, self.in_force.split)
-            seconds, decoding = self.in_force.fetch_ahead_s, len(seq_ids)
+            seconds = self.in_force.fetch_ahead_s
             # Before the plan: none of its copies is of a unit that then is another's.
-            self.elastic.room_ahead(paused, decoding, self._units_in(seconds))
+            self.elastic.room_ahead(paused, seq_ids, self._units_in(seconds))
             plan = planner.decode(seq_ids, self.in_force.split)
-            ahead = self.fetch_ahead(paused, decoding, seconds)
+            ahead = self.fetch_ahead(paused, len(seq_ids), seconds)
             if not len(ahead[0]):
                 return plan
             return plan._replace(fetched_ahead=GroupTransfer.of(*ahead))

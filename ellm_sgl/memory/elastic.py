@@ -333,19 +333,21 @@ class ElasticMemory:
         lost = self.table.lost(lacking) if self._has_host else np.zeros(len(lacking), np.bool_)
         return lacking[lost][:most], lacking[~lost][:most]
 
-    def room_ahead(self, seq_ids: Sequence[int], decoding: int, most_units: int) -> None:
-        """Let cached prefixes that nobody uses make way for what `fetch_ahead` places."""
-        returning = np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist()
-        units = sum(len(self._on_host(each)) for each in returning) * self.table.shape.num_groups
+    def room_ahead(self, paused: Sequence[int], decoding: Sequence[int], most_units: int) -> None:
+        """Let idle cached prefixes make way for what `fetch_ahead` places, and the step before."""
+        table, groups = self.table, self.table.shape.num_groups
+        returning = np.array(paused)[self._excess_blocks(paused) > 0].tolist()
+        units = min(sum(len(self._on_host(each)) for each in returning) * groups, most_units)
         if units:
-            self.reclaim_prefixes(self._kept_ahead(decoding) + min(units, most_units))
+            borrowed = self.slots * self._fetched_blocks(table.missing_blocks(decoding))
+            units += borrowed + int(self._excess_blocks(decoding).sum()) * groups
+            self.reclaim_prefixes(units + self._kept_ahead(len(decoding)))
 
     def fetch_ahead(
         self, seq_ids: Sequence[int], decoding: int, most_units: int
     ) -> tuple[IntArray, IntArray]:
-        """Place missing blocks of requests that sit the coming step out, oldest first, as far as
-        they miss more than their targets, the host has what they lack, and units are free beyond
-        the growth of the next steps (`GROWING`).
+        """Place blocks that requests miss beyond their targets while they sit the step out, oldest
+        first, as far as the host has them and units are free beyond growth (`GROWING`).
 
         The caller must fetch the units from the host in this step.
 
@@ -360,7 +362,7 @@ class ElasticMemory:
         room = min(table.free_units - self._kept_ahead(decoding), most_units) // groups
         blocks, columns = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
         for seq_id in np.array(seq_ids)[self._excess_blocks(seq_ids) > 0].tolist():
-            if room > 0:
+            if room > 0:  # anew: blocks may have returned for another request that shares them
                 placed = self._on_host(seq_id)[:room]
                 rows, groups_lacked = np.nonzero(table.units[placed] == NONE)
                 table.place(placed)
@@ -375,16 +377,14 @@ class ElasticMemory:
     # -- internals --------------------------------------------------------------------------
 
     def _on_host(self, seq_id: int) -> IntArray:
-        """Blocks that a request misses beyond its target and the host has, oldest first. Anew each
-        time: some may have returned for another request that shares them."""
+        """Blocks that a request misses beyond its target and the host has, oldest first."""
         lacking = self.table.missing_of_each([seq_id])
-        count = max(len(lacking) - self._target_blocks(seq_id), 0)
-        return lacking[~self.table.lost(lacking)][:count]
+        most = max(len(lacking) - self._target_blocks(seq_id), 0)
+        return lacking[~self.table.lost(lacking)][:most]
 
     def _kept_ahead(self, decoding: int) -> int:
         """Units that stay free beside what is fetched ahead."""
-        blocks = -(-decoding // GROWING) + self.under_way.coming
-        return blocks * self.table.shape.num_groups
+        return (-(-decoding // GROWING) + self.under_way.coming) * self.table.shape.num_groups
 
     def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Blocks that each request misses beyond its policy's target."""

@@ -157,20 +157,24 @@ def full_step_s(state: SystemState, at_first: bool = False) -> float:
     """Time of a step of as many requests of the running ones' mean length as memory holds.
 
     Args:
-        at_first: of the mean length that they, and those that wait, began with: the step that a
-            device full of newcomers takes, the longest that there is.
+        at_first: of the mean length that they began with, alone or with those that wait, if that is
+            less: the step that a device full of newcomers takes, the longest that there is.
     """
     candidates, running = Candidates.of(state), state.running
-    charged, tokens = candidates.charged.mean(), candidates.tokens.mean()
+    lengths = [(candidates.charged, candidates.tokens)]
     if at_first:
-        block = state.memory.block_tokens
-        prompts = np.concatenate((running.prompt_tokens, state.waiting.tokens))
-        own = prompts - np.concatenate((running.shared_tokens, state.waiting.shared_tokens))
-        charged = min(charged, float((np.maximum(own, 0) // block + 1).mean() * block))
-        tokens = min(tokens, float(prompts.mean()))
+        own, waits = running.prompt_tokens - running.shared_tokens, state.waiting.tokens
+        # What those that wait share is known once they run.
+        for each, all_told in (
+            (own, running.prompt_tokens),
+            (np.append(own, waits), np.append(running.prompt_tokens, waits)),
+        ):
+            blocks = np.maximum(each, 0) // state.memory.block_tokens + 1
+            lengths.append((blocks * state.memory.block_tokens, all_told))
+    charged, tokens = np.array([(own.mean(), all_told.mean()) for own, all_told in lengths]).T
     rows = max(state.memory.device_tokens - unowned_tokens(state), 0) / charged
-    work = StepWork(decode_rows=rows, decode_tokens=rows * tokens)
-    return float(state.pace * state.latency.step_seconds(work))
+    seconds = state.latency.step_seconds(StepWork(decode_rows=rows, decode_tokens=rows * tokens))
+    return float(state.pace * np.max(seconds))
 
 
 def excess_share(state: SystemState) -> float:

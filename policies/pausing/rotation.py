@@ -18,8 +18,6 @@ pauses, whoever has least resumes: earliest deadline first, one at a time over t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ellm_sgl.latency import StepWork
@@ -35,6 +33,7 @@ from ellm_sgl.policies.pausing.limits import (
 )
 from ellm_sgl.policies.pausing.refusals import Refusals
 from ellm_sgl.policies.pausing.turns import COST
+from ellm_sgl.policies.pausing.urgency import Urgency
 from ellm_sgl.policies.problem.candidates import SLO_SHARE, Candidates, ratios_of, under_way_s
 from ellm_sgl.policies.problem.even_share import EvenShare
 from ellm_sgl.policies.problem.forecast import Forecast
@@ -55,40 +54,6 @@ for tokens to come. Room for these is made by pausing somebody."""
 SOLVE_EVERY = 16
 """Iterations after which it is asked again by how much active requests should exceed memory."""
 NOBODY = -1
-
-
-@dataclass(frozen=True, eq=False)
-class Urgency:
-    """Levels: those of a higher one are less urgent, and pause first. Nobody pauses for anyone less
-    urgent, and whoever is more urgent than some that run is admitted at their expense."""
-
-    running: IntArray
-    """int64 [running]."""
-    waiting: IntArray
-    """int64 [waiting]."""
-
-    @classmethod
-    def alike(cls, state: SystemState) -> Urgency:
-        """Of requests that are all as urgent."""
-        running, waiting = len(state.running), len(state.waiting)
-        return cls(np.zeros(running, np.int64), np.zeros(waiting, np.int64))
-
-    def in_line(self, most: int, places: int) -> int:
-        """How many of the waiting requests may be admitted together: those as urgent as the first.
-
-        Args:
-            most: so many may if they are not more urgent than all that run;
-            places: otherwise.
-        """
-        if not len(self.waiting):
-            return 0
-        first = int(self.waiting[0])
-        alike = int(np.logical_and.accumulate(self.waiting == first).sum())
-        return max(min(places if self.overtakes(first) else most, alike), 0)
-
-    def overtakes(self, level: int) -> bool:
-        """Whether some that run are less urgent."""
-        return level < int(self.running.max(initial=0))
 
 
 class Rotation:
@@ -276,20 +241,32 @@ class RotationDecision:
         self.resuming = back
 
     def _change_places(self, back: int) -> None:
-        """This one decodes in place of all that are active, if one of them is all that fits beside
-        it, or nobody is: its KV comes in the next step itself."""
-        slack, fetch = self._deadlines.slack_s, self._deadlines.fetch_s
-        active, level = ~self.paused, self._urgency.running
-        alone = np.zeros_like(active)
-        alone[back] = True
-        if (level[active] < level[back]).any() or not self._memory.holds(alone, None):
+        """This one decodes in place of those active ones beside whom it has no room, where all but
+        one are not enough: its KV comes in the next step itself."""
+        slack, fetch, level = (
+            self._deadlines.slack_s,
+            self._deadlines.fetch_s,
+            self._urgency.running,
+        )
+        active = np.flatnonzero(~self.paused)
+        if (level[active] == level[back]).any() and self._deadlines.spare_s(self.paused) > 0.0:
             return
-        alike = active & (level == level[back])
+        stay = np.zeros_like(self.paused)
+        stay[back] = True
+        room, takes = self._memory.free(stay), self._memory.cached - self._memory.kept
+        for one in active[np.lexsort((slack[active], level[active]))].tolist():
+            if takes[one] <= room:
+                stay[one] = True
+                room -= takes[one]
+        leave = active[~stay[active]]
+        if (level[leave] < level[back]).any() or not self._memory.holds(stay, None):
+            return
+        alike = leave[level[leave] == level[back]]
         # What both take to come back is little of the time for which the other can wait.
         both = fetch[back] + fetch[alike].max(initial=0.0)
         least = slack[back] + max(fetch[back] * LINK_SHARE / COST, both)
         if (slack[alike] >= least).all():
-            self.paused = ~alone
+            self.paused[leave], self.paused[back] = True, False
 
     def _admitted(self, most_running: int) -> int:
         """How many of the waiting requests are admitted. If there is time for one, but no room,
@@ -318,7 +295,9 @@ class RotationDecision:
         waits for one that has none beside any of those who are active."""
         if self.resuming is not None or self._expects:
             return
-        for back in self._in_line():
+        line, takes = np.array(self._in_line(), np.int64), self._memory.cached - self._memory.kept
+        most = self._memory.free(self._present()) + int(takes[self._by_slack()[:-1]].sum())
+        for back in line[takes[line] <= most].tolist():
             pausing = self._to_pause(back)
             if pausing is not None:
                 self.resuming = None if len(pausing) else back
@@ -352,6 +331,12 @@ class RotationDecision:
         line: list[int] = paused[np.lexsort(keys)].tolist()
         return line
 
+    def _by_slack(self) -> IntArray:
+        """Those who are active, in the order in which they pause."""
+        active = np.flatnonzero(~self.paused)
+        keys = -self._deadlines.slack_s[active], -self._urgency.running[active]
+        return np.asarray(active[np.lexsort(keys)])
+
     def _present(self, resuming: int | None = None) -> BoolArray:
         """Those who are on the device, or are being fetched."""
         present = ~self.paused
@@ -368,10 +353,8 @@ class RotationDecision:
             level: of those that are no more urgent than this.
         """
         short = tokens - self._memory.free(self._present(resuming))
-        active = np.flatnonzero(~self.paused)
-        levels = self._urgency.running
-        by_slack = active[np.lexsort((-self._deadlines.slack_s[active], -levels[active]))][:-1]
-        by_slack = by_slack[levels[by_slack] >= level]
+        by_slack = self._by_slack()[:-1]
+        by_slack = by_slack[self._urgency.running[by_slack] >= level]
         freed = np.cumsum((self._memory.cached - self._memory.kept)[by_slack])
         count = 0 if short <= 0 else int(np.searchsorted(freed, short)) + 1
         stay = ~self.paused

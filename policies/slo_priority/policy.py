@@ -19,7 +19,8 @@ from ellm_sgl.policies.base import (
     WorkSplit,
 )
 from ellm_sgl.policies.pausing.choice import Pausing
-from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision, Urgency
+from ellm_sgl.policies.pausing.rotation import Rotation, RotationDecision
+from ellm_sgl.policies.pausing.urgency import Urgency
 from ellm_sgl.policies.planned import evictable_tokens, running_and, select
 from ellm_sgl.policies.problem.candidates import (
     Candidates,

@@ -278,21 +278,33 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
 
 
 def test_cached_prefixes_make_way_for_what_is_fetched_ahead() -> None:
-    scene, _ = with_host(room=8)
-    scene.request(1, 13)
+    scene, _ = with_host(room=9)
+    scene.request(1, 13), scene.request(2, 4)
     scene.elastic.bring_to_ratios([1], [12 / 13], paused=True)
     scene.cache_prefix(blocks=7)
-    scene.elastic.room_ahead([1], 8, 100)
+    scene.elastic.room_ahead([1], [2], 100)
     assert len(scene.tree) == 7  # nothing is to come back
     scene.elastic.bring_to_ratios([1], [0.0], paused=True)
-    assert scene.elastic.fetch_ahead([1], 8, 100)[0].tolist() == []
-    scene.elastic.room_ahead([1], 8, GROUPS)
-    assert len(scene.tree) == 4  # a block that the link brings, and two for those who decode
-    scene.elastic.room_ahead([1], 8, 100)
-    assert len(scene.tree) == 2
-    host, _ = scene.elastic.fetch_ahead([1], 8, 100)
+    assert scene.elastic.fetch_ahead([1], 1, 100)[0].tolist() == []
+    scene.elastic.room_ahead([1], [2], GROUPS)
+    assert len(scene.tree) == 5  # a block that the link brings, and one for the other to grow
+    scene.elastic.room_ahead([1], [2], 100)
+    assert len(scene.tree) == 3
+    host, _ = scene.elastic.fetch_ahead([1], 1, 100)
     assert len(host) == 3 * GROUPS and scene.missing(1) == []
     scene.table.check_integrity()
+
+
+def test_and_for_what_the_step_borrows_before() -> None:
+    """The other restores two blocks in each step, in units that it borrows meanwhile."""
+    scene, _ = with_host(room=12)
+    scene.request(1, 13), scene.request(2, 13)
+    scene.elastic.bring_to_ratios([1, 2], [12 / 13, 8 / 13], paused=True)
+    scene.cache_prefix(blocks=9)
+    scene.elastic.bring_to_ratios([1], [0.0], paused=True)
+    assert scene.table.free_units == 0 and scene.missing(2) == [0, 1]
+    scene.elastic.room_ahead([1], [2], 100)
+    assert scene.table.free_units == (1 + 3) * GROUPS + 2 * scene.elastic.slots
 
 
 def test_what_the_host_lacks_is_not_fetched_ahead() -> None:

@@ -11,7 +11,8 @@ import pytest
 from ellm_sgl.policies import SystemState
 from ellm_sgl.policies.pausing.choice import Pausing
 from ellm_sgl.policies.pausing.limits import Deadlines, can_rotate, full_step_s
-from ellm_sgl.policies.pausing.rotation import MOST_WAITS, Rotation
+from ellm_sgl.policies.pausing.rotation import MOST_WAITS, Rotation, RotationDecision
+from ellm_sgl.policies.pausing.urgency import Urgency
 from ellm_sgl.policies.testing import make_state, requests
 from tests.policies.slo_server import CpuServer
 
@@ -43,6 +44,15 @@ def test_whoever_waits_counts_as_a_newcomer_of_a_full_device() -> None:
     assert [can_rotate(state, before=True) for state in of] == [True] * 3
 
 
+def test_what_those_that_wait_share_is_known_from_those_that_run() -> None:
+    """A common prompt counts in full for whoever waits, and for newcomers only once."""
+    running = requests([15900] * 4, prompt_tokens=8100, shared_tokens=8000, tpot_s=0.01)
+    state = make_state(running, requests([8100] * 19), device_tokens=40000, device_free_tokens=320,
+                       host_tokens=99999, tpot_slo_s=0.036, latency=CpuServer())  # fmt: skip
+    assert full_step_s(state, at_first=True) > 0.5 and not can_rotate(state)
+    assert can_rotate(state, before=True)
+
+
 def test_blocks_that_all_share_are_not_room_for_more() -> None:
     """Half of memory is a shared prompt: the rest has room for 19 requests' own, not for 38."""
     running = requests([8416] * 19, prompt_tokens=8400, shared_tokens=8000, tpot_s=0.01)
@@ -71,23 +81,74 @@ def test_nobody_rotates_beyond_what_both_tiers_hold(host: int, rotates: bool) ->
     assert can_rotate(state) is rotates
 
 
+def on_a_device_of_one(waited_s: float, tpot_s: float, small_waits: bool = True) -> SystemState:
+    """A large request that pauses, another that is active, and a small one. Memory holds either of
+    the large ones beside the small one."""
+    missing = [1184, 0, 48 * small_waits]
+    running = requests([1200, 480, 64], request_id=[1, 2, 3], prompt_tokens=[1000, 400, 48],
+                       tpot_s=[0.01, tpot_s, 0.01], waited_s=[waited_s, 0.0, 0.0],
+                       uncached_tokens=missing, uncached_on_host=missing,
+                       max_new_tokens=4000)  # fmt: skip
+    return make_state(running, device_tokens=1600, host_tokens=10**6, tpot_slo_s=0.06,
+                      latency=CpuServer())  # fmt: skip
+
+
+def turn(state: SystemState, paused: list[int], levels: list[int]) -> tuple[list[int], int | None]:
+    """Ids of those who decode next, and of the one that is fetched."""
+    rotation = Rotation()
+    rotation._paused = np.array(paused)
+    decision = rotation.decide(state, Urgency(np.array(levels), np.empty(0, np.int64)))
+    ids = state.running.request_id
+    back = None if decision.resuming is None else int(ids[decision.resuming])
+    return ids[~decision.paused].tolist(), back
+
+
 @pytest.mark.parametrize(("waited_s", "tpot_s", "active"), [(20.0, 0.01, 1), (9.6, 0.06, 2)])
 def test_where_one_alone_fits_they_change_places(
     waited_s: float, tpot_s: float, active: int
 ) -> None:
     """One is overdue, the other far ahead or behind, too; a third one, that fits, need not wait."""
-    missing = [1184, 0, 48]
-    running = requests([1200, 480, 64], request_id=[1, 2, 3], prompt_tokens=[1000, 400, 48],
-                       tpot_s=[0.01, tpot_s, 0.01], waited_s=[waited_s, 0.0, 0.0],
-                       uncached_tokens=missing, uncached_on_host=missing,
-                       max_new_tokens=4000)  # fmt: skip
-    state = make_state(running, device_tokens=1600, host_tokens=10**6, tpot_slo_s=0.06,
-                       latency=CpuServer())  # fmt: skip
-    rotation = Rotation()
-    rotation._paused = np.array([1, 3])
-    decision = rotation.decide(state)
-    assert running.request_id[~decision.paused].tolist() == [active]
-    assert decision.resuming == 2
+    state = on_a_device_of_one(waited_s, tpot_s)
+    assert turn(state, [1, 3], [0, 0, 0]) == ([active], 3)
+
+
+def test_who_fits_beside_it_stays() -> None:
+    """Though it is further ahead than the one that has to leave: that one alone is asked."""
+    state = on_a_device_of_one(20.0, 0.05, small_waits=False)
+    assert turn(state, [1], [0, 0, 0]) == ([1, 3], None)
+
+
+def test_nobody_changes_places_before_it_is_due() -> None:
+    """That somebody less urgent runs is no reason to pause one that is as urgent."""
+    ahead = on_a_device_of_one(5.0, 0.01, small_waits=False)
+    assert turn(ahead, [1], [0, 0, 1]) == ([2, 3], None)
+    assert turn(ahead, [1], [1, 0, 1]) == ([2, 3], None)
+    due = on_a_device_of_one(20.0, 0.01, small_waits=False)
+    assert turn(due, [1], [0, 0, 1])[0] == [1, 3]
+    assert turn(due, [1], [1, 0, 1]) == ([2, 3], None)  # the other is more urgent
+    less_ahead = on_a_device_of_one(5.0, 0.05, small_waits=False)
+    assert turn(less_ahead, [1], [0, 0, 1]) == ([2, 3], None)
+    assert turn(less_ahead, [1], [0, 1, 1]) == ([1, 3], None)  # and here it is less so
+
+
+def test_who_cannot_fit_is_not_asked_about_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [480, *[1200] * 100]
+    missing = [0, *[1184] * 100]
+    running = requests(tokens, request_id=np.arange(101), prompt_tokens=[400, *[1000] * 100],
+                       tpot_s=0.01, waited_s=[0.0, *[1.0] * 100], uncached_tokens=missing,
+                       uncached_on_host=missing, max_new_tokens=4000)  # fmt: skip
+    state = make_state(running, device_tokens=3200, device_free_tokens=1104, host_tokens=10**6,
+                       tpot_slo_s=0.06, latency=CpuServer())  # fmt: skip
+    asked: list[int | None] = []
+
+    def to_pause(self: RotationDecision, resuming: int | None, *given: int, **by: int) -> Any:
+        asked.append(resuming)
+        return original(self, resuming, *given, **by)
+
+    original = RotationDecision._to_pause
+    monkeypatch.setattr(RotationDecision, "_to_pause", to_pause)
+    assert turn(state, list(range(1, 101)), [0] * 101) == ([0], None)
+    assert len(asked) < 5
 
 
 def test_whoever_pauses_goes_on_where_the_way_changes() -> None:
