@@ -347,7 +347,7 @@ class ElasticMemory:
         self, seq_ids: Sequence[int], decoding: int, most_units: int
     ) -> tuple[IntArray, IntArray]:
         """Place blocks that requests miss beyond their targets while they sit the step out, oldest
-        first, as far as the host has them and units are free beyond growth (`GROWING`).
+        first, as far as the host has them and units are free beyond a block for each who decodes.
 
         The caller must fetch the units from the host in this step.
 
@@ -384,7 +384,7 @@ class ElasticMemory:
 
     def _kept_ahead(self, decoding: int) -> int:
         """Units that stay free beside what is fetched ahead."""
-        return (-(-decoding // GROWING) + self.under_way.coming) * self.table.shape.num_groups
+        return (decoding + self.under_way.coming) * self.table.shape.num_groups
 
     def _excess_blocks(self, seq_ids: Sequence[int]) -> TokenCounts:
         """Blocks that each request misses beyond its policy's target."""

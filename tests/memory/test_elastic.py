@@ -265,12 +265,12 @@ def test_what_comes_back_is_fetched_ahead_as_far_as_units_are_free() -> None:
     saved = {h: d for device, host in copies for d, h in zip(device, host, strict=True)}
     assert len(saved) == 12
     elastic.bring_to_ratios([1, 2], [12 / 13, 0.0], paused=True)
-    # Six blocks are free, of which three are for twelve that decode; the link brings two.
-    host, device = elastic.fetch_ahead([1, 2], decoding=12, most_units=2 * GROUPS + 1)
+    # Six blocks are free, of which three are for those who decode; the link brings two.
+    host, device = elastic.fetch_ahead([1, 2], decoding=3, most_units=2 * GROUPS + 1)
     assert elastic.table.uncached_tokens([1, 2]).tolist() == [12, 4]
     assert host.tolist() == table.host.units[coming[:2]].flatten().tolist()
     assert device.tolist() == table.units[coming[:2]].flatten().tolist()
-    host, _ = elastic.fetch_ahead([1, 2], decoding=12, most_units=100)
+    host, _ = elastic.fetch_ahead([1, 2], decoding=3, most_units=100)
     assert len(host) == GROUPS and elastic.table.uncached_tokens([2]).tolist() == [0]
     assert elastic.fetch_ahead([1, 2], 0, 100)[0].tolist() == []  # 1 is not to come back
     assert (table.units[out[:3]] == NONE).all() and elastic.totals.fetched_ahead_units == 6
