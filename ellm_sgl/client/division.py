@@ -16,8 +16,8 @@ FLOOR = 1 / 8
 """Of the memory, that a server always keeps: enough to begin a burst with while the other still
 gives back what it has."""
 GRANULES = 3
-"""More than that: what a pool has and what it keeps are whole granules, and one more is being
-handed over while a burst begins."""
+"""More than a burst and the floor take: what a pool has and what it keeps are whole granules, and
+one more is being handed over while a burst begins."""
 
 
 @dataclass(frozen=True)

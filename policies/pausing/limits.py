@@ -108,6 +108,11 @@ class Memory:
             kept=candidates.charged - candidates.evictable,
         )
 
+    @property
+    def freed(self) -> IntArray:
+        """By each request that pauses."""
+        return self.cached - self.kept
+
     def free(self, present: BoolArray) -> int:
         """Tokens that are left with these on the device and the others paused; may be negative."""
         needed = int(np.where(present, self.cached, self.kept).sum())
@@ -132,7 +137,7 @@ class Memory:
         needed = np.where(active, self.cached, self.kept)
         if resuming is not None:
             needed[resuming] = self.cached[resuming]
-        evictable = (self.cached - self.kept)[active].sum()
+        evictable = self.freed[active].sum()
         return bool(least_evicted(self.state, needed.sum() - self.room) <= evictable)
 
 
@@ -172,9 +177,14 @@ def full_step_s(state: SystemState, at_first: bool = False) -> float:
             blocks = np.maximum(each, 0) // state.memory.block_tokens + 1
             lengths.append((blocks * state.memory.block_tokens, all_told))
     charged, tokens = np.array([(own.mean(), all_told.mean()) for own, all_told in lengths]).T
-    rows = max(state.memory.device_tokens - unowned_tokens(state), 0) / charged
+    rows = _room(state) / charged
     seconds = state.latency.step_seconds(StepWork(decode_rows=rows, decode_tokens=rows * tokens))
     return float(state.pace * np.max(seconds))
+
+
+def _room(state: SystemState) -> float:
+    """Device tokens for running requests' own blocks."""
+    return float(max(state.memory.device_tokens - unowned_tokens(state), 0))
 
 
 def excess_share(state: SystemState) -> float:
@@ -182,7 +192,7 @@ def excess_share(state: SystemState) -> float:
     so that most tokens per second are decoded: Eq. (1) for so many requests of mean length."""
     candidates = Candidates.of(state)
     charged = candidates.charged.astype(np.float64)
-    room = float(max(state.memory.device_tokens - unowned_tokens(state), 0))
+    room = _room(state)
     if room == 0.0:  # all of it is with others
         return 0.0
     most = MAX_EVICTED * candidates.evictable.sum() / charged.sum()

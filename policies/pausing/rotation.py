@@ -253,7 +253,7 @@ class RotationDecision:
             return
         stay = np.zeros_like(self.paused)
         stay[back] = True
-        room, takes = self._memory.free(stay), self._memory.cached - self._memory.kept
+        room, takes = self._memory.free(stay), self._memory.freed
         for one in active[np.lexsort((slack[active], level[active]))].tolist():
             if takes[one] <= room:
                 stay[one] = True
@@ -295,7 +295,7 @@ class RotationDecision:
         waits for one that has none beside any of those who are active."""
         if self.resuming is not None or self._expects:
             return
-        line, takes = np.array(self._in_line(), np.int64), self._memory.cached - self._memory.kept
+        line, takes = np.array(self._in_line(), np.int64), self._memory.freed
         most = self._memory.free(self._present()) + int(takes[self._by_slack()[:-1]].sum())
         for back in line[takes[line] <= most].tolist():
             pausing = self._to_pause(back)
@@ -355,7 +355,7 @@ class RotationDecision:
         short = tokens - self._memory.free(self._present(resuming))
         by_slack = self._by_slack()[:-1]
         by_slack = by_slack[self._urgency.running[by_slack] >= level]
-        freed = np.cumsum((self._memory.cached - self._memory.kept)[by_slack])
+        freed = np.cumsum(self._memory.freed[by_slack])
         count = 0 if short <= 0 else int(np.searchsorted(freed, short)) + 1
         stay = ~self.paused
         stay[by_slack[:count]] = False
