@@ -381,7 +381,9 @@ def count_waiting_chunk(sizes: tuple[int, int], checker: Any) -> tuple[int, int]
 def resize(scheduler: Scheduler, *_: Any, **__: Any) -> None:
     """Before `Scheduler.process_input_requests`: a pool that shrinks or grows goes on with it, also
     while generation is paused."""
-    ours = scheduler_of(scheduler)
+    ours, sizing = scheduler_of(scheduler), context_of(scheduler).sizing
     ours.resize()
+    if sizing is not None:
+        sizing.trim(ours)
     if scheduler._engine_paused:  # nothing is decided, but requests and memory change
         ours.tell(scheduler.running_batch)

@@ -80,6 +80,7 @@ class Sizing:
         """What it was reckoned from, and what came of it: it stands for many steps."""
         self._asked = False
         """What was asked last has not been reported on."""
+        self._to_trim = False
         self._waker = row.waker() if isinstance(row, Member) else Waker(None)
 
     def describe(self) -> dict[str, Any] | None:
@@ -212,9 +213,8 @@ class Sizing:
             ours: the `EllmScheduler`.
         """
         resizer: Resizer = ours.resizer
-        less = False
         if units >= 0 and ours.released is None:
-            less = units < resizer.limit_units
+            self._to_trim |= units < resizer.limit_units
             ours.resize(min(units, self.most_units))
         (least,) = ours.least_of_ranks([-resizer.backed_units])
         self._report = Report(
@@ -227,7 +227,17 @@ class Sizing:
         # Where generation is paused nobody observes.
         self._asked = False
         self.told_to_come_to(self.most_units, resizer)
-        if less and ours.idle():  # last: another server may wait for the pool's memory
+        self.trim(ours)  # last: another server may wait for the pool's memory
+
+    def trim(self, ours: Any) -> None:
+        """On every rank, once a turn: what libc keeps goes too where the pool has shrunk, as soon
+        as no request waits meanwhile, not even one about the server's health.
+
+        Args:
+            ours: the `EllmScheduler`.
+        """
+        if self._to_trim and ours.idle():
+            self._to_trim = False
             trim_heap()
 
     # -- on the thread that decides -------------------------------------------------------------
