@@ -42,6 +42,8 @@ class Standing:
     """what it has debited,"""
     free: int
     """and what nobody has."""
+    others_lack: bool = False
+    """Some other server wants more than it has."""
 
 
 class Member:
@@ -195,7 +197,9 @@ class Member:
 
     def _standing(self, rows: Sequence[Row | None]) -> Standing:
         own, taken = self._own(rows), sum(row.committed for row in rows if row is not None)
-        return Standing(own.share, own.committed, self.budget - taken)
+        others = (row for i, row in enumerate(rows) if row is not None and i != self.index)
+        lack = any(row.want > row.committed for row in others)
+        return Standing(own.share, own.committed, self.budget - taken, lack)
 
 
 def hold(name: str, index: int, folder: Path | None = None) -> LedgerFile:

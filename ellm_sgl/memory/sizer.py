@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ellm_sgl.budget import Standing
@@ -176,9 +176,19 @@ class Sizer:
 
     def differs(self, before: Load, now: Load) -> bool:
         """Whether other things may be decided, had no time passed."""
-        return self._steps(before) != self._steps(now) or (
-            (before.asked_units, before.limit_units) != (now.asked_units, now.limit_units)
-        )
+        return self._steps(before) != self._steps(now) or _told(before) != _told(now)
+
+    def presses(self, before: Load, now: Load) -> bool:
+        """Whether that may not wait for the next look, which takes the interpreter from the
+        scheduler's thread as a step begins: somebody has asked for another size, more is needed
+        than there is, or others, who lack memory, could have what is needed no more."""
+        if _told(before) != _told(now):
+            return True
+        if not self.differs(before, now):
+            return False
+        have = now.asked_units if now.limit_units is None else now.limit_units
+        more = min(self._steps(now) * self._step, now.most_units) > have
+        return more or self.standing is None or self.standing.others_lack
 
     def _steps(self, load: Load) -> int:
         return -(-load.needed_units // self._step)
@@ -199,7 +209,8 @@ class Sizer:
         if excess <= 0:
             return standing
         self._ledger.credit(excess)
-        return Standing(standing.share, standing.committed - excess, standing.free + excess)
+        committed, free = standing.committed - excess, standing.free + excess
+        return replace(standing, committed=committed, free=free)
 
     def _shrink(self, share: int, report: Report, now_s: float) -> Ask | None:
         """To so many units, at once, however little it is: somebody else waits for it."""
@@ -236,6 +247,10 @@ class Sizer:
             return None
         more = self._sizes.bytes_of(to) - standing.committed
         return to if more <= 0 or self._ledger.debit(more) else None
+
+
+def _told(load: Load) -> tuple[int, int | None]:
+    return load.asked_units, load.limit_units
 
 
 def _kept(report: Report) -> int:

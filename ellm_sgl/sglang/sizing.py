@@ -141,7 +141,7 @@ class Sizing:
             before.released,
             resizer.limit_units,
         )
-        if self._sizer is not None and self._sizer.differs(before, self._load):
+        if self._sizer is not None and self._sizer.presses(before, self._load):
             self._waker.wake()
 
     def growth(self, resizer: Resizer, shape: PoolShape) -> Growth:

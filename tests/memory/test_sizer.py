@@ -145,6 +145,29 @@ def test_what_does_not_differ_decides_nothing_else(seed: int) -> None:
     assert 100 < alike < 400
 
 
+def test_what_is_needed_presses_where_there_is_less_or_others_lack_memory(tmp_path: Path) -> None:
+    most = 64 * 8
+    sizes = Sizes(lambda units: units * UNIT, GROUPS, most)
+    little, much = Load(1, most, 100, limit_units=100), Load(90, most, 100, limit_units=100)
+    member = Member("test", BUDGET, "a", GROUPS * UNIT, folder=tmp_path)
+    other = Member("test", BUDGET, "b", GROUPS * UNIT, folder=tmp_path)
+    assert member.debit(100 * UNIT)
+    sizer, report = Sizer(member, sizes, GROUPS), Report(100, 100, 100, under_way=False)
+    assert sizer.presses(little, much), "nobody knows yet who else is there"
+    for wants, presses in ((GROUPS * UNIT, True), (0, False), (BUDGET, True)):
+        other.publish(wants)
+        sizer.tick(little, report, 0.0)
+        assert sizer.presses(little, much) == sizer.presses(much, little) == presses
+        assert not sizer.presses(little, replace(little, needed_units=2)), "it is the same step"
+    other.publish(0)
+    sizer.tick(little, report, 0.0)
+    assert sizer.presses(little, replace(little, needed_units=101))
+    for told in (replace(little, limit_units=90), replace(little, asked_units=90)):
+        assert sizer.presses(little, told)
+    full = replace(much, most_units=100)
+    assert not sizer.presses(full, replace(full, needed_units=120)), "nor may it have more"
+
+
 @pytest.fixture
 def rng() -> random.Random:
     return random.Random(1)

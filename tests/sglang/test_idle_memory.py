@@ -1,4 +1,5 @@
-"""What libc keeps goes with the pool's memory, and no request waits for it."""
+"""When a server is idle; what libc keeps goes with the pool's memory then, and no request waits for
+it."""
 
 from __future__ import annotations
 
@@ -18,6 +19,23 @@ from tests.memory.fake_arena import FakeArena
 from tests.sglang.test_state import BLOCKS, SHAPE, Server
 
 ALL, LEAST = BLOCKS * SHAPE.num_groups, SHAPE.num_groups
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("running_batch", SimpleNamespace(reqs=["decodes"])),
+        ("last_batch", SimpleNamespace(reqs=["has just been computed"])),
+        ("chunked_req", "is computed in chunks"),
+        ("waiting_queue", ["waits"]),
+    ],
+)
+def test_a_server_is_idle_when_sglang_has_no_request_anywhere(name: str, holds: Any) -> None:
+    server = Server()
+    ours = scheduler_of(server.scheduler)
+    assert ours.idle()
+    setattr(server.scheduler, name, holds)
+    assert not ours.idle()
 
 
 @pytest.mark.parametrize("meanwhile", [None, SimpleNamespace(reqs=["asks about the health"])])
