@@ -167,6 +167,8 @@ class Sizer:
         if not load.released:
             to = self._rest(load, report, most, now_s)
             if to is None:
+                to = self._stay(want, standing, report)
+            if to is None:
                 to = self._grow(want, standing, report)
             if to is not None:
                 return Ask(to)
@@ -234,6 +236,13 @@ class Sizer:
         resting = min(max(resting, self._least), most)
         # What was asked for may be less: a share that has since come back, of which some stayed.
         return resting if report.limit_units > resting != report.asked_units else None
+
+    def _stay(self, want: int, standing: Standing, report: Report) -> int | None:
+        """Units that a shrink under way is to come to, where it need not go as far any more."""
+        if not report.under_way or report.asked_units >= report.limit_units:
+            return None
+        to = min(want, self._sizes.units_in(standing.share), report.limit_units)
+        return to if to > report.asked_units else None
 
     def _grow(self, want: int, standing: Standing, report: Report) -> int | None:
         """Units to grow to, whose bytes have been debited; None: not now."""

@@ -189,7 +189,8 @@ class EllmScheduler:
         context_of(self.scheduler).may_evict = not batch.reqs
         self.iteration.elastic.under_way = self.under_way()
         if (sizing := context_of(self.scheduler).sizing) is not None and self.asks:
-            sizing.observe(self.scheduler, self.resizer, batch.reqs)
+            running = [r for r in batch.reqs if not r.finished()]
+            sizing.observe(self.scheduler, self.resizer, running)
         self.fetching = frozenset()
         if (stored := context_of(self.scheduler).stored) is not None:
             stored.keep_computed(batch.reqs)
@@ -307,6 +308,12 @@ class EllmScheduler:
         running = scheduler.running_batch.reqs or (last is not None and last.reqs)
         return not (running or scheduler.waiting_queue or scheduler.chunked_req is not None)
 
+    def unfinished(self) -> list[Req]:
+        """Requests that decode, and those whose prompt the last step has computed."""
+        batches = self.scheduler.running_batch, self.scheduler.last_batch
+        reqs = {id(r): r for batch in batches if batch is not None for r in batch.reqs}
+        return [r for r in reqs.values() if not r.finished()]
+
     def least_of_ranks(self, numbers: list[int]) -> list[int]:
         return least_of_ranks(self.scheduler, numbers)
 
@@ -378,12 +385,14 @@ def count_waiting_chunk(sizes: tuple[int, int], checker: Any) -> tuple[int, int]
     return sizes[0] + allocated - req.cache_protected_len, sizes[1]
 
 
-def resize(scheduler: Scheduler, *_: Any, **__: Any) -> None:
+def resize(scheduler: Scheduler, requests: Sequence[Any] = (), *_: Any, **__: Any) -> None:
     """Before `Scheduler.process_input_requests`: a pool that shrinks or grows goes on with it, also
     while generation is paused."""
     ours, sizing = scheduler_of(scheduler), context_of(scheduler).sizing
     ours.resize()
-    if sizing is not None:
+    if sizing is not None and not requests:
         sizing.trim(ours)
     if scheduler._engine_paused:  # nothing is decided, but requests and memory change
         ours.tell(scheduler.running_batch)
+        if sizing is not None and ours.asks:
+            sizing.observe(scheduler, ours.resizer, ours.unfinished())

@@ -116,8 +116,8 @@ class Sizing:
         """On rank 0, before a step: what requests need.
 
         Args:
-            running: those that decode, and those whose prompt the last step has computed: the
-                scheduler's own batch may lack these still.
+            running: those that decode, and those whose prompt the last step has computed, none of
+                which has finished: the scheduler's own batch may lack some, or have others still.
         """
         now, before = time.monotonic(), self._load
         if (
@@ -294,7 +294,7 @@ def work(reqs: Iterable[Any]) -> list[Any]:
     return [req for req in reqs if not is_health_check_generate_req(req)]
 
 
-def needed_units(scheduler: Scheduler, running: Iterable[Req], sizes: Sizes, most: int) -> int:
+def needed_units(scheduler: Scheduler, running: Sequence[Req], sizes: Sizes, most: int) -> int:
     """Units for the KV of all requests, with what they are expected to generate: as much as
     SGLang's admission counts. At most `most`.
 
@@ -308,13 +308,14 @@ def needed_units(scheduler: Scheduler, running: Iterable[Req], sizes: Sizes, mos
     block = table.shape.block_tokens
     in_use = (table.num_blocks - table.free_blocks) * block
     tokens = in_use - int(scheduler.tree_cache.evictable_size())
+    decoding = work(running)
+    tokens = max(tokens - block * (len(running) - len(decoding)), 0)  # of whoever asks, one each
     tokens += allocator.ellm.elastic.under_way.coming * block
 
     def to_come(req: Any) -> int:
         left = req.sampling_params.max_new_tokens - len(req.output_ids)
         return min(max(left, 0), CLIP_MAX_NEW_TOKENS)
 
-    decoding = work(running)
     tokens += int(sum(map(to_come, decoding)) * scheduler.new_token_ratio_tracker.current)
     tokens += 2 * block * len(decoding)  # the last one is not full, and the next is at hand
     for req in work(scheduler.waiting_queue):

@@ -224,6 +224,19 @@ def test_a_shrink_that_has_come_to_its_floor_is_asked_for_again(
     assert (busy.limit, other.limit) == (75 // GROUPS * GROUPS, 75 // GROUPS * GROUPS)
 
 
+def test_a_shrink_goes_no_further_than_is_still_called_for() -> None:
+    """What asked for it is over: others want less, or a request has come to a server that rested."""
+    sizer = Sizer(Alone(SIZES.bytes_of(80)), SIZES, 4, idle_s=5.0)
+    coming = Report(20, 60, 80, under_way=True)
+    assert sizer.tick(Load(40, MOST, 20), coming, 0.0) == Ask(40)
+    assert sizer.tick(Load(90, MOST, 20), coming, 0.0) == Ask(60), "no more than has its bytes"
+    assert sizer.tick(Load(20, MOST, 20), coming, 0.0) == Ask(None)
+    assert sizer.tick(Load(90, 20, 20), coming, 0.0) == Ask(None), "the operator's word"
+    assert sizer.tick(Load(90, MOST, 20, released=True), coming, 0.0) == Ask(None)
+    growing = Report(70, 60, 80, under_way=True)
+    assert sizer.tick(Load(90, MOST, 70), growing, 0.0) == Ask(None)
+
+
 def resting(since_s: float | None, units: int = 0) -> Load:
     return Load(0, MOST, 80, since_s, units)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,9 +58,31 @@ def test_it_goes_once_in_the_first_turn_that_no_request_shares(
     resize(server.scheduler)
     assert trimmed == ([] if meanwhile else ["all"])
     server.scheduler.last_batch = None
-    resize(server.scheduler)
+    resize(server.scheduler, ["has come, and is to be taken next"])
+    assert trimmed == ([] if meanwhile else ["all"])
+    resize(server.scheduler, [])
     assert trimmed == ["all"]
     sizing.apply(scheduler_of(server.scheduler), ALL)
     sizing.apply(scheduler_of(server.scheduler), -1)
     resize(server.scheduler)
     assert trimmed == ["all"], "nothing has gone meanwhile"
+
+
+def test_who_has_finished_needs_nothing_and_a_pause_is_no_work() -> None:
+    """SGLang's batch has those that have finished for a turn more; an idle server sleeps then."""
+    server = Server()
+    ours: Any = context_of(server.scheduler)
+    sizes = Sizes(lambda units: units * 1000, SHAPE.num_groups, ALL)
+    observed: list[Any] = []
+    sizing = ours.sizing = Sizing(EllmConfig(), "key", sizes, LEAST, ALL, None)
+    sizing.observe = lambda *given: observed.append(given[-1])  # type: ignore[method-assign]
+    done, computed = Mock(finished=lambda: True), Mock(finished=lambda: False)
+    server.scheduler._engine_paused = True
+    server.scheduler.running_batch.reqs = [done]
+    server.scheduler.last_batch = SimpleNamespace(reqs=[done, computed])
+    resize(server.scheduler)
+    server.scheduler._engine_paused = False
+    resize(server.scheduler)
+    assert observed == [[computed]]
+    scheduler_of(server.scheduler).decide(server.scheduler.running_batch)
+    assert observed == [[computed], []]

@@ -209,6 +209,11 @@ def test_what_requests_need_is_what_admission_counts(server: SharingServer) -> N
     blocks = server.table.allocate(3)
     server.table.map(0, blocks, 40)
     assert needed() == 3
+    health = SimpleNamespace(rid="HEALTH_CHECK_1")  # the block that it has is nobody's
+    server.scheduler.running_batch.reqs = [health]
+    assert needed() == 2
+    server.scheduler.running_batch.reqs = [health] * 4
+    assert needed() == 0
     server.scheduler.running_batch.reqs = [waiting(20, 84, generated=20)]
     assert needed() == 3 + 2 + 2  # half of the 64 that are left, and its last block
     server.scheduler.waiting_queue = [waiting(16, 16)]
