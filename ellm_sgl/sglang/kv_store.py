@@ -111,7 +111,8 @@ class StoredPrefixes:
 
     def queued_bytes(self) -> int:
         """Of memory, that wait to be written."""
-        return 0 if self._store is None else self._store.queued_bytes
+        store = self._store  # asked for on other threads, too
+        return 0 if store is None else store.queued_bytes
 
     def drop(self) -> None:
         """The weights may be others, and be so again before anybody has KV: the store is theirs
@@ -214,18 +215,21 @@ class StoredPrefixes:
 
     # -- fetch ------------------------------------------------------------------------------
 
-    def fetch(self, reqs: Sequence[Req], decoding: int) -> frozenset[Req]:
+    def fetch(
+        self, reqs: Sequence[Req], decoding: int, grows: Callable[[], bool] = bool
+    ) -> frozenset[Req]:
         """Read what the store has of these requests' prompts into the tree, in their order, as
         far as memory is free; what the tree has of those before stays.
 
         Args:
             reqs: that may be admitted.
             decoding: requests that run; beside them so much is read as takes about a step.
+            grows: whether the pool is about to; asked where memory is short, on all ranks.
 
         Returns:
             Those of which more is to be read in the next turns, or may be.
         """
-        if not reqs or (room := self._room(decoding)) == 0:
+        if not reqs or ((room := self._room(decoding)) == 0 and not grows()):
             return frozenset()
         first = self._stored(reqs[0])
         if first.fetched and self._has_made_way(reqs[0], first, room, decoding):
@@ -241,7 +245,7 @@ class StoredPrefixes:
                         return self._unfetched(reqs[place:])
                     count = self._fetch(req, stored, key, slots, left, decoding)
                     if count == 0 and not stored.fetched:  # memory is short: in another turn
-                        return frozenset()
+                        return self._unfetched(reqs[place:]) if grows() else frozenset()
                     left -= count
                     _, slots, stored.node = self._locked(req, locks)
                     stored.there, stored.lacking = len(slots) // self._block_tokens, 1

@@ -18,6 +18,7 @@ from ellm_sgl.memory import NOTHING_UNDER_WAY, Resizer, UnderWay
 from ellm_sgl.memory.resize import COMMIT_NICE, Submit
 from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.sglang.context import context_of, row_of, rows_of
+from ellm_sgl.sglang.growing import Growing
 from ellm_sgl.sglang.metrics import Metrics
 from ellm_sgl.sglang.paused import PausedRequests
 from ellm_sgl.sglang.ranks import Found, is_rank_0, least_of_ranks, of_rank_0
@@ -73,6 +74,7 @@ class EllmScheduler:
         in."""
         self.metrics: Metrics | None = None
         """Where SGLang tells its own."""
+        self.growing = Growing(self)
         self.fetching: frozenset[Req] = frozenset()
         """Waiting requests whose prefix is being read from the store; admitted once it is there."""
         self.released: Released | None = None
@@ -222,7 +224,7 @@ class EllmScheduler:
         self.iteration.put_in_force(decision, *numbers, self._cached_of_admitted)
         if stored is not None and decision.admit:
             computing = len(running) + (self.scheduler.chunked_req is not None)
-            self.fetching = stored.fetch(self._admitted(), computing)
+            self.fetching = stored.fetch(self._admitted(), computing, self.growing.soon)
         # SGLang stops looking at its queue once a batch is full; only then does room matter here.
         room = self.reclaimable_on_device() if batch.batch_is_full else 0
         batch.batch_is_full = self.iteration.queue_closed(

@@ -152,6 +152,11 @@ class Sizing:
             self._growth = given, self._growth_now(resizer, shape)
         return self._growth[1]
 
+    def wants_more(self, resizer: Resizer, shape: PoolShape) -> bool:
+        """On rank 0: whether requests need more than there is, and it may be had."""
+        needs = self._load.needed_units > resizer.limit_units
+        return needs and self.growth(resizer, shape).with_idle_tokens > 0
+
     def _growth_now(self, resizer: Resizer, shape: PoolShape) -> Growth:
         if self.problem is not None:  # nobody asks for it any more
             return NO_GROWTH

@@ -163,8 +163,9 @@ class BlockStore:
 
     @property
     def queued_bytes(self) -> int:
-        """Of memory that blocks have which wait to be written."""
-        return sum(len(batch.keys) for batch, _ in self._batches) * self.block_bytes
+        """Of memory that blocks have which wait to be written. On any thread."""
+        batches = tuple(self._batches)  # in one go: others come and go meanwhile
+        return sum(len(batch.keys) for batch, _ in batches) * self.block_bytes
 
     def put(
         self, keys: Sequence[bytes], depth: int, stamp: int, read: Callable[[int], Bytes]

@@ -52,7 +52,7 @@ class Deadlines:
     """The running requests in time. Arrays have one entry for each."""
 
     slack_s: FloatArray
-    """Time until a reader at the SLO's pace has to wait; inf without an SLO."""
+    """Time until a reader at the SLO's pace (`turn_slos_s`) has to wait."""
     fetch_s: FloatArray
     """Time in which its KV comes from the host."""
     step_s: float
@@ -61,7 +61,7 @@ class Deadlines:
     @classmethod
     def of(cls, state: SystemState, active: BoolArray) -> Deadlines:
         running = state.running
-        slo = SLO_SHARE * attainable_slo_s(state, running)
+        slo = SLO_SHARE * turn_slos_s(state)
         link = LINK_SHARE * state.hardware.link_bytes_per_s
         fetch_token_s = state.model.kv_bytes_per_token / link
         return cls(
@@ -142,20 +142,29 @@ class Memory:
 
 
 def can_rotate(state: SystemState, before: bool = False) -> bool:
-    """Whether requests can rotate at all: the host keeps the KV of those that pause, every running
-    request has a TPOT SLO that can be kept, and all of these are several steps long.
+    """Whether requests can rotate at all: the host keeps the KV of those that pause, and TPOT SLOs
+    that can be kept, which some of them have, are several steps long.
 
     Args:
         before: whether they rotate already. To begin with, the steps are those of a device full of
             newcomers, for these are whom rotation admits.
     """
-    memory, slo = state.memory, attainable_slo_s(state, state.running)
+    memory, slo = state.memory, turn_slos_s(state)
     if memory.host_tokens == 0 or not np.isfinite(slo).all():
         return False
     if short_tokens(state, Candidates.of(state)) > memory.host_tokens:
         return False
     loose = STILL_LOOSE if before else LOOSE
     return bool(slo.min() >= loose * full_step_s(state, at_first=not before))
+
+
+def turn_slos_s(state: SystemState) -> FloatArray:
+    """The TPOT SLO by which each running request takes turns, [running]: whoever has none that can
+    be kept, at the pace of the others' loosest, so that it is not put off for ever, and those who
+    rotate need not stop for it. inf where nobody has one."""
+    slo = attainable_slo_s(state, state.running)
+    kept = slo[np.isfinite(slo)]
+    return np.where(np.isfinite(slo), slo, kept.max()) if len(kept) else slo
 
 
 def full_step_s(state: SystemState, at_first: bool = False) -> float:

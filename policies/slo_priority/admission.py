@@ -8,18 +8,22 @@ from dataclasses import replace
 
 import numpy as np
 
+from ellm_sgl.latency import StepWork
 from ellm_sgl.policies.base import BoolArray, FloatArray, IntArray, Requests, SystemState
-from ellm_sgl.policies.planned import evictable_tokens, select
+from ellm_sgl.policies.planned import evictable_tokens, running_and, select
 from ellm_sgl.policies.problem.candidates import (
     SLO_SHARE,
     decode_seconds,
     least_evicted,
     prompts_s,
     slack_s,
+    slos_s,
 )
 from ellm_sgl.policies.problem.forecast import FIRST_STEPS, Forecast
 from ellm_sgl.policies.problem.under_way import as_running
 from ellm_sgl.policies.slo_priority.levels import LEVELS, Levels
+from ellm_sgl.policies.slo_priority.schedule import MAX_STEPS_PER_TOKEN
+from ellm_sgl.policies.slo_priority.schedule import SLO_SHARE as STEPS_SHARE
 
 BRIEF_S = 0.1
 """Longest prefill of several requests while requests that are more urgent may come."""
@@ -121,6 +125,8 @@ def admit(
     if several and level[0] < levels.running.max():
         lower = np.flatnonzero(levels.running > level[0])
         count = max(count, _at_others_expense(line, lower, forecast))
+    if several and level[0] <= levels.running.min():
+        count = min(count, _in_time(seen, levels, order))
     return tuple(paced(state, levels, budget, order)[: max(count, 0)].tolist())
 
 
@@ -156,6 +162,28 @@ def paced(state: SystemState, levels: Levels, budget: PrefillBudget, order: IntA
     elif not levels.several:
         budget.offer(first, np.full(len(order), np.inf))
     return order[: max(1, int(np.count_nonzero(seconds <= limit_s)))]
+
+
+def _in_time(seen: SystemState, levels: Levels, order: IntArray) -> int:
+    """How many of these, the most urgent of all, can join their like within the SLOs of both,
+    while of the less urgent no more decode than must: nobody pauses for anyone less urgent, so that
+    whoever has joined stays in every step. All, where one alone could not keep its SLO.
+
+    Args:
+        seen: with the prompts under way among the running, who count as their like.
+    """
+    known = len(levels.running)
+    lower = levels.running > levels.waiting[order[0]]
+    alike = np.append(np.flatnonzero(~lower), np.arange(known, len(seen.running)))
+    line = replace(seen, running=select(seen.running, alike), waiting=select(seen.waiting, order))
+    tokens = np.cumsum(running_and(line, len(order)).tokens)
+    fewest = np.array([lower.sum(), seen.running.tokens[:known][lower].sum()]) / MAX_STEPS_PER_TOKEN
+    work = StepWork(np.arange(1, len(tokens) + 1) + fewest[0], tokens + fewest[1])
+    seconds = seen.pace * seen.latency.step_seconds(work)
+    kept = seconds <= STEPS_SHARE * slos_s(line, len(order))[1:]
+    if not kept[0]:
+        return len(order)
+    return _leading(kept[len(alike) :])
 
 
 def _leading(true: BoolArray) -> int:

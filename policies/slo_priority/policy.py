@@ -132,9 +132,9 @@ class SloPriority(Policy):
         self._budget.note(state, levels.several)
         self._losses.note(state.busy_s, 0.0)
         self._scheduled = None
-        order = levels.order[:MOST_ADMITTED]
+        order = levels.order
         if len(order):
-            order = affordable(state, levels, self._budget, order)
+            order = affordable(state, levels, self._budget, order)[:MOST_ADMITTED]
         if len(order):
             head = levels.waiting[order] == levels.waiting[order[0]]
             order = paced(state, levels, self._budget, order[np.logical_and.accumulate(head)])

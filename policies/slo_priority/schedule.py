@@ -117,8 +117,9 @@ def build(
 
     As few pause as bring the step to its target time without losing more tokens per second than
     allowed; if that cannot be, those that make the step shortest. The target is SLO_SHARE of the
-    SLO that the most urgent level brings, or of the server's where a full step takes longer than
-    that; and where it brings none, under pressure, IMPLIED_SHARE of a full step.
+    tightest SLO that the most urgent level brings and a step can keep, or of the server's where a
+    full step takes longer than that; and where it brings none, under pressure, IMPLIED_SHARE of a
+    full step.
 
     Args:
         level: of each running request.
@@ -129,19 +130,21 @@ def build(
     lower = level > level.min(initial=LEVELS)
     if not lower.any():
         return NOBODY_PAUSES
-    own = float(state.running.tpot_slo_s[~lower].min())
-    if not (pressure or np.isfinite([own, state.tpot_slo_s]).any()):
+    slos_s = state.running.tpot_slo_s[~lower]
+    if not (pressure or np.isfinite([*slos_s, state.tpot_slo_s]).any()):
         return NOBODY_PAUSES
     members = _groups(state, level)
     rates = _rate_choices([len(m) for m in members])
     work = _expected_work(state, members, rates)
     seconds = state.latency.step_seconds(work)
     full = float(seconds[0])
+    loss = _loss(state, work, seconds)
     # Steps take longer than predicted, by `pace`. All have the server's SLO: while a full step
     # keeps it, none of the others is made to miss it.
-    own, server_s = own / state.pace, state.tpot_slo_s / state.pace
+    possible = loss <= max(allowed_loss, slo_loss, ROUNDING)
+    own = _tightest_kept(slos_s / state.pace, float(seconds[possible].min()))
+    server_s = state.tpot_slo_s / state.pace
     slo = own if full <= server_s else min(own, server_s)
-    loss = _loss(state, work, seconds)
     choice = 0
     if pressure and not np.isfinite(own):
         choice = _choose(loss <= max(allowed_loss, ROUNDING), seconds, IMPLIED_SHARE * full)
@@ -154,6 +157,13 @@ def build(
     pause_s = float(state.latency.step_seconds(_expected_work(state, members, alternating))[0])
     groups = (_group(m, r, pause_s) for m, r in zip(members, chosen.tolist(), strict=True))
     return Schedule(tuple(groups), max(float(loss[choice]), 0.0))
+
+
+def _tightest_kept(slos_s: FloatArray, step_s: float) -> float:
+    """The least of these SLOs that a step of `step_s`, the shortest, keeps: one that is missed
+    however the others pause takes nothing from theirs. Of none the least."""
+    kept = slos_s[SLO_SHARE * slos_s >= step_s]
+    return float((kept if np.isfinite(kept).any() else slos_s).min())
 
 
 def _group(members: IntArray, rate: float, step_s: float) -> Group:

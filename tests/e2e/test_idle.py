@@ -6,6 +6,7 @@ import math
 import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,25 @@ def test_memory_goes_back_after_a_while_and_comes_again(keep: str) -> None:
         again = server.state()
         assert again["integrity"] == "ok" and again["retractions_total"] == 0
         assert TOKENS / 4 < again["resize"]["wanted_tokens"] <= TOKENS
+
+
+def test_who_comes_to_a_server_at_rest_has_its_prompt_from_the_store(tmp_path: Path) -> None:
+    """Which has no room for it at that moment."""
+    more = ["--ellm-policy", "fcfs", "--ellm-device-kv-tokens", "20000", "--ellm-idle-release-s"]
+    more += ["1", "--ellm-idle-keep-prefixes", "off", "--ellm-kv-store", str(tmp_path)]
+    (prompt,) = prompts(1, 6000, 6000, seed=22)
+    with ServerProcess([*DEMO_ARGUMENTS, *more], STRICT) as server:
+        answers = []
+        for _ in range(2):
+            answers += ask(server.url, [greedy(prompt, 8)])
+            deadline = time.monotonic() + PATIENCE_S
+            while (state := server.state())["resize"]["wanted_tokens"] != 16:
+                assert time.monotonic() < deadline, state
+                time.sleep(0.1)
+            assert state["integrity"] == "ok"
+        first, second = (answer["meta_info"]["cached_tokens"] for answer in answers)
+        assert first == 0 and second >= 5984, (first, second)
+        assert token_ids(answers[:1]) == token_ids(answers[1:])
 
 
 def test_two_ranks_rest_alike() -> None:

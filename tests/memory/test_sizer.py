@@ -225,7 +225,7 @@ def test_a_shrink_that_has_come_to_its_floor_is_asked_for_again(
 
 
 def test_a_shrink_goes_no_further_than_is_still_called_for() -> None:
-    """What asked for it is over: others want less, or a request has come to a server that rested."""
+    """What asked for it is over: others want less, or a request has come to who rested."""
     sizer = Sizer(Alone(SIZES.bytes_of(80)), SIZES, 4, idle_s=5.0)
     coming = Report(20, 60, 80, under_way=True)
     assert sizer.tick(Load(40, MOST, 20), coming, 0.0) == Ask(40)

@@ -73,6 +73,23 @@ def test_an_slo_that_nobody_could_keep_stops_nobody_from_taking_turns() -> None:
     assert Deadlines.of(state, active).slack_s.tolist() == like.slack_s.tolist()
 
 
+def test_whoever_has_no_slo_takes_turns_at_the_loosest_of_the_others() -> None:
+    """Requests bring their own here; one without any ends nobody's turns."""
+    given: dict[str, Any] = {"prompt_tokens": 100, "tpot_s": 0.01, "max_new_tokens": 500}
+
+    def bring(*slos_s: float) -> SystemState:
+        running = requests([200] * 3, tpot_slo_s=list(slos_s), **given)
+        return make_state(running, device_tokens=480, host_tokens=9999, latency=CpuServer())
+
+    assert not can_rotate(bring(np.inf, np.inf, np.inf))
+    state = bring(0.5, 1.0, np.inf)
+    assert can_rotate(state)
+    first, second, third = Deadlines.of(state, np.ones(3, bool)).slack_s.tolist()
+    assert first < second == third < np.inf
+    rotation, pausing = Rotation(), Pausing()
+    assert [rotation.applies(each, pausing) for each in (bring(0.5, 1.0, 1.0), state)] == [True] * 2
+
+
 @pytest.mark.parametrize(("host", "rotates"), [(95, False), (96, True)])
 def test_nobody_rotates_beyond_what_both_tiers_hold(host: int, rotates: bool) -> None:
     """Who pauses then would be computed again, in the steps of all."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ellm_sgl.policies import Fcfs, Policy, SystemState
+from ellm_sgl.policies.pausing.limits import can_rotate
 from ellm_sgl.policies.slo_priority import SloPriority
 from ellm_sgl.policies.slo_priority.admission import (
     CONTENDED_S,
@@ -30,6 +31,20 @@ def scene(now_s: float, urgent_runs: bool = True) -> SystemState:
     return make_state(
         running, waiting, device_tokens=100_000, latency=CpuServer(), now_s=now_s, max_running=64
     )
+
+
+def test_urgent_requests_are_found_behind_however_many_less_urgent_ones() -> None:
+    """Those came long before, but have to save up for their prompts; here requests rotate."""
+    running = requests([200] * 2, priority=[5, 0], prompt_tokens=100, tpot_s=0.01)
+    waiting = requests([LONG] * 100 + [16], request_id=np.arange(7, 108),
+                       priority=[0] * 100 + [5], arrival_s=[0.0] * 100 + [100.0])  # fmt: skip
+    for host in (0, 10**6):
+        state = make_state(
+            running, waiting, device_tokens=6400, host_tokens=host, tpot_slo_s=1.0, now_s=100.0,
+            max_running=64, latency=CpuServer(),
+        )  # fmt: skip
+        assert can_rotate(state) == (host > 0)
+        assert SloPriority().batch(state).admit == (100,)
 
 
 def at(state: SystemState, now_s: float) -> SystemState:

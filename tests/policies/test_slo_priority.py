@@ -63,6 +63,23 @@ def test_urgent_requests_go_first_and_patience_is_bounded() -> None:
     assert queue_order(waiting, level).tolist() == [2, 0, 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("lower", "slo_s", "admitted"),
+    [(1, 0.03, 9), (0, 0.03, 12), (16, 0.03, 7), (1, 0.001, 30), (80, 0.03, 30)],
+    ids=["one", "nobody", "many", "none alone keeps it", "nor beside so many"],
+)
+def test_less_urgent_requests_do_not_lift_the_slo_of_those_that_come(
+    lower: int, slo_s: float, admitted: int
+) -> None:
+    """So many of 30 urgent ones are admitted beside them."""
+    running = requests([256] * lower)
+    waiting = requests(
+        [16] * 30, request_id=100 + np.arange(30), priority=1, tpot_slo_s=slo_s, max_new_tokens=64
+    )
+    state = make_state(running, waiting, device_tokens=10**6, max_running=200, latency=CpuServer())
+    assert len(SloPriority().batch(state).admit) == admitted
+
+
 def crowded(*waiting: tuple[int, float]) -> SystemState:
     """Two urgent and two other requests run, and memory is too short for the others. Who waits is
     given by priority, and by the seconds since it came."""

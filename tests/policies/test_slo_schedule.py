@@ -54,6 +54,18 @@ def test_nobody_pauses_among_equals() -> None:
     assert built(state_of(0, 24)).paused(state_of(0, 24)) == ()
 
 
+def test_an_slo_that_no_step_keeps_takes_nothing_from_those_of_the_others() -> None:
+    state = state_of(4, 20, slo=0.03)
+    slos_s = state.running.tpot_slo_s.copy()
+    slos_s[0] = 0.001
+    mixed = replace(state, running=replace(state.running, tpot_slo_s=slos_s))
+    for each in (state, mixed):
+        paused = built(each, slo_loss=0.4).paused(each)
+        assert 0.7 * 0.03 < step_s(each, paused) <= SLO_SHARE * 0.03
+    slos_s[1] = 0.025  # and this one is kept
+    assert step_s(mixed, built(mixed, slo_loss=0.4).paused(mixed)) <= SLO_SHARE * 0.025
+
+
 def test_nobody_pauses_without_pressure_or_slo() -> None:
     state = state_of(4, 20)
     assert built(state, pressure=False).paused(state) == ()

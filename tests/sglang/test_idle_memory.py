@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ import torch
 
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.memory import KVPool, Sizes
+from ellm_sgl.sglang import growing
 from ellm_sgl.sglang import sizing as module
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.scheduler import EllmScheduler, resize, scheduler_of
@@ -66,6 +68,35 @@ def test_it_goes_once_in_the_first_turn_that_no_request_shares(
     sizing.apply(scheduler_of(server.scheduler), -1)
     resize(server.scheduler)
     assert trimmed == ["all"], "nothing has gone meanwhile"
+
+
+def test_the_pool_grows_while_more_comes_and_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    server = Server()
+    ours: Any = context_of(server.scheduler)
+    sizes = Sizes(lambda units: units * 1000, SHAPE.num_groups, ALL)
+    sizing = ours.sizing = Sizing(EllmConfig(), "key", sizes, LEAST, ALL, None)
+    resizer, needed = scheduler_of(server.scheduler).resizer, Mock(return_value=LEAST)
+    monkeypatch.setattr(module, "needed_units", needed)
+    server.table.limit_units(LEAST)
+    soon = scheduler_of(server.scheduler).growing.soon
+
+    def observed(units: int) -> bool:
+        needed.return_value = units
+        sizing.observe(server.scheduler, resizer, [])
+        return soon()
+
+    assert not observed(LEAST)
+    assert observed(ALL)
+    now[0] += growing.PATIENCE_S
+    assert not soon(), "nothing has come"
+    server.table.limit_units(2 * LEAST)
+    assert soon()
+    assert not observed(2 * LEAST) and observed(ALL)
+    sizing.problem = "the ledger is broken"
+    assert not soon()
 
 
 def test_who_has_finished_needs_nothing_and_a_pause_is_no_work() -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -214,6 +215,22 @@ def test_what_memory_has_no_room_for_is_read_once_it_has(tmp_path: Path) -> None
     scene.table.release(blocks)
     assert not scene.stored.fetch([req], decoding=1)
     assert scene.in_tree(req) == 6 and scene.stored.fetched_tokens == 6 * BLOCK
+
+
+def test_what_a_growing_pool_will_have_room_for_is_waited_for(tmp_path: Path) -> None:
+    """A server that rested, or shares a budget: the prompt would be computed meanwhile."""
+    scene = Scene(tmp_path, 8, store_blocks=64)
+    req, unknown = scene.request(100, 6), scene.request(500, 6)
+    scene.store_all(req)
+    groups = scene.table.shape.num_groups
+    for blocks, grows, held, there in (
+        (1, False, False, 1), (1, True, True, 1), (3, True, True, 3), (3, False, False, 3),
+        (8, True, False, 6),
+    ):  # fmt: skip
+        scene.table.limit_units(blocks * groups)
+        found = scene.stored.fetch([req, unknown], 0, partial(bool, grows))
+        assert (found == {req, unknown}, scene.in_tree(req)) == (held, there)
+        assert held or not found
 
 
 def test_who_is_retracted_reads_what_it_had(tmp_path: Path) -> None:
