@@ -107,15 +107,15 @@ class Iteration:
 
     # -- decide -----------------------------------------------------------------------------
 
-    def decision_stands(self, running: int) -> bool:
+    def decision_stands(self, seq_ids: Sequence[int]) -> bool:
         """Whether the last decision still holds without asking (`Policy.idle_without_pressure`):
-        all is cached, and there is room for a block more of each of so many requests."""
+        all of these, which run, is cached, and there is room for a block more of each."""
         table = self.elastic.table
         return (
             self.in_force.stands
             and not self.in_force.admit
-            and table.missing_units == 0
-            and table.free_units >= running * table.shape.num_groups
+            and table.free_units >= len(seq_ids) * table.shape.num_groups
+            and not (table.missing_units and table.lacking_blocks(seq_ids).any())
         )
 
     def decide(self, state: SystemState) -> Decision:
@@ -257,8 +257,15 @@ class Iteration:
     def plan_extend(
         self, planner: Planner, seq_ids: Sequence[int], counts: Sequence[int]
     ) -> StepPlan:
-        """Plan the last `counts` tokens of each request: a prompt, or a chunk of one."""
-        with self.elastic.totals.bookkeeping():
+        """Plan the last `counts` tokens of each request: a prompt, or a chunk of one.
+
+        Cached prefixes that nobody uses make way for what is fetched: it would be computed again.
+        """
+        elastic = self.elastic
+        with elastic.totals.bookkeeping():
+            if elastic.table.missing_units:
+                fetched = elastic.fetched_blocks(elastic.table.missing_blocks(seq_ids))
+                elastic.reclaim_prefixes(elastic.slots * fetched)
             return planner.extend(seq_ids, counts, self.in_force.split)
 
     # -- execute ----------------------------------------------------------------------------

@@ -179,11 +179,11 @@ class ElasticMemory:
         gain = self.table.shape.num_groups - self.slots
         if self._has_host and gain > 0:
             missing, placed = self.table.missing_blocks(seq_ids), units
-            fetched = self._fetched_blocks(missing)
+            fetched = self.fetched_blocks(missing)
             # A prompt that waits for units would get those that are free afterwards.
             if exchanges and fetched < len(missing) and not self.under_way.coming:
                 placed += self._exchange(seq_ids, units + self.slots * fetched)
-                fetched = self._fetched_blocks(self.table.missing_blocks(seq_ids))
+                fetched = self.fetched_blocks(self.table.missing_blocks(seq_ids))
             if (short := placed + self.slots * fetched - self.table.free_units) > 0:
                 self.make_room(placed + self.slots * (fetched + -(-short // gain)))
         return self.make_room(units)
@@ -280,7 +280,7 @@ class ElasticMemory:
         if self._excess_blocks(seq_ids).any():
             return True
         missing = self.table.missing_blocks(seq_ids)
-        return host_room(self.table) > 0 and self._fetched_blocks(missing) < len(missing)
+        return host_room(self.table) > 0 and self.fetched_blocks(missing) < len(missing)
 
     def restore(self, seq_ids: Sequence[int], missing: IntArray) -> list[int]:
         """Place missing blocks that the coming step recomputes anyway, those that it fetches last,
@@ -300,7 +300,7 @@ class ElasticMemory:
         groups = self.table.shape.num_groups
         excess = self._excess_blocks(seq_ids)
         # Besides growth, room for what this step fetches; less by what is placed for good.
-        staged = self.slots * (fetched := self._fetched_blocks(missing))
+        staged = self.slots * (fetched := self.fetched_blocks(missing))
         staged += self.under_way.coming * groups
         margin = -(-len(seq_ids) // GROWING) * groups
         self.reclaim_prefixes(staged + margin + int(excess.sum()) * groups)
@@ -339,7 +339,7 @@ class ElasticMemory:
         returning = np.array(paused)[self._excess_blocks(paused) > 0].tolist()
         units = min(sum(len(self._on_host(each)) for each in returning) * groups, most_units)
         if units:
-            borrowed = self.slots * self._fetched_blocks(table.missing_blocks(decoding))
+            borrowed = self.slots * self.fetched_blocks(table.missing_blocks(decoding))
             units += borrowed + int(self._excess_blocks(decoding).sum()) * groups
             self.reclaim_prefixes(units + self._kept_ahead(len(decoding)))
 
@@ -395,6 +395,6 @@ class ElasticMemory:
         """Blocks of a request that are to be missing."""
         return self._targets.get(seq_id, 0) // self.table.shape.block_tokens
 
-    def _fetched_blocks(self, missing: IntArray) -> int:
+    def fetched_blocks(self, missing: IntArray) -> int:
         """How many of these missing blocks a step can fetch from the host."""
         return int(np.count_nonzero(~self.table.lost(missing))) if self._has_host else 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ellm_sgl.memory import AdmissionRoom, PromptRoom
 from ellm_sgl.sglang.context import context_of, rows_of
 from ellm_sgl.sglang.scheduler import scheduler_of
+from ellm_sgl.sglang.tree_blocks import blocks_of
 from ellm_sgl.sglang.versions import adapter
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def admit(
     ratio = ours.iteration.in_force.admitted_ratios[rank]
     prompts: PromptRoom = getattr(adder, _PROMPTS)
     fits = _limit_rows(adder, req)
-    needs = _first_tokens(adder, req), ratio, _idle_prefix(req)
+    needs = _first_tokens(adder, req), ratio, _idle_prefix(adder, req)
     if not (fits and prompts.has(*needs)):
         return AddReqResult.OTHER
     account: _Account = getattr(adder, _ACCOUNT)
@@ -149,13 +150,16 @@ def _all_logits(req: Req) -> bool:
     return bool(req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids) - 1)
 
 
-def _idle_prefix(req: Req) -> int:
-    """Tokens of the prefix that a request finds cached, and that nobody has used until now."""
-    tokens, node = 0, req.last_node
+def _idle_prefix(adder: PrefillAdder, req: Req) -> int:
+    """Device tokens of the prefix that a request finds cached, and that nobody has used until now:
+    what it has there, and where what only the host has of it is fetched to."""
+    table, elastic = context_of(adder).table, scheduler_of(adder).iteration.elastic
+    blocks, units, node = 0, 0, req.last_node
     while node is not None and node.parent is not None and node.lock_ref == 0:
-        tokens += len(node.key)
+        there = int(table.holds_units(of := blocks_of(node, adder.page_size)).sum())
+        blocks, units = blocks + there, units + elastic.slots * (len(of) - there)
         node = node.parent
-    return tokens
+    return (blocks + -(-units // table.shape.num_groups)) * adder.page_size
 
 
 def _consider(

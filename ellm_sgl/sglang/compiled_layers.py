@@ -32,6 +32,7 @@ from ellm_sgl.kernels.cpu.decoder import (
 from ellm_sgl.memory import KVPool
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.mixes import Mix
+from ellm_sgl.sglang.own_forwards import others_forward
 from ellm_sgl.sglang.platform.operators import is_plain
 from ellm_sgl.sglang.synthetic_steps import SyntheticSteps
 from ellm_sgl.step import Executor, StepPlan
@@ -240,7 +241,10 @@ def compile_layers(runner: ModelRunner, ours: Context) -> CompiledLayers | None:
             raise NotCompiledError("attention is not by the C++ kernels")
         if get_parallel().tp_size > 1:
             raise NotCompiledError("several ranks")
-        found = CompiledLayers(runner.model.model, ours.executor, ours.pool, prefetch)
+        decoder = runner.model.model
+        found = CompiledLayers(decoder, ours.executor, ours.pool, prefetch)
+        if (whose := others_forward(decoder)) is not None:
+            raise NotCompiledError(whose)
         _check(found, SyntheticSteps(runner, ours), ours.pool.shape.block_tokens)
     except NotCompiledError as reason:
         logger.info("eLLM layers: SGLang's own (%s)", reason)

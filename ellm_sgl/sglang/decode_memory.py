@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ellm_sgl.sglang.context import context_of, rows_of
-from ellm_sgl.sglang.scheduler import counts_tokens, scheduler_of
+from ellm_sgl.sglang.paused import counts_tokens
+from ellm_sgl.sglang.scheduler import scheduler_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

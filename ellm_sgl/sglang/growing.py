@@ -32,6 +32,10 @@ class Growing:
         """Whether more room is coming, or is about to be asked for."""
         return of_rank_0(self._ours.scheduler, self._soon)
 
+    def over(self) -> None:
+        """Nobody waits: who comes next may wait as long again."""
+        self._limit_units = None
+
     def _soon(self) -> bool:
         ours = self._ours
         resizer, sizing = ours.resizer, context_of(ours.scheduler).sizing

@@ -72,3 +72,8 @@ class PausedRequests:
         if aborted:
             batch.filter_batch()
             batch.batch_is_full = False
+
+
+def counts_tokens(batch: ScheduleBatch) -> bool:
+    """Whether SGLang counts tokens for penalties of requests of this batch."""
+    return bool(batch.sampling_info.penalizer_orchestrator.is_required)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.config.ranges import ANSWERS, shown
 from ellm_sgl.sglang import enabling
+from ellm_sgl.sglang.sampling import check_sampling
 from ellm_sgl.sglang.slo import check_slos
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _PLACES = "token_indices_to_pool"
 """Field of SGLang 0.5.23 and later, for scores: places that it looks for in the step's rows."""
 _CACHE_KEYS = ("extra_key", "cache_salt")
 """Fields that keep requests' cached prefixes apart."""
+_WHOLE = ("logprob_start_len", "top_logprobs_num", "priority")
+"""Fields that are whole numbers, or None."""
 _EMPTY = "a prompt of no token; give one at least"
 
 
@@ -42,8 +45,13 @@ def check(request: Any, input_ids: Sequence[int] | None, vocabulary: int) -> Non
         raise ValueError(
             f"{_PLACES}: not supported with eLLM, which may compute a prompt in parts; leave it out"
         )
-    for name in _CACHE_KEYS:
+    for name in (*_CACHE_KEYS, "lora_id"):
         _check_text(name, getattr(request, name, None))
+    for name in _WHOLE:
+        if not isinstance(value := getattr(request, name, None), int | None):
+            raise ValueError(
+                f"{name}: {shown(value)} is no whole number; give one, or leave it out"
+            )
     _check_session(getattr(request, "session_params", None))
     params = getattr(request, "sampling_params", None)
     _check_beams(params)
@@ -98,6 +106,13 @@ def _check_text(name: str, value: object) -> None:
         raise ValueError(f"{name}: {shown(value)} is no text; give a string, or leave it out")
 
 
+def _check_name(rid: object) -> None:
+    """Of a request: who is gone is told of by it, and all names begin with an empty one."""
+    _check_text("rid", rid)
+    if rid == "":
+        raise ValueError("rid: an empty name; give another, or leave it out")
+
+
 def _check_beams(sampling_params: Any) -> None:
     """Raise ValueError for beams (SGLang 0.5.20 and later): their rows belong to no request."""
     for params in sampling_params if isinstance(sampling_params, list) else [sampling_params]:
@@ -135,7 +150,7 @@ def _check_form(request: Any) -> None:
     for one in each:
         ANSWERS.check("n", one.get("n", 1))
     if prompts is None and each[0].get("n", 1) == 1:
-        _check_text("rid", request.rid)
+        _check_name(request.rid)
 
 
 def _prompts(request: Any) -> int | None:
@@ -153,12 +168,16 @@ def check_request(manager: Any, request: Any, input_ids: Sequence[int] | None) -
     SLO that makes no sense, becomes a 400."""
     if enabling.settings_of(manager) is None:
         return
+    _check_name(getattr(request, "rid", None))
+    if not isinstance(came := getattr(request, "received_time", None), int | float | None):
+        raise ValueError(f"received_time: {shown(came)} is no time; leave it out")
     params = getattr(request, "sampling_params", None)
     check_slos(params)
     check(request, input_ids, manager.model_config.vocab_size)
     known = manager.sampling_params_class.__struct_fields__
     if unknown := [name for name in params or () if name not in known]:
         raise ValueError(f"sampling_params: there is no {shown(unknown[0])}; leave it out")
+    check_sampling(params or {}, manager.sampling_params_class)
 
 
 def take_request(
@@ -169,10 +188,11 @@ def take_request(
 ) -> None:
     """Around `Scheduler.handle_generate_request`: what cannot be served is answered with an
     error, the way SGLang's scheduler answers requests that it cannot serve."""
-    _leave_out_unread(request, scheduler.model_config.vocab_size)
     try:
+        _leave_out_unread(request, scheduler.model_config.vocab_size)
         check_slos({"custom_params": request.sampling_params.custom_params})
         check(request, request.input_ids, scheduler.model_config.vocab_size)
+        check_sampling(request.sampling_params, type(request.sampling_params))
     except ValueError as error:
         _refuse(scheduler, request, str(error))
     else:
@@ -181,14 +201,16 @@ def take_request(
 
 
 def _leave_out_unread(request: TokenizedGenerateReqInput, vocabulary: int) -> None:
-    """Stop tokens that no step can sample, and how many log-probabilities a request would have that
-    does not ask for them: valid, and without a meaning. But a step does for all of its requests
-    what one of them needs (`min_new_tokens`, log-probabilities), and would look at these."""
+    """Stop tokens that no step can sample, how many log-probabilities a request would have that
+    does not ask for them, and where it would go on elsewhere: valid, and without a meaning. But a
+    step does for all of its requests what one of them needs (`min_new_tokens`, log-probabilities),
+    and would look at these."""
     params = request.sampling_params
     stops = {token_id for token_id in params.stop_token_ids or () if 0 <= token_id < vocabulary}
     params.stop_token_ids = stops or None
     if not request.return_logprob:
         request.top_logprobs_num = 0
+    request.bootstrap_host = None  # of a server that computes prompts for others: this one does not
 
 
 def name_no_token(
@@ -233,15 +255,16 @@ def refuse_empty(req: Req) -> None:
 def _refuse(scheduler: Scheduler, request: TokenizedGenerateReqInput, message: str) -> None:
     from sglang.srt.managers.schedule_batch import Req
 
+    params = type(request.sampling_params)()  # its own may be what it is refused for
+    params.normalize(None)
     refused = Req(
         request.rid,
         request.input_text,
         request.input_ids,
-        request.sampling_params,
+        params,
         vocab_size=scheduler.model_config.vocab_size,
         http_worker_ipc=request.http_worker_ipc,
     )
-    refused.sampling_params.custom_params = None
     refused.tokenizer = scheduler.tokenizer
     refused.set_finish_with_abort(message)
     scheduler.init_req_max_new_tokens(refused)

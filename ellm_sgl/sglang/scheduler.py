@@ -20,7 +20,7 @@ from ellm_sgl.memory.shape import IntArray
 from ellm_sgl.sglang.context import context_of, row_of, rows_of
 from ellm_sgl.sglang.growing import Growing
 from ellm_sgl.sglang.metrics import Metrics
-from ellm_sgl.sglang.paused import PausedRequests
+from ellm_sgl.sglang.paused import PausedRequests, counts_tokens
 from ellm_sgl.sglang.ranks import Found, is_rank_0, least_of_ranks, of_rank_0
 from ellm_sgl.sglang.slo import slo_seconds
 from ellm_sgl.sglang.tree_blocks import prefixes_of
@@ -194,6 +194,8 @@ class EllmScheduler:
             running = [r for r in batch.reqs if not r.finished()]
             sizing.observe(self.scheduler, self.resizer, running)
         self.fetching = frozenset()
+        if not self.scheduler.waiting_queue:
+            self.growing.over()
         if (stored := context_of(self.scheduler).stored) is not None:
             stored.keep_computed(batch.reqs)
         if self._decision_stands(batch):
@@ -258,11 +260,12 @@ class EllmScheduler:
         return UnderWay.of(table, row_of(req), tokens, self.prompt_ratio)
 
     def _decision_stands(self, batch: ScheduleBatch) -> bool:
+        running = [r for r in batch.reqs if not r.finished()]
         return (
             not self.scheduler.waiting_queue
             and self.scheduler.chunked_req is None
-            and self.iteration.decision_stands(len(batch.reqs))
-            and not all(r.finished() for r in batch.reqs)
+            and len(running) > 0
+            and self.iteration.decision_stands(rows_of(running))
         )
 
     @property
@@ -327,11 +330,6 @@ class EllmScheduler:
         """Device tokens that these prefixes would make room for."""
         table = self.iteration.elastic.table
         return table.shape.tokens_in(table.idle_units(self.reclaimable()))
-
-
-def counts_tokens(batch: ScheduleBatch) -> bool:
-    """Whether SGLang counts tokens for penalties of requests of this batch."""
-    return bool(batch.sampling_info.penalizer_orchestrator.is_required)
 
 
 def scheduler_of(owner: Any) -> EllmScheduler:

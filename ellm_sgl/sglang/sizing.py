@@ -153,9 +153,14 @@ class Sizing:
         return self._growth[1]
 
     def wants_more(self, resizer: Resizer, shape: PoolShape) -> bool:
-        """On rank 0: whether requests need more than there is, and it may be had."""
-        needs = self._load.needed_units > resizer.limit_units
-        return needs and self.growth(resizer, shape).with_idle_tokens > 0
+        """On rank 0: whether requests need more than there is, and it may be had; others have not
+        heard of it yet, or leave it that share."""
+        needed = self._load.needed_units
+        if needed <= resizer.limit_units or resizer.outcome is Outcome.CEILING or self.problem:
+            return False
+        wanted = self.sizes.bytes_of(min(needed, self.most_units))
+        unheard = self._sizer is not None and self._sizer.wanted_bytes < wanted
+        return unheard or self.growth(resizer, shape).with_idle_tokens > 0
 
     def _growth_now(self, resizer: Resizer, shape: PoolShape) -> Growth:
         if self.problem is not None:  # nobody asks for it any more

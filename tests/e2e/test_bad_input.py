@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -30,6 +31,17 @@ LONG_ROPE = {
     "short_factor": [1.0] * 16,
     "long_factor": [2.0] * 16,
 }
+ODD: list[dict[str, Any]] = [
+    {"json_schema": {"type": "object"}}, {"regex": ["a"]}, {"max_new_tokens": 16.0},
+    {"logit_bias": {"5": "x"}}, {"logit_bias": []}, {"logit_bias": {"5": math.nan}},
+    {"logit_bias": {"5": 1e39}}, {"stream_interval": "5"}, {"temperature": "hot"},
+    {"temperature": 0, "is_normalized": True}, {"top_k": 2**31}, {"sampling_seed": 2**63},
+    {"repetition_penalty": 1e-38, "temperature": 1.0}, {"ignore_eos": 1}, {"stop": [7]},
+]  # fmt: skip
+ODD_FIELDS: list[dict[str, Any]] = [
+    {"lora_id": ["y"]}, {"return_logprob": True, "logprob_start_len": [0]}, {"rid": ""},
+    {"return_logprob": True, "top_logprobs_num": [2]}, {"logprob_start_len": [0]},
+]  # fmt: skip
 DEEP = '{"a": ' * 500 + "1" + "}" * 500
 
 
@@ -63,6 +75,14 @@ def slos(**fields: Any) -> str:
         ("/generate", slos(sampling_params={"custom_params": "x"})),
         ("/generate", slos(sampling_params="x")),
         ("/generate", slos(sampling_params=[])),
+        *(("/generate", json.dumps({"text": "x", "sampling_params": params})) for params in ODD),
+        *(("/generate", json.dumps({"text": "x"} | fields)) for fields in ODD_FIELDS),
+        *(
+            ("/vertex_generate", json.dumps({"instances": [{"text": "a"}], "parameters": fields}))
+            for fields in ({"rid": [5]}, {"priority": "x"}, {"received_time": "x"})
+        ),
+        ("/v1/chat/completions", json.dumps(CHAT | {"top_k": 2**31})),
+        ("/v1/completions", json.dumps({"model": "d", "prompt": "x", "logit_bias": {"5": 1e39}})),
         ("/generate", slos(tpot_slo_ms=10**400)),
         ("/generate", '{"text": "x", "tpot_slo_ms": 1e999}'),
         ("/generate", '{"text": "x", "tpot_slo_ms": ' + "[" * 100_000),
@@ -120,6 +140,19 @@ def test_log_probabilities_that_nobody_asks_for_disturb_nobody(
     told = [one["meta_info"].get("output_top_logprobs") for one in answer.json()]
     assert [[len(top) for top in tops] for tops in told[::2]] == [[2] * 4] * (count // 2)
     assert not any(told[1::2])
+
+
+def test_a_host_that_nobody_goes_on_at_changes_nothing(server: ServerProcess) -> None:
+    """A field of servers that compute prompts for others; here the prompt has several chunks."""
+    [body] = [greedy(p, 4) for p in prompts(1, 6000, 6000, seed=4)]
+    expected = ask(server.url, [body])
+    server.flush_cache()
+    answer = httpx.post(f"{server.url}/generate", json=body | {"bootstrap_host": "2.2.2.2"},
+                        timeout=60)  # fmt: skip
+    assert answer.json()["output_ids"] == expected[0]["output_ids"]
+    server.flush_cache()
+    state = server.state()
+    assert state["device_units_free"] == state["device_units_total"], "memory leaked"
 
 
 def test_chats_without_log_probabilities_disturb_nobody(server: ServerProcess) -> None:

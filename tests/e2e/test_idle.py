@@ -94,16 +94,16 @@ def test_who_comes_to_a_server_at_rest_has_its_prompt_from_the_store(tmp_path: P
     (prompt,) = prompts(1, 6000, 6000, seed=22)
     with ServerProcess([*DEMO_ARGUMENTS, *more], STRICT) as server:
         answers = []
-        for _ in range(2):
+        for _ in range(3):
             answers += ask(server.url, [greedy(prompt, 8)])
             deadline = time.monotonic() + PATIENCE_S
             while (state := server.state())["resize"]["wanted_tokens"] != 16:
                 assert time.monotonic() < deadline, state
                 time.sleep(0.1)
             assert state["integrity"] == "ok"
-        first, second = (answer["meta_info"]["cached_tokens"] for answer in answers)
-        assert first == 0 and second >= 5984, (first, second)
-        assert token_ids(answers[:1]) == token_ids(answers[1:])
+        first, *later = (answer["meta_info"]["cached_tokens"] for answer in answers)
+        assert first == 0 and min(later) >= 5984, later
+        assert len({tuple(ids) for ids in token_ids(answers)}) == 1
 
 
 def test_two_ranks_rest_alike() -> None:

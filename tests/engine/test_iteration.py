@@ -165,10 +165,12 @@ def test_before_the_first_decision_all_is_fetched() -> None:
 def test_a_decision_stands_while_all_fits_and_no_longer() -> None:
     server = Server(4)
     server.put_in_force()
-    assert not server.iteration.decision_stands(4)  # 2 of 10 blocks are free
-    assert server.iteration.decision_stands(2)
+    stands = server.iteration.decision_stands
+    assert not stands(server.seq_ids)  # 2 of 10 blocks are free
+    assert stands(server.seq_ids[:2])
     server.table.evict(int(server.table.blocks_of(70)[0]))
-    assert not server.iteration.decision_stands(2)
+    assert not stands([70, 71])
+    assert stands([71, 72]), "what others lack, or idle prefixes, is no reason to ask again"
 
 
 @pytest.mark.parametrize("what", ["policy", "admits", "promise"])
@@ -186,7 +188,7 @@ def test_a_decision_does_not_stand_where_something_may_change(what: str) -> None
     )
     if what == "policy":
         server.iteration.ask_anew()
-    assert not server.iteration.decision_stands(1)
+    assert not server.iteration.decision_stands(server.seq_ids)
 
 
 def test_nobody_to_decide_for_leaves_what_was_decided_of_the_others() -> None:

@@ -92,6 +92,10 @@ def test_the_pool_grows_while_more_comes_and_for_no_longer(monkeypatch: pytest.M
     assert observed(ALL)
     now[0] += growing.PATIENCE_S
     assert not soon(), "nothing has come"
+    scheduler_of(server.scheduler).decide(server.scheduler.running_batch)  # and nobody waits
+    assert observed(ALL)
+    now[0] += growing.PATIENCE_S
+    assert not soon()
     server.table.limit_units(2 * LEAST)
     assert soon()
     assert not observed(2 * LEAST) and observed(ALL)

@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from ellm_sgl.engine import Controller, Iteration, ServerLimits, StepLog
+from ellm_sgl.latency import RooflineLatencyModel
 from ellm_sgl.memory.shape import IntArray
+from ellm_sgl.policies import Fcfs
 from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.step import Planner
 from ellm_sgl.store import BlockStore, StoreFolder
 from ellm_sgl.store.records import RECORD_BYTES
+from tests.latency.machines import GPU, TINY
 from tests.simulation.configuration import Configuration
 from tests.store.scene import now
 
@@ -225,3 +230,53 @@ def test_the_store_reads_into_what_idle_prefixes_hold_on_the_device(tmp_path: Pa
     scene.blocks(10)  # somebody's
     scene.prefix(100, HOST, HOST, DEVICE)
     assert stored._room(decoding=2) == 16 - 10 - 2
+
+
+def locked(scene: Scene, first: int, blocks: int) -> Any:
+    """The last node of what a request finds, and uses from now on."""
+    key = key_of(range(first, first + blocks * BLOCK))
+    _, node = scene.tree._match_prefix_helper(scene.tree.root_node, key)
+    scene.tree.inc_lock_ref(node)
+    return node
+
+
+def test_a_prompt_computes_nothing_that_the_host_has_while_others_could_make_way() -> None:
+    scene = Scene()
+    cached = scene.prefix(100, *[HOST] * 4)
+    scene.prefix(300, *[DEVICE] * 15)
+    locked(scene, 100, 4)
+    new = scene.blocks(1)
+    scene.table.map(7, np.concatenate((cached, new)), 5 * BLOCK)
+    assert scene.table.free_units == 0
+    limits = ServerLimits(TINY, GPU, 8, np.inf, 200)
+    controller = Controller(Fcfs(), 0.005, StepLog(RooflineLatencyModel(TINY, GPU)), limits)
+    iteration = Iteration(controller, scene.elastic, scene.plane.pool.unit_bytes)
+    planner = Planner(
+        scene.elastic, lambda s, begin, end: np.arange(begin, end), "cpu", captures=False
+    )
+    plan = iteration.plan_extend(planner, [7], [BLOCK])
+    assert (plan.recomputed_rows, plan.fetched_tokens) == (0, 4 * BLOCK * GROUPS)
+    gone = scene.elastic.slots * 4 // GROUPS
+    assert scene.cached(100) == 4 and 15 - scene.cached(300) >= gone > 0
+
+
+def test_of_a_prefix_on_the_host_a_prompt_takes_the_room_that_it_is_fetched_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ellm_sgl.sglang import admission
+
+    scene = Scene()
+    stem = scene.prefix(100, DEVICE, DEVICE, BOTH).tolist()
+    scene.prefix(100, *[HOST] * 3, behind=stem)
+    context = SimpleNamespace(table=scene.table)
+    ours = SimpleNamespace(iteration=SimpleNamespace(elastic=scene.elastic))
+    monkeypatch.setattr(admission, "context_of", lambda owner: context)
+    monkeypatch.setattr(admission, "scheduler_of", lambda owner: ours)
+    adder: Any = SimpleNamespace(page_size=BLOCK)
+    key = key_of(range(100, 100 + 6 * BLOCK))
+    _, last = scene.tree._match_prefix_helper(scene.tree.root_node, key)
+    req: Any = SimpleNamespace(last_node=last)
+    staged = -(-scene.elastic.slots * 3 // GROUPS)
+    assert admission._idle_prefix(adder, req) == (3 + staged) * BLOCK
+    locked(scene, 100, 3)
+    assert admission._idle_prefix(adder, req) == staged * BLOCK

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import zmq
 
 from ellm_sgl.budget import Member, Standing, path_of
 from ellm_sgl.config import ConfigError, EllmConfig
-from ellm_sgl.memory import KVPool, Outcome, PageTable, Sizes
+from ellm_sgl.memory import KVPool, Load, Outcome, PageTable, Sizes
 from ellm_sgl.policies.base import NO_GROWTH
 from ellm_sgl.sglang import sizing as module
 from ellm_sgl.sglang import state
@@ -388,5 +388,11 @@ def test_policies_are_told_what_the_pool_could_come_to_hold(tmp_path: Path) -> N
     assert growth(LEAST + 2 * GROUPS, 3 * GROUPS) == (3 * block, 3 * block)
     assert growth(LEAST - GROUPS, 3 * GROUPS) == (0, 0)
     assert growth(9 * ALL, 9 * ALL) == ((ALL - LEAST) // GROUPS * block,) * 2  # it holds no more
+    sizing._load, sizing._sizer = Load(ALL, ALL, LEAST), Mock(wanted_bytes=LEAST * UNIT)
+    assert growth(LEAST, 0) == (0, 0)
+    assert sizing.wants_more(resizer, SHAPE), "others have not heard of it"
+    sizing._sizer = Mock(wanted_bytes=ALL * UNIT)
+    assert not sizing.wants_more(resizer, SHAPE)
+    assert growth(ALL, 0)[1] > 0 and sizing.wants_more(resizer, SHAPE)
     resizer.outcome = Outcome.CEILING
-    assert growth(9 * ALL, 9 * ALL) == (0, 0)
+    assert growth(9 * ALL, 9 * ALL) == (0, 0) and not sizing.wants_more(resizer, SHAPE)
