@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 from ellm_sgl.config import EllmConfig
 from ellm_sgl.config.ranges import check_finite, shown
 from ellm_sgl.sglang import enabling
+from ellm_sgl.sglang.control_routes import ControlRoutes
 from ellm_sgl.sglang.keep_alive import KeepAlive
 from ellm_sgl.sglang.page import OpenFiles, add_page
 from ellm_sgl.sglang.queue_full import QueueFull
@@ -50,7 +52,10 @@ def serve_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
         return
     if not getattr(http_server.app.state, "ellm", False):
         http_server.app.state.ellm = True
-        if adapter().resolved(manager.server_args).max_queued_requests is not None:
+        resolved = adapter().resolved(manager.server_args)
+        records = getattr(resolved, "expert_distribution_recorder_mode", None) is not None
+        _wrap(http_server.app, functools.partial(ControlRoutes, records=records))
+        if resolved.max_queued_requests is not None:
             _wrap(http_server.app, QueueFull)
         add_routes(http_server)
 

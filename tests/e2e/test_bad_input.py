@@ -81,6 +81,10 @@ def slos(**fields: Any) -> str:
             ("/vertex_generate", json.dumps({"instances": [{"text": "a"}], "parameters": fields}))
             for fields in ({"rid": [5]}, {"priority": "x"}, {"received_time": "x"})
         ),
+        *((f"/{each}_expert_distribution_record", "") for each in ("start", "stop", "dump")),
+        ("/start_profile", json.dumps({"activities": ["CUDA_PROFILER"]})),
+        ("/slow_down", json.dumps({"forward_sleep_time": math.nan})),
+        ("/update_weights_from_tensor", json.dumps({"serialized_named_tensors": []})),
         ("/v1/chat/completions", json.dumps(CHAT | {"top_k": 2**31})),
         ("/v1/completions", json.dumps({"model": "d", "prompt": "x", "logit_bias": {"5": 1e39}})),
         ("/generate", slos(tpot_slo_ms=10**400)),
