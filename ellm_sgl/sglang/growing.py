@@ -4,14 +4,11 @@ moment, and not computed meanwhile."""
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ellm_sgl.memory import Outcome
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.ranks import of_rank_0
-
-if TYPE_CHECKING:
-    from ellm_sgl.sglang.scheduler import EllmScheduler
 
 PATIENCE_S = 1.0
 """For so long without any more room it counts as growing."""
@@ -20,9 +17,13 @@ PAUSE_S = 0.002
 
 
 class Growing:
-    """Asked by every rank in the same turn, and answered alike on all."""
+    """Asked by every rank in the same turn, and answered alike on all.
 
-    def __init__(self, ours: EllmScheduler) -> None:
+    Args:
+        ours: the `EllmScheduler`.
+    """
+
+    def __init__(self, ours: Any) -> None:
         self._ours = ours
         self._limit_units: int | None = None
         """Since when it is as large as this; None: it does not grow."""
