@@ -184,13 +184,12 @@ class Sizer:
         """Whether that may not wait for the next look, which takes the interpreter from the
         scheduler's thread as a step begins: somebody has asked for another size, more is needed
         than there is, or others, who lack memory, could have what is needed no more."""
-        if _told(before) != _told(now):
-            return True
         if not self.differs(before, now):
             return False
         have = now.asked_units if now.limit_units is None else now.limit_units
         more = min(self._steps(now) * self._step, now.most_units) > have
-        return more or self.standing is None or self.standing.others_lack
+        heard = self.standing is None or self.standing.others_lack
+        return heard or more or _told(before) != _told(now)
 
     def _steps(self, load: Load) -> int:
         return -(-load.needed_units // self._step)

@@ -4,14 +4,13 @@ they are open to everybody where the server has no admin key."""
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.config.ranges import shown
 from ellm_sgl.sglang import cuda
-from ellm_sgl.sglang.slo import read_body, refusal, replay, route
+from ellm_sgl.sglang.slo import json_object, read_body, refusal, replay, route
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -39,22 +38,13 @@ class ControlRoutes:
         elif (check := _CHECKS.get(path)) is not None:
             body = await read_body(receive)
             try:
-                check(_object(body))
+                check(json_object(body))  # of what is none SGLang says so
             except ValueError as error:
                 await refusal(str(error))(scope, receive, send)
             else:
                 await self._app(scope, replay(body, receive), send)
         else:
             await self._app(scope, receive, send)
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    """Empty for what is no JSON object: SGLang says so."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _check_profile(body: dict[str, Any]) -> None:

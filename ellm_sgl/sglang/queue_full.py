@@ -10,7 +10,6 @@ Who has run already is no such request.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.sglang.keep_alive import COMMENT
 from ellm_sgl.sglang.requests import refuse_empty
-from ellm_sgl.sglang.slo import PATHS, refusal, route
+from ellm_sgl.sglang.slo import PATHS, json_object, refusal, route
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -97,9 +96,9 @@ def turn_away(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> 
 def _queue_full(status: int, begin: bytes) -> str | None:
     """SGLang's message, where an answer that begins so says that the queue is full."""
     if status == 503:
-        said = _message(_object(begin))
+        said = _message(json_object(begin))
     elif status == 200 and begin.startswith(b"data: {") and any(s in begin for s in _SIGNS):
-        event = _object(begin.partition(b"\n")[0].removeprefix(b"data: "))
+        event = json_object(begin.partition(b"\n")[0].removeprefix(b"data: "))
         meta = event.get("meta_info")
         if isinstance(meta, dict) and "index" not in event:
             said = _message(meta.get("finish_reason"))
@@ -112,11 +111,3 @@ def _queue_full(status: int, begin: bytes) -> str | None:
 
 def _message(said: Any) -> Any:
     return said.get("message") if isinstance(said, dict) else None
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

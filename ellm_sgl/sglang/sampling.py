@@ -3,6 +3,7 @@ what it cannot take of one ends SGLang's scheduler, with the requests of everybo
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -14,10 +15,8 @@ _INTERNAL = frozenset(
 """Fields that SGLang fills in itself."""
 _LOOKED_AT_ELSEWHERE = frozenset(("custom_params", "stop_token_ids"))
 """Fields of which SGLang takes other types, too, than it says."""
-_WHOLE = {"top_k": 2**31}
-"""Whole numbers are less than this, in amount, by field;"""
-_WHOLE_NUMBER = 2**63
-"""or than this."""
+_INT32, _INT64 = 2**31, 2**63
+"""Whole numbers of a step's tensors are less, in amount: `top_k`, and the others."""
 _MOST_BIAS = 1e20
 """Of a logit, in amount;"""
 _LEAST_REPETITION = 1e-6
@@ -35,8 +34,7 @@ def check_sampling(params: Any, kind: Any) -> None:
     import msgspec
 
     sent = isinstance(params, dict)
-    for field in msgspec.structs.fields(kind):
-        name = field.name
+    for name, of_type in _fields(kind):
         value = params.get(name) if sent else getattr(params, name)
         if name in _INTERNAL:
             if sent and name in params:
@@ -45,14 +43,23 @@ def check_sampling(params: Any, kind: Any) -> None:
         if value is None or name in _LOOKED_AT_ELSEWHERE:
             continue
         try:
-            msgspec.convert(value, field.type)
+            msgspec.convert(value, of_type)
         except msgspec.ValidationError as error:
             raise ValueError(f"sampling_params: {name}: {shown(value)}: {error}") from None
         _check_number(name, value)
 
 
+@functools.cache
+def _fields(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """Names and types: looked up once, not for each request."""
+    import msgspec
+
+    return tuple((field.name, field.type) for field in msgspec.structs.fields(kind))
+
+
 def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, int) and abs(value) >= (most := _WHOLE.get(name, _WHOLE_NUMBER)):
+    most = _INT32 if name == "top_k" else _INT64
+    if isinstance(value, int) and abs(value) >= most:
         raise ValueError(f"sampling_params: {name}: {shown(value)}; give less than {most}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"sampling_params: {name}: {shown(value)}; give a finite number")

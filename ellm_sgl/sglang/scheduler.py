@@ -190,17 +190,16 @@ class EllmScheduler:
         self.paused.end_aborted(batch)
         context_of(self.scheduler).may_evict = not batch.reqs
         self.iteration.elastic.under_way = self.under_way()
+        running = [r for r in batch.reqs if not r.finished()]
         if (sizing := context_of(self.scheduler).sizing) is not None and self.asks:
-            running = [r for r in batch.reqs if not r.finished()]
             sizing.observe(self.scheduler, self.resizer, running)
         self.fetching = frozenset()
         if not self.scheduler.waiting_queue:
             self.growing.over()
         if (stored := context_of(self.scheduler).stored) is not None:
             stored.keep_computed(batch.reqs)
-        if self._decision_stands(batch):
+        if self._decision_stands(running):
             return
-        running = [r for r in batch.reqs if not r.finished()]
         entries = self.entries(running)
         order = np.argsort(self.iteration.requests.request_ids(entries), kind="stable")
         running, entries = [running[i] for i in order], entries[order]
@@ -259,8 +258,7 @@ class EllmScheduler:
         table = self.iteration.elastic.table
         return UnderWay.of(table, row_of(req), tokens, self.prompt_ratio)
 
-    def _decision_stands(self, batch: ScheduleBatch) -> bool:
-        running = [r for r in batch.reqs if not r.finished()]
+    def _decision_stands(self, running: Sequence[Req]) -> bool:
         return (
             not self.scheduler.waiting_queue
             and self.scheduler.chunked_req is None

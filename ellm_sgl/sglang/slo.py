@@ -111,6 +111,15 @@ async def read_body(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
+def json_object(text: bytes) -> dict[str, Any]:
+    """Empty for what is no JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def replay(body: bytes, receive: Receive) -> Receive:
     """Says the body once, then whatever the client sends further (that it has gone, in time)."""
     sent = False

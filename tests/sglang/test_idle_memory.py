@@ -103,14 +103,16 @@ def test_the_pool_grows_while_more_comes_and_for_no_longer(monkeypatch: pytest.M
     assert not soon()
 
 
-def test_who_has_finished_needs_nothing_and_a_pause_is_no_work() -> None:
+def test_who_has_finished_needs_nothing_and_a_pause_is_no_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """SGLang's batch has those that have finished for a turn more; an idle server sleeps then."""
     server = Server()
     ours: Any = context_of(server.scheduler)
     sizes = Sizes(lambda units: units * 1000, SHAPE.num_groups, ALL)
     observed: list[Any] = []
     sizing = ours.sizing = Sizing(EllmConfig(), "key", sizes, LEAST, ALL, None)
-    sizing.observe = lambda *given: observed.append(given[-1])  # type: ignore[method-assign]
+    monkeypatch.setattr(sizing, "observe", lambda *given: observed.append(given[-1]))
     done, computed = Mock(finished=lambda: True), Mock(finished=lambda: False)
     server.scheduler._engine_paused = True
     server.scheduler.running_batch.reqs = [done]
