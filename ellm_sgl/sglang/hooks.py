@@ -119,6 +119,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_ENGINE}.Engine._launch_scheduler_processes", "AFTER", "watchdog:watch_replicas",
          _ALWAYS, "SGLang does not notice that a replica was killed"),
     # the CPU platform
+    Hook(f"{_SRT}.utils.numa_utils.init_threads_binding", "AFTER", "platform.cores:bind",
+         _PLATFORM, "SGLang binds a rank's threads only where its AMX backend is installed"),
     Hook(f"{_SRT}.utils.common.support_triton", "AROUND", "platform.attention:no_triton",
          _PLATFORM, "the CPU platform's attention backend has a name SGLang does not know"),
     Hook(f"{_ALLOC}.get_last_loc", "AROUND", "platform.attention:last_locations",

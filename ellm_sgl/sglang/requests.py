@@ -226,16 +226,28 @@ def name_no_token(
 
 
 def _forget_replaced(scheduler: Scheduler, params: SessionParams | None) -> None:
-    """What a turn of a session does that replaces all before it: SGLang removes them from a dict
-    that it walks through, which ends the scheduler."""
-    if params is None or not params.replace or params.rid is not None:
+    """What a turn of a session does that replaces all before it, or all that went on from one:
+    SGLang removes them from a dict that it walks through, and those of one name twice, which ends
+    the scheduler."""
+    if params is None or not params.replace:
         return
     session = scheduler.session_controller.get(params.id)
     if session is None or session.streaming:
         return
-    for node in session.req_nodes.values():
+    if params.rid is None:
+        replaced = list(session.req_nodes.values())
+    elif (parent := session.req_nodes.get(params.rid)) is not None:
+        replaced = parent.children
+        parent.children = []
+    else:
+        return
+    while replaced:
+        node = replaced.pop()
+        replaced.extend(node.children)
+        node.children = []
         node.abort()
-    session.req_nodes.clear()
+        if session.req_nodes.get(node.req.rid) is node:
+            del session.req_nodes[node.req.rid]
 
 
 def refuse_empty(req: Req) -> None:

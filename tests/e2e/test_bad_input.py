@@ -207,10 +207,13 @@ def test_a_turn_of_nothing_gets_a_4xx_and_disturbs_nobody(
 def test_a_turn_that_replaces_all_before_it_is_served(server: ServerProcess) -> None:
     session = Session(server)
     [first] = session.turn("first", [65, 66, 67]).raise_for_status().json()
-    assert session.turn("second", [68], rid="first").status_code == 200
+    for _ in range(2):  # of one name
+        assert session.turn("second", [68], rid="first").status_code == 200
+    assert session.turn("other", [69], rid="first", replace=True).status_code == 200
+    assert session.turn("fourth", [68], rid="second").status_code == 400
     [again] = session.turn("third", [65, 66, 67], replace=True).raise_for_status().json()
     assert again["output_ids"] == first["output_ids"]
-    assert session.turn("fourth", [68], rid="second").status_code == 400
+    assert session.turn("fourth", [68], rid="other").status_code == 400
     assert session.turn("fourth", [68], rid="third").status_code == 200
 
 

@@ -6,11 +6,16 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
+from ellm_sgl.config import ConfigError
 from ellm_sgl.sglang import platform_entry
+from ellm_sgl.sglang.platform.cores import VARIABLE, bind
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 
 declare()
@@ -79,3 +84,51 @@ def test_products_of_ever_other_numbers_of_rows_take_no_more_memory(dtype: str) 
     run = [sys.executable, "-c", MULTIPLIED, dtype]
     megabytes = subprocess.check_output(run, env=environment, text=True)
     assert float(megabytes) < 60
+
+
+CPUS = sorted(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[list[int], int]]]:
+    """Binds a thread that ends after it: its CPUs, and how many threads it would start."""
+    threads = torch.get_num_threads()
+
+    def bound(cpus: str, ranks: int, named: str | None) -> tuple[list[int], int]:
+        monkeypatch.delenv(VARIABLE, raising=False)
+        if named is not None:
+            monkeypatch.setenv(VARIABLE, named)
+
+        def in_thread() -> tuple[list[int], int]:
+            torch.set_num_threads(8)
+            bind(cpus, tp_rank=0, tp_size=ranks)
+            return sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(in_thread).result()
+
+    yield bound
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("named", [f"{CPUS[-1]}|0", None])
+def test_a_rank_runs_on_the_cores_that_sglang_gave_it(bound: Any, named: str | None) -> None:
+    assert bound(str(CPUS[-1]), 2, named) == ([CPUS[-1]], 1)
+
+
+def test_a_single_rank_is_bound_where_cores_were_named_for_it(bound: Any) -> None:
+    assert bound(str(CPUS[0]), 1, str(CPUS[0])) == ([CPUS[0]], 1)
+    assert bound(str(CPUS[0]), 1, "all") == (CPUS, 8)
+    assert bound(str(CPUS[0]), 1, None) == (CPUS, 8)
+
+
+@pytest.mark.parametrize("wrong", ["", "a", "1-", "3-1", "0-1-2", "0,,1", "-1"])
+def test_cores_that_are_none_are_refused_by_name(bound: Any, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{VARIABLE} {wrong!r}: name CPUs as 0-31"):
+        bound(wrong, 2, wrong)
+
+
+def test_cores_of_others_are_refused_where_named_and_left_where_not(bound: Any) -> None:
+    with pytest.raises(ConfigError, match="4095: this process may use CPUs"):
+        bound(f"{CPUS[0]},4095", 2, f"{CPUS[0]},4095|1")
+    assert bound("4095", 2, None) == (CPUS, 8)
