@@ -3,8 +3,10 @@ they are open to everybody where the server has no admin key."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from ellm_sgl.sglang.slo import json_object, read_body, refusal, replay, route
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+_WEIGHTS = ("/update_weights_from_", "/begin_weight_update")
+"""How the paths of routes begin that bring new weights."""
 _RECORDS = frozenset(f"/{each}_expert_distribution_record" for each in ("start", "stop", "dump"))
 LONGEST_SLEEP_S = 60.0
 """Before each step, while all requests wait."""
@@ -25,17 +29,30 @@ class ControlRoutes:
 
     Args:
         records: SGLang can record which experts its models use.
+        ranks: of a replica.
+        keeps_weights: why new weights cannot be had by all replicas now; empty where they can.
     """
 
-    def __init__(self, app: ASGIApp, records: bool) -> None:
-        self._app, self._records = app, records
+    def __init__(
+        self,
+        app: ASGIApp,
+        records: bool,
+        ranks: int,
+        keeps_weights: Callable[[], Awaitable[str]],
+    ) -> None:
+        self._app, self._records, self._keeps_weights = app, records, keeps_weights
+        self._checks = _CHECKS | {
+            "/update_weights_from_tensor": functools.partial(_check_tensors, ranks=ranks)
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route(scope) if scope["type"] == "http" else ""
         if path in _RECORDS and not self._records:
             problem = "nothing is recorded: start it with --expert-distribution-recorder-mode"
             await refusal(problem)(scope, receive, send)
-        elif (check := _CHECKS.get(path)) is not None:
+        elif path.startswith(_WEIGHTS) and (problem := await self._keeps_weights()):
+            await refusal(problem)(scope, receive, send)
+        elif (check := self._checks.get(path)) is not None:
             body = await read_body(receive)
             try:
                 check(json_object(body))  # of what is none SGLang says so
@@ -75,13 +92,15 @@ def _check_sleep(body: dict[str, Any]) -> None:
         )
 
 
-def _check_tensors(body: dict[str, Any]) -> None:
-    if body.get("serialized_named_tensors") == []:
-        raise ValueError("serialized_named_tensors: an empty list; give one for each rank")
+def _check_tensors(body: dict[str, Any], ranks: int) -> None:
+    given = body.get("serialized_named_tensors")
+    if isinstance(given, list) and len(given) < ranks:
+        raise ValueError(
+            f"serialized_named_tensors: a list of {len(given)}; give one for each rank, {ranks}"
+        )
 
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "/start_profile": _check_profile,
     "/slow_down": _check_sleep,
-    "/update_weights_from_tensor": _check_tensors,
 }

@@ -17,7 +17,14 @@ from ellm_sgl.sglang.control_routes import ControlRoutes
 from ellm_sgl.sglang.keep_alive import KeepAlive
 from ellm_sgl.sglang.page import OpenFiles, add_page
 from ellm_sgl.sglang.queue_full import QueueFull
-from ellm_sgl.sglang.replicas import Answer, all_of, ask_replicas, error_of, one_of
+from ellm_sgl.sglang.replicas import (
+    Answer,
+    all_of,
+    ask_replicas,
+    error_of,
+    keeps_weights,
+    one_of,
+)
 from ellm_sgl.sglang.slo import SloFields
 from ellm_sgl.sglang.versions import adapter
 
@@ -54,7 +61,11 @@ def serve_routes(_: Any, manager: Any, *__: Any, **___: Any) -> None:
         http_server.app.state.ellm = True
         resolved = adapter().resolved(manager.server_args)
         records = getattr(resolved, "expert_distribution_recorder_mode", None) is not None
-        _wrap(http_server.app, functools.partial(ControlRoutes, records=records))
+        keeps = functools.partial(keeps_weights, manager)
+        control = functools.partial(
+            ControlRoutes, records=records, ranks=resolved.tp_size, keeps_weights=keeps
+        )
+        _wrap(http_server.app, control)
         if resolved.max_queued_requests is not None:
             _wrap(http_server.app, QueueFull)
         add_routes(http_server)

@@ -3,7 +3,8 @@ must not. All must ask in the same turn of SGLang's loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -30,6 +31,15 @@ def of_rank_0(scheduler: Scheduler, found: Callable[[], Found]) -> Found:
     mine = [found()] if is_rank_0(scheduler) else []
     (agreed,) = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
     return agreed
+
+
+@contextmanager
+def own_randomness(scheduler: Scheduler) -> Iterator[None]:
+    """Around what rank 0 alone runs, which may be others' code: a policy. Each rank samples for
+    itself, with generators that began alike; a number that one of them draws besides would give
+    the ranks different tokens."""
+    with torch.random.fork_rng(devices=[], enabled=adapter().ranks(scheduler).tp_size > 1):
+        yield
 
 
 def least_of_ranks(scheduler: Scheduler, numbers: list[int]) -> list[int]:

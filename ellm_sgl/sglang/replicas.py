@@ -54,6 +54,23 @@ def error_of(answers: Sequence[Answer]) -> str:
     return told if len(refused) == len(answers) else f"{told}; the other replicas have done it"
 
 
+async def keeps_weights(manager: Any) -> str:
+    """Why a server cannot be given new weights as a whole, in a sentence; empty where it can, or
+    its one replica says so itself. Each replica decides for itself (`weights.update`), and while
+    all are paused one may hold KV of the present weights and another none."""
+    if manager.server_args.dp_size == 1 or not manager.is_pause:
+        return ""
+    answers = await ask_replicas(manager, "state", {"integrity": False})
+    held = {answer.replica: answer.found[0]["pool"]["sequences"] for answer in answers}
+    if not any(held.values()):
+        return ""
+    each = ", ".join(f"replica {replica}: {requests}" for replica, requests in held.items())
+    return (
+        f"KV of the present weights is in use (requests of {each}); pause with mode retract or "
+        "abort, not in_place, then update"
+    )
+
+
 def one_of(answers: Sequence[Answer]) -> dict[str, Any]:
     """The first replica's, and with more than one, under "replicas", that of each."""
     first = answers[0].found[0]

@@ -21,7 +21,7 @@ from ellm_sgl.sglang.context import context_of, row_of, rows_of
 from ellm_sgl.sglang.growing import Growing
 from ellm_sgl.sglang.metrics import Metrics
 from ellm_sgl.sglang.paused import PausedRequests, counts_tokens
-from ellm_sgl.sglang.ranks import Found, is_rank_0, least_of_ranks, of_rank_0
+from ellm_sgl.sglang.ranks import Found, is_rank_0, least_of_ranks, of_rank_0, own_randomness
 from ellm_sgl.sglang.slo import slo_seconds
 from ellm_sgl.sglang.tree_blocks import prefixes_of
 from ellm_sgl.worker import Worker
@@ -283,7 +283,9 @@ class EllmScheduler:
             room = self.reclaimable_on_device()
             state = iteration.observe(running, seq_ids, waiting, prefilling, room)
             left = context_of(self.scheduler).memory.left()
-            return dataclasses.replace(iteration.decide(state), step_bytes=left)
+            with own_randomness(self.scheduler):
+                decision = iteration.decide(state)
+            return dataclasses.replace(decision, step_bytes=left)
 
         return self._of_rank_0(decided)
 

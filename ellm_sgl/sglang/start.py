@@ -25,6 +25,7 @@ from ellm_sgl.sglang.compiled_layers import compile_layers
 from ellm_sgl.sglang.context import context_of
 from ellm_sgl.sglang.fingerprint import open_prefixes
 from ellm_sgl.sglang.metrics import metrics_of
+from ellm_sgl.sglang.ranks import own_randomness
 from ellm_sgl.sglang.replicas import in_turn
 from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
 from ellm_sgl.sglang.start_screen import screen
@@ -84,14 +85,15 @@ def start_loop(_: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         max_restored_tokens=ours.elastic.max_restored_tokens,
         host_scaling=settings.host_scaling,
     )
-    controller = Controller(
-        policy_of(settings) if ranks.tp_rank == 0 else Stock(),
-        settings.policy_budget_ms / 1e3,
-        StepLog(model),
-        limits,
-    )
-    iteration = Iteration(controller, ours.elastic, ours.pool.unit_bytes)
-    warm_up(iteration)
+    with own_randomness(scheduler):
+        controller = Controller(
+            policy_of(settings) if ranks.tp_rank == 0 else Stock(),
+            settings.policy_budget_ms / 1e3,
+            StepLog(model),
+            limits,
+        )
+        iteration = Iteration(controller, ours.elastic, ours.pool.unit_bytes)
+        warm_up(iteration)
     ours.iteration, ours.scheduler = iteration, EllmScheduler(iteration, scheduler)
     ours.scheduler.metrics = metrics_of(scheduler)
     if settings.kv_store is not None:
@@ -107,8 +109,9 @@ def switch_policy(scheduler: Scheduler, name: str, policy: Policy) -> None:
     ours = scheduler_of(scheduler)
     ours.iteration.ask_anew()
     if ours.asks:
-        ours.iteration.controller.switch(policy)
-        warm_up(ours.iteration)
+        with own_randomness(scheduler):
+            ours.iteration.controller.switch(policy)
+            warm_up(ours.iteration)
     context_of(scheduler).policy_name = name
 
 

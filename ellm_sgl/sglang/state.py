@@ -21,6 +21,7 @@ from ellm_sgl.memory import IntegrityError, PageTable
 from ellm_sgl.policies import Policy
 from ellm_sgl.policies.registry import create
 from ellm_sgl.sglang.context import Context, context_of
+from ellm_sgl.sglang.ranks import of_rank_0, own_randomness
 from ellm_sgl.sglang.replicas import CONTROL, REPLICA
 from ellm_sgl.sglang.request_views import describe_requests
 from ellm_sgl.sglang.scheduler import scheduler_of
@@ -144,7 +145,7 @@ def integrity(scheduler: Scheduler) -> str:
     Takes time in proportion to the pool, 80 ms with a million tokens; and all ranks must call it.
     """
     table = context_of(scheduler).table
-    mine = (_contradiction(table), dataclasses.asdict(table.statistics()), table.digest())
+    mine = _examined(table)
     count = adapter().ranks(scheduler).tp_size
     if count == 1:
         return mine[0]
@@ -160,12 +161,16 @@ def integrity(scheduler: Scheduler) -> str:
     return "ok"
 
 
-def _contradiction(table: PageTable) -> str:
+def _examined(table: PageTable) -> tuple[str, dict[str, Any], str]:
+    """What is wrong with this rank's page table, or "ok"; its statistics, and its digest."""
     try:
         table.check_integrity()
+        return "ok", dataclasses.asdict(table.statistics()), table.digest()
     except IntegrityError as error:
-        return str(error)
-    return "ok"
+        return str(error), {}, ""
+    except Exception as error:
+        logger.exception("eLLM: the page table cannot be checked")  # the other ranks wait for it
+        return repr(error), {}, ""
 
 
 def control(original: Callable[..., Any], scheduler: Scheduler, request: Any) -> Any:
@@ -204,7 +209,8 @@ def _state(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
     """`describe`; and, if `body` asks for it, with the entry "integrity"."""
     if not body["integrity"]:
         return [describe(scheduler)]
-    return [describe(scheduler) | {"integrity": integrity(scheduler)}]
+    found = integrity(scheduler)  # first: all ranks take part in it, whatever else fails
+    return [describe(scheduler) | {"integrity": found}]
 
 
 def _switch(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -213,14 +219,15 @@ def _switch(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
     # On every rank alike, whether rank 0 can make the policy or not.
     ours.iteration.ask_anew()
     if ours.asks:
-        policy = create(body["name"], body["options"], FIRST_ANSWER_S)
+        with own_randomness(scheduler):
+            policy = create(body["name"], body["options"], FIRST_ANSWER_S)
         switch_policy(scheduler, body["name"], policy)
     return []
 
 
 def _come_to(scheduler: Scheduler, body: dict[str, Any]) -> list[dict[str, Any]]:
     """As `adjust` with `ellm_device_kv_tokens`, for whoever wants to know why not."""
-    _, units = _wanted(scheduler, {DEVICE_TOKENS: body["tokens"]})
+    units = _wanted_units(scheduler, {DEVICE_TOKENS: body["tokens"]})
     assert units is not None
     _resize(scheduler, units)
     return []
@@ -251,9 +258,11 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
     if sizing is not None and sizing.key in request.server_args:
         sizing.apply(scheduler_of(scheduler), int(request.server_args[sizing.key]))
         return None  # nobody asked who waits for an answer
+    ratio_too = RATIO in request.server_args
     theirs = {k: v for k, v in request.server_args.items() if k not in (RATIO, DEVICE_TOKENS)}
     try:
-        policy, units = _wanted(scheduler, request.server_args)
+        units = _wanted_units(scheduler, request.server_args)
+        policy = _wanted_policy(scheduler, request.server_args)
     except ConfigError as error:
         logger.warning("set_internal_state refused, nothing has changed: %s", error)
         return SetInternalStateReqOutput(updated=False)
@@ -262,6 +271,8 @@ def adjust(original: Callable[..., Any], scheduler: Scheduler, request: SetInter
         result = original(scheduler, request)
         if not result.updated:
             return result
+    if ratio_too:
+        scheduler_of(scheduler).iteration.ask_anew()  # on every rank alike
     if policy is not None:
         switch_policy(scheduler, "fixed-ratio", policy)
     if units is not None:
@@ -281,30 +292,46 @@ def _resize(scheduler: Scheduler, units: int) -> None:
         sizing.told_to_come_to(units, ours.resizer)
 
 
-def _wanted(scheduler: Scheduler, values: dict[str, Any]) -> tuple[Policy | None, int | None]:
-    """The policy asked for, if any, and the device's units, if so. ConfigError where a value makes
-    no sense."""
+def _wanted_policy(scheduler: Scheduler, values: dict[str, Any]) -> Policy | None:
+    """The policy asked for, if any, where policies are asked: on rank 0. ConfigError, on every
+    rank, where the value makes no sense or the policy cannot be made."""
+    if RATIO not in values:
+        return None
+    _refuse_in_a_baseline(scheduler, RATIO)
+    _check(RATIO, values[RATIO], SHARE, "the share of each request's tokens to leave uncached")
+    made: list[Policy] = []
+
+    def problem() -> str:
+        try:
+            made.append(create("fixed-ratio", {"ratio": values[RATIO]}))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    if text := of_rank_0(scheduler, problem):
+        raise ConfigError(text)
+    return made[0] if made else None
+
+
+def _wanted_units(scheduler: Scheduler, values: dict[str, Any]) -> int | None:
+    """The device's units asked for, if so. ConfigError where the value makes no sense."""
+    if DEVICE_TOKENS not in values:
+        return None
     ours = context_of(scheduler)
-    policy, units = None, None
-    if RATIO in values:
-        _refuse_in_a_baseline(scheduler, RATIO)
-        _check(RATIO, values[RATIO], SHARE, "the share of each request's tokens to leave uncached")
-        policy = create("fixed-ratio", {"ratio": values[RATIO]})
-    if DEVICE_TOKENS in values:
-        if ours.settings.mode == RECOMPUTE:
-            raise ConfigError(f"{DEVICE_TOKENS}: mode {RECOMPUTE} leaves memory to SGLang")
-        tokens, shape = values[DEVICE_TOKENS], ours.table.shape
-        blocks = ours.table.num_units // shape.num_groups
-        allowed = Range(shape.block_tokens, (blocks + 1) * shape.block_tokens, high_open=True)
-        most = f"the tokens of KV that the device may hold, at most {blocks * shape.block_tokens:,}"
-        _check(DEVICE_TOKENS, tokens, allowed, f"{most} (--ellm-max-device-kv-tokens)")
-        units = int(tokens // shape.block_tokens) * shape.num_groups
-        if ours.sizing is not None and units < ours.sizing.least_units:
-            raise ConfigError(
-                f"{DEVICE_TOKENS} {shown(tokens)}: this server always keeps room for "
-                f"{shape.tokens_in(ours.sizing.least_units)} tokens (--ellm-min-device-kv-tokens)"
-            )
-    return policy, units
+    if ours.settings.mode == RECOMPUTE:
+        raise ConfigError(f"{DEVICE_TOKENS}: mode {RECOMPUTE} leaves memory to SGLang")
+    tokens, shape = values[DEVICE_TOKENS], ours.table.shape
+    blocks = ours.table.num_units // shape.num_groups
+    allowed = Range(shape.block_tokens, (blocks + 1) * shape.block_tokens, high_open=True)
+    most = f"the tokens of KV that the device may hold, at most {blocks * shape.block_tokens:,}"
+    _check(DEVICE_TOKENS, tokens, allowed, f"{most} (--ellm-max-device-kv-tokens)")
+    units = int(tokens // shape.block_tokens) * shape.num_groups
+    if ours.sizing is not None and units < ours.sizing.least_units:
+        raise ConfigError(
+            f"{DEVICE_TOKENS} {shown(tokens)}: this server always keeps room for "
+            f"{shape.tokens_in(ours.sizing.least_units)} tokens (--ellm-min-device-kv-tokens)"
+        )
+    return units
 
 
 def _check(name: str, value: object, allowed: Range, what: str) -> None:

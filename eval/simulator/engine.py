@@ -133,6 +133,7 @@ class Simulation:
         """Nothing to do until the next arrival."""
         self.record.rest()
         self.mode.idle()
+        self.admission.rested()
         if self._arrived < len(self.load):
             self.clock.now_s = max(self.clock.now_s, float(self.load.at_s[self._arrived]))
 

@@ -22,6 +22,7 @@ ALL_REDUCE_S = 2e-5
 """Time of one all-reduce besides moving its bytes; over NVLink, of all of it. Two per layer."""
 
 _SIZES, _TIMES = Range(1, 10**24), Range(0, 60)
+_SHARES, _PARTS = Range(0, 100), Range(0, 1)
 _COUNTS = Range(1, 10**8, whole=True)
 _OTHERS = {
     "kv_lora_rank": "attention over compressed KV (MLA)",
@@ -50,6 +51,11 @@ class Device:
     """What a step takes longer that restores anything, besides the bytes and the arithmetic,"""
     recompute_overhead_s: float = 0.0
     """and one that recomputes anything."""
+    phase_change_s: float = 0.0
+    fetch_share: float = 0.0
+    packing: float = 0.0
+    overlap: float = 1.0
+    """The last four as in `HardwareProfile`, whose defaults these are."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which names the field, where a number is out of range or the name is
@@ -60,9 +66,12 @@ class Device:
             _SIZES.check(name, getattr(self, name))
         for name in (
             "link_latency_s", "step_overhead_s", "row_overhead_s", "restore_overhead_s",
-            "recompute_overhead_s",
+            "recompute_overhead_s", "phase_change_s",
         ):  # fmt: skip
             _TIMES.check(name, getattr(self, name))
+        for name in ("fetch_share", "packing"):
+            _SHARES.check(name, getattr(self, name))
+        _PARTS.check("overlap", self.overlap)
 
     def profile(self, shape: ModelShape, ranks: int, nvlink: bool = True) -> HardwareProfile:
         """What one of `ranks` such devices sustains.
@@ -84,6 +93,10 @@ class Device:
             row_overhead_s=self.row_overhead_s,
             restore_overhead_s=self.restore_overhead_s,
             recompute_overhead_s=self.recompute_overhead_s,
+            phase_change_s=self.phase_change_s,
+            fetch_share=self.fetch_share,
+            packing=self.packing,
+            overlap=self.overlap,
             attention_flops=ATTENTION_SHARE * self.flops,
             reduce_row_s=reduces * sent / link,
         )

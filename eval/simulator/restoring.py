@@ -10,7 +10,7 @@ import numpy as np
 
 from ellm_sgl.eval.simulator.machines import Machine
 from ellm_sgl.latency import LatencyModel, StepWork
-from ellm_sgl.latency.base import FloatArray, Quantity, larger
+from ellm_sgl.latency.base import FloatArray, Quantity, larger, smaller
 from ellm_sgl.policies.work_split import CONFIGURATIONS
 
 RESTORATIONS = {
@@ -52,6 +52,9 @@ class RestoringModel(LatencyModel):
         self._shares = np.array(shares)
         self._fused = fused
         self._overlapped = overlapped
+        fetched_only = StepWork(0, 0, restored_tokens=1.0, recompute_share=0.0)
+        nothing = inner.step_seconds(StepWork(0, 0))
+        self._restore_s = float(inner.step_seconds(fetched_only) - nothing)
         self._token_s = machine.shape.kv_bytes_per_token / machine.profile.link_bytes_per_s
         self._beside_s = machine.profile.fetch_share * self._token_s
         self._latency_s = machine.profile.link_latency_s
@@ -89,7 +92,10 @@ class RestoringModel(LatencyModel):
         shares = self._limited(chosen, work)
         swapped = (1 - shares) * work.restored_tokens
         link = self._token_s * swapped + self._latency_s * (swapped > 0)
-        compute = self._compute_seconds(work, shares, chosen) + self._beside_s * swapped
+        # What is only fetched is restored, too, which the model of computing does not see.
+        fetches = smaller(work.restored_tokens, 1) - smaller(shares * work.restored_tokens, 1)
+        compute = self._compute_seconds(work, shares, chosen)
+        compute = compute + self._beside_s * swapped + self._restore_s * fetches
         return larger(compute, link) if self._overlapped else compute + link
 
     def _limited(self, shares: Quantity, work: StepWork) -> Quantity:

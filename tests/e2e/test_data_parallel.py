@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from ellm_sgl.client.process import DEMO_ARGUMENTS, ServerProcess
+from ellm_sgl.client.process import DEMO_ARGUMENTS, DEMO_MODEL, ServerProcess
 from tests.e2e import browser
 from tests.e2e.conftest import AMPLE_TOKENS
 from tests.e2e.load import ask, greedy, prompts, token_ids
@@ -100,6 +100,25 @@ def test_what_no_replica_can_do_is_refused_once(replicas: ServerProcess) -> None
         replicas.switch_policy("nonsense")
     assert "replica" not in str(refused.value)
     assert {one["policy"]["name"] for one in of_both(replicas)} == {"slo-priority"}
+
+
+def test_new_weights_are_for_all_replicas_or_for_none(replicas: ServerProcess) -> None:
+    """One has KV of the present weights, the other none."""
+    sized = replicas.state()["device_units_total"]
+    body = greedy(prompts(1, 60, 200, seed=7)[0], 1500) | {"routed_dp_rank": 0}
+    update = {"model_path": str(DEMO_MODEL)}
+    with ThreadPoolExecutor(1) as background:
+        answer = background.submit(ask, replicas.url, [body])
+        while of_both(replicas)[0]["running"] == 0:
+            time.sleep(0.05)
+        httpx.post(f"{replicas.url}/pause_generation", json={"mode": "in_place"}, timeout=60)
+        refused = httpx.post(f"{replicas.url}/update_weights_from_disk", json=update, timeout=60)
+        assert refused.status_code == 400
+        assert "(requests of replica 0: 1, replica 1: 0)" in refused.json()["message"]
+        httpx.post(f"{replicas.url}/continue_generation", json={}, timeout=60)
+        assert len(token_ids(answer.result(timeout=60))[0]) == 1500
+    done = httpx.post(f"{replicas.url}/update_weights_from_disk", json=update, timeout=60)
+    assert done.status_code == 200 and replicas.state()["device_units_total"] == sized
 
 
 def test_the_end_of_a_replica_is_the_servers(replicas: ServerProcess) -> None:

@@ -75,6 +75,8 @@ def test_the_ratio_decays_as_steps_go_well_and_rises_with_a_retraction():
     assert ratio.current == pytest.approx(0.098)
     ratio.retracted(generated=300, max_new_tokens=999, requests=10)
     assert ratio.current == pytest.approx(0.5)
+    ratio.reset()
+    assert ratio.current == pytest.approx(0.7)
     assert NewTokenRatio(9.0).current == 1.0
 
 

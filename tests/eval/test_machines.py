@@ -85,6 +85,10 @@ def test_a_device_is_read(tmp_path):
                                 "bytes_per_s": 1e12, "link_bytes_per_s": 2e10}))  # fmt: skip
     machine = assemble(MODELS["llama3-8b"], read_device(path), 1, "mine")
     assert machine.profile.device_bytes_per_s == pytest.approx(0.85e12)
+    own = {"phase_change_s": 2e-3, "fetch_share": 1.6, "packing": 0.5, "overlap": 0.0}
+    path.write_text(json.dumps(DEVICE | own))
+    profile = assemble(MODELS["llama3-8b"], read_device(path), 1, "mine").profile
+    assert {name: getattr(profile, name) for name in own} == own
     path.write_text('{"name": "mine", "colour": "red"}')
     with pytest.raises(ConfigError, match="colour"):
         read_device(path)
@@ -94,7 +98,18 @@ DEVICE = {"name": "mine", "memory_bytes": 48e9, "flops": 1e14, "bytes_per_s": 1e
           "link_bytes_per_s": 2e10}  # fmt: skip
 
 
-@pytest.mark.parametrize("field", [*list(DEVICE)[1:], "link_latency_s", "step_overhead_s"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *list(DEVICE)[1:],
+        "link_latency_s",
+        "step_overhead_s",
+        "phase_change_s",
+        "fetch_share",
+        "packing",
+        "overlap",
+    ],
+)
 @pytest.mark.parametrize("value", [-1, 1e300, True, "8", None, [1], {}], ids=str)
 def test_a_devices_numbers_are_in_range(tmp_path, field, value):
     path = tmp_path / "device.json"

@@ -55,6 +55,20 @@ def test_recomputing_alone_is_the_inner_model(paper):
         assert seconds == pytest.approx(inner.step_seconds(whole))
 
 
+def test_to_restore_anything_takes_its_time_however_it_comes_back():
+    profile = dataclasses.replace(L4.profile, restore_overhead_s=2e-3, recompute_overhead_s=1e-3)
+    machine = dataclasses.replace(L4, profile=profile)
+    inner = RooflineLatencyModel(L4.shape, profile)
+    for share, longer in ((0.0, 2e-3), (0.5, 3e-3), (1.0, 3e-3)):
+        taken = RestoringModel(inner, machine, (share,)).step_seconds(work(0.5))
+        before = RestoringModel(
+            RooflineLatencyModel(L4.shape, L4.profile), L4, (share,)
+        ).step_seconds(work(0.5))
+        assert taken == pytest.approx(before + longer, abs=1e-9)
+        idle = RestoringModel(inner, machine, (share,)).step_seconds(work(0.0))
+        assert idle == pytest.approx(inner.step_seconds(work(0.0)))
+
+
 def test_both_are_never_worse_than_either():
     for span in (0.01, 0.1, 0.3, 0.6, 0.95):
         either = [model(way).step_seconds(work(span)) for way in ("recompute", "swap")]

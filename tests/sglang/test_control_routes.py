@@ -19,14 +19,20 @@ from ellm_sgl.sglang.control_routes import ControlRoutes
 RECORDS = ["/start_expert_distribution_record", "/dump_expert_distribution_record"]
 
 
-def answered(path: str, body: bytes = b"", records: bool = False) -> httpx.Response:
+def answered(
+    path: str, body: bytes = b"", records: bool = False, ranks: int = 1, held: str = ""
+) -> httpx.Response:
     """What a client gets where SGLang answers with what it was sent."""
 
     async def echo(request: Request) -> Response:
         return Response(await request.body())
 
     inner: Any = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST"])])
-    app = ControlRoutes(inner, records=records)
+
+    async def keeps_weights() -> str:
+        return held
+
+    app = ControlRoutes(inner, records, ranks, keeps_weights)
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -77,3 +83,19 @@ def test_everything_else_is_sglangs(tmp_path: Path) -> None:
         assert (answer.status_code, answer.content) == (200, body)
     odd = b"[" * 10**5
     assert answered("/slow_down", odd).content == odd
+
+
+def test_tensors_are_needed_for_each_rank() -> None:
+    body = json.dumps({"serialized_named_tensors": ["x", "y"]}).encode()
+    refused = answered("/update_weights_from_tensor", body, ranks=3)
+    assert refused.status_code == 400
+    assert "a list of 2; give one for each rank, 3" in refused.json()["message"]
+    assert answered("/update_weights_from_tensor", body, ranks=2).content == body
+
+
+@pytest.mark.parametrize("path", ["update_weights_from_disk", "begin_weight_update"])
+def test_new_weights_are_refused_for_all_replicas_where_one_cannot_have_them(path: str) -> None:
+    refused = answered(f"/{path}", b"{}", held="replica 0: 2")
+    assert (refused.status_code, refused.json()["message"]) == (400, "replica 0: 2")
+    assert answered(f"/{path}", b"{}").status_code == 200
+    assert answered("/generate", b"{}", held="replica 0: 2").status_code == 200

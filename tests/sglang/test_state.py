@@ -21,6 +21,7 @@ from ellm_sgl.policies import Fcfs, FixedRatio
 from ellm_sgl.sglang import state
 from ellm_sgl.sglang.context import Context, context_of
 from ellm_sgl.sglang.platform.torchvision_ops import declare
+from ellm_sgl.sglang.ranks import own_randomness
 from ellm_sgl.sglang.replicas import CONTROL
 from ellm_sgl.sglang.scheduler import EllmScheduler, scheduler_of
 from tests.latency.machines import GPU, TINY
@@ -193,6 +194,51 @@ def test_a_broken_page_table_is_told_of(server: Server) -> None:
     assert (
         "owned more than once" in server.control("state", integrity=True).response[1]["integrity"]
     )
+
+
+@pytest.mark.parametrize("part", ["statistics", "digest", "check_integrity"])
+def test_a_rank_that_cannot_be_examined_still_answers_the_others(
+    server: Server, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for it, whatever else of it cannot be told."""
+    gathered: list[Any] = []
+
+    def gather(ranks: list[Any], mine: Any, group: object) -> None:
+        gathered.append(mine)
+        ranks[:] = [mine, ("ok", {}, "")]
+
+    server.scheduler.ps.tp_size = 2
+    server.scheduler.tp_group = SimpleNamespace(cpu_group=None)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    with monkeypatch.context() as broken:
+        broken.setattr(PageTable, part, lambda _: 1 / 0)
+        assert state.integrity(server.scheduler) == f"rank 0: {gathered[0][0]}"
+    assert "ZeroDivisionError" in gathered[0][0]
+    monkeypatch.setattr(state, "describe", lambda _: 1 / 0)
+    assert not server.control("state", integrity=True).success and len(gathered) == 2
+
+
+@pytest.mark.parametrize("problem", ["", "no thread can be started"])
+def test_ranks_agree_whether_the_first_could_make_the_policy(
+    server: Server, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "of_rank_0", lambda *_: problem)
+    server.scheduler.ps.tp_rank = 1
+    server.iteration.in_force = InForce(stands=True)
+    tokens = 16 * (BLOCKS // 2)
+    assert server.adjust(ellm_ratio=0.5, ellm_device_kv_tokens=tokens) == (not problem)
+    assert server.iteration.in_force.stands == bool(problem)
+    assert (server.table.unit_limit == server.table.num_units) == bool(problem)
+
+
+def test_a_policy_draws_no_number_that_sampling_would_draw(server: Server) -> None:
+    """Ranks sample for themselves, with generators that began alike."""
+    for ranks, alike in ((1, False), (2, True)):
+        server.scheduler.ps.tp_size = ranks
+        before = torch.get_rng_state()
+        with own_randomness(server.scheduler):
+            torch.rand(1)
+        assert torch.equal(torch.get_rng_state(), before) == alike
 
 
 def test_the_state_says_how_much_of_each_request_is_cached(server: Server) -> None:

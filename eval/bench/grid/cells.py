@@ -30,7 +30,8 @@ SHAREGPT = LENGTHS["sharegpt"]
 SHORT = Lengths(LogNormal(96, 0.6, 512), LogNormal(300, 1.0, 1024))
 CORE = Device(
     "one core", 4e9, 85e9, 38e9, 12e9,
-    step_overhead_s=4e-3, row_overhead_s=3e-4, restore_overhead_s=2e-3,
+    step_overhead_s=4e-3, row_overhead_s=3e-4, restore_overhead_s=2e-3, phase_change_s=2e-3,
+    fetch_share=1.6, packing=0.5, overlap=0.0,
 )  # fmt: skip
 """About one of a server's, as `ellm-sgl calibrate` finds it."""
 

@@ -56,6 +56,10 @@ class Admission(ABC):
         """The queue with a request that has lost its place; `running` are those that remain."""
 
     @abstractmethod
+    def rested(self) -> None:
+        """There was nothing to do."""
+
+    @abstractmethod
     def decode_begins(self) -> None:
         """A decode step is about to be prepared, or would be if anybody ran."""
 

@@ -42,6 +42,10 @@ class NewTokenRatio:
         least = min(self._initial * LEAST_RATIO_FACTOR, 1.0)
         self.current = max(self.current - steps * (self._initial - least) / DECAY_STEPS, least)
 
+    def reset(self) -> None:
+        """A server with nothing to do expects what it did at first."""
+        self.current = self._initial
+
     def retracted(self, generated: int, max_new_tokens: int, requests: int) -> None:
         """Requests were retracted; the sums are of those that remain."""
         self.current = min(1.0, (generated + RETRACT_STEPS * requests) / (max_new_tokens + 1))
@@ -255,6 +259,9 @@ class SglangAdmission(Admission):
             len(remaining),
         )
         return np.append(waiting, request)
+
+    def rested(self) -> None:
+        self._ratio.reset()
 
     def decode_begins(self) -> None:
         """Who has ended leaves SGLang's batch."""

@@ -79,6 +79,9 @@ class VllmAdmission(Admission):
     def queue_again(self, request: int, waiting: IntArray, running: Sequence[int]) -> IntArray:
         return np.insert(waiting, 0, request)
 
+    def rested(self) -> None:
+        """Nothing that it remembers changes."""
+
     def decode_begins(self) -> None:
         """Nothing: who has ended is gone."""
 
