@@ -221,6 +221,12 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_SCHEDULER}.continue_generation", "AROUND", "occupation:go_on",
          _ENABLED, "but not without memory"),
     # a step of the model
+    Hook(f"{_SRT}.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", "AFTER",
+         "retracted:count_again", _ENABLED,
+         "a retracted request's penalties would begin anew: SGLang counts decoded tokens alone"),
+    Hook(f"{_PARTS}.batch_result_processor.SchedulerBatchResultProcessor"
+         "._append_prefill_hidden_states", "AFTER", "retracted:keep_one_state", _ENABLED,
+         "a retracted request would have the hidden states of all its positions twice"),
     Hook(f"{_FORWARD}.init_new", "AFTER", "model:note_requests",
          _ENABLED, "whose rows a step has, from the host's copy of the indices"),
     Hook(f"{_GRAPHS}.can_run_graph", "AROUND", "cuda:may_replay",

@@ -50,7 +50,11 @@ async def resume(original: _Asked, manager: Any, asked: Any, *args: Any, **kwarg
 
 
 async def pause(original: _Asked, manager: Any, asked: Any) -> None:
-    """Around `TokenizerManager.pause_generation`: a pause outlasts what is released."""
+    """Around `TokenizerManager.pause_generation`: a pause outlasts what is released. SGLang waits
+    until all that is aborted has ended, which whoever runs does with a step, and while the server
+    is paused already there is none: then all go back to the queue first."""
+    if asked.mode == "abort" and manager.is_pause and enabling.settings_of(manager) is not None:
+        await original(manager, type(asked)(mode="retract"))
     await original(manager, asked)
     if hasattr(manager, _PAUSED):
         setattr(manager, _PAUSED, True)

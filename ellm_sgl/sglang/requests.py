@@ -13,6 +13,7 @@ from ellm_sgl.config.ranges import ANSWERS, shown
 from ellm_sgl.sglang import enabling
 from ellm_sgl.sglang.sampling import check_sampling
 from ellm_sgl.sglang.slo import check_slos
+from ellm_sgl.sglang.versions import adapter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
@@ -193,11 +194,28 @@ def take_request(
         check_slos({"custom_params": request.sampling_params.custom_params})
         check(request, request.input_ids, scheduler.model_config.vocab_size)
         check_sampling(request.sampling_params, type(request.sampling_params))
+        _check_processor(scheduler, request.custom_logit_processor)
     except ValueError as error:
         _refuse(scheduler, request, str(error))
     else:
         _forget_replaced(scheduler, request.session_params)
         original(scheduler, request, **others)
+
+
+def _check_processor(scheduler: Scheduler, text: str | None) -> None:
+    """That SGLang can make a request's logit processor, where the server has them at all."""
+    arguments = adapter().resolved(scheduler.server_args)
+    if text is None or not arguments.enable_custom_logit_processor:
+        return
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    try:
+        CustomLogitProcessor.from_str(text)  # SGLang keeps it
+    except Exception as error:  # code of whoever sent it
+        raise ValueError(
+            f"custom_logit_processor: {shown(text)} cannot be made ({error!r}); give what "
+            "`to_str` of a CustomLogitProcessor returns"
+        ) from None
 
 
 def _leave_out_unread(request: TokenizedGenerateReqInput, vocabulary: int) -> None:

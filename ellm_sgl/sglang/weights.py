@@ -8,6 +8,7 @@ copies on the host: what is computed from then on is computed with the new weigh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         SchedulerWeightUpdaterManager,
     )
 
+logger = logging.getLogger(__name__)
 _OVERWRITES = "reset_tensors"
 """The one action of SGLang's weight checker that changes weights."""
 
@@ -32,12 +34,12 @@ def update(
     """Around the scheduler's `update_weights_from_*`: after what the old weights computed is gone,
     or not at all."""
     if problem := _drop_all_kv(updater.scheduler):
-        from sglang.srt.managers import io_struct
-
-        answer = type(request).__name__.replace("ReqInput", "ReqOutput")
-        return getattr(io_struct, answer)(success=False, message=problem)
+        return _answer(request, problem)
     try:
         return original(updater, request)
+    except Exception as error:  # SGLang's scheduler would end
+        logger.exception("eLLM: new weights were not loaded to the end")
+        return _answer(request, f"{error!r}; weights may be new in part: update them again")
     finally:
         if (stored := context_of(updater.scheduler).stored) is not None:
             stored.drop()
@@ -68,6 +70,14 @@ def flush(
 
         current_platform.empty_cache()
     return outcome or None
+
+
+def _answer(request: Any, problem: str) -> Any:
+    """SGLang's to a request that has failed."""
+    from sglang.srt.managers import io_struct
+
+    answer = type(request).__name__.replace("ReqInput", "ReqOutput")
+    return getattr(io_struct, answer)(success=False, message=problem)
 
 
 def _drop_all_kv(scheduler: Any) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -75,6 +77,25 @@ def test_hidden_states_are_those_of_a_full_cache(special: ServerProcess) -> None
         assert len(a) > 0 and b == pytest.approx(a, abs=1e-3)
 
 
+def test_hidden_states_of_a_retracted_request_are_told_once(special: ServerProcess) -> None:
+    body = greedy(prompts(1, 90, 120, seed=22)[0], 400) | {"return_hidden_states": True}
+    special.flush_cache()
+    [expected] = ask(special.url, [body])
+    special.flush_cache()
+    with ThreadPoolExecutor(1) as background:
+        answer = background.submit(ask, special.url, [body])
+        while special.state(integrity=False)["running"] == 0:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        for path, mode in (("pause_generation", "retract"), ("continue_generation", None)):
+            sent = {} if mode is None else {"mode": mode}
+            httpx.post(f"{special.url}/{path}", json=sent, timeout=60).raise_for_status()
+        [answered] = answer.result(timeout=120)
+    assert token_ids([answered]) == token_ids([expected])
+    once, twice = (numbers(a["meta_info"]["hidden_states"]) for a in (expected, answered))
+    assert twice == pytest.approx(once, abs=1e-3)
+
+
 def numbers(nested: Any) -> list[float]:
     """Of nested lists of any depth, in their order."""
     if isinstance(nested, list):
@@ -99,6 +120,16 @@ def test_a_custom_logit_processor_sees_its_own_rows(special: ServerProcess) -> N
     everything, half = with_and_without(special, lambda: token_ids(ask(special.url, bodies)))
     assert everything == half != usual
     assert not {token for tokens in half for token in tokens}.intersection(banned)
+
+
+def test_a_logit_processor_that_is_none_gets_a_4xx(special: ServerProcess) -> None:
+    body = greedy(prompts(1, 60, 90, seed=24)[0], 4)
+    usual = ask(special.url, [body])
+    for text in ("x", '{"callable": "00"}'):
+        sent = body | {"custom_logit_processor": text}
+        refused = httpx.post(f"{special.url}/generate", json=sent, timeout=60)
+        assert refused.status_code == 400 and "custom_logit_processor: " in refused.text
+    assert token_ids(ask(special.url, [body])) == token_ids(usual)
 
 
 def test_metrics_are_told(special: ServerProcess) -> None:

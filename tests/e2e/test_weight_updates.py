@@ -275,6 +275,53 @@ def test_aborted_requests_make_way_for_the_new_weights(
     assert token_ids(ask(small.url, BODIES)) == new
 
 
+def test_whom_a_pause_in_place_holds_can_be_aborted(
+    small: ServerProcess, old: list[list[int]]
+) -> None:
+    streams = stopped_by(small, "pause_generation", mode="in_place")
+    post(small, "pause_generation", mode="abort").raise_for_status()
+    assert all(len(said) < TOKENS for said in streams.end())
+    post(small, "continue_generation").raise_for_status()
+    assert token_ids(ask(small.url, BODIES)) == old
+
+
+@pytest.mark.parametrize("sampling", [
+    {"repetition_penalty": 1.3}, {"frequency_penalty": 0.4, "presence_penalty": 0.3},
+    {"min_new_tokens": 200, "ignore_eos": False},
+], ids=str)  # fmt: skip
+def test_penalties_of_retracted_requests_do_not_begin_anew(
+    small: ServerProcess, old: list[list[int]], sampling: dict[str, Any]
+) -> None:
+    if "min_new_tokens" in sampling:  # all but a few tokens end it, once they may
+        few = set(old[0][:12])
+        sampling |= {"stop_token_ids": [token for token in range(256) if token not in few]}
+    body = greedy(BODIES[0]["input_ids"], TOKENS, **sampling)
+    [undisturbed] = token_ids(ask(small.url, [body]))
+    assert undisturbed != old[0]
+    assert len(undisturbed) in range(200, TOKENS) or "min_new_tokens" not in sampling
+    streams = stopped_by(small, "pause_generation", [body], mode="retract")
+    post(small, "continue_generation").raise_for_status()
+    assert streams.end() == [undisturbed]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("update_weights_from_disk", {"model_path": str(DEMO_MODEL), "load_format": "none such"}),
+        ("update_weights_from_distributed",
+         {"names": [], "dtypes": [], "shapes": [], "group_name": "none such"}),
+    ],
+    ids=["disk", "distributed"],
+)  # fmt: skip
+def test_an_update_that_cannot_be_done_ends_nobody(
+    small: ServerProcess, old: list[list[int]], path: str, body: dict[str, Any]
+) -> None:
+    refused = post(small, path, **body)
+    assert refused.status_code == 400 and "update them again" in refused.text
+    assert update(small, DEMO_MODEL).status_code == 200
+    assert token_ids(ask(small.url, BODIES)) == old
+
+
 def test_a_checkpoint_that_does_not_exist_changes_nothing(
     small: ServerProcess, old: list[list[int]]
 ) -> None:
