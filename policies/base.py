@@ -155,8 +155,8 @@ class SystemState:
     last_step: StepReport | None
     """The last measured step; None before the first."""
     pace: float
-    """By how much decode steps have of late taken longer than the latency model predicts: a high
-    quantile of means over some dozen steps. 1 at first."""
+    """By how much decode steps have of late taken longer than the latency model predicts: the
+    0.8 quantile of means over 64 steps. 1 at first."""
     lengths: OutputLengths
     """How long answers get, by what the server has seen."""
     prefill_left: StepWork = NO_WORK

@@ -63,9 +63,9 @@ class Fcfs(Policy):
         solver: "scan" looks at every batch size, which is exact. "slsqp", for the paper's problem
             alone, is the paper's way: a local optimum of the continuous relaxation, from the last
             one on, then the best of the whole batch sizes near it.
-        rotate: where device and host hold all that run, and every request has a TPOT SLO, twice as
-            long as a step of a device full of newcomers or longer, more requests run than memory
-            holds, and rotate on the device (`pausing.rotation`); needs both of the above.
+        rotate: where device and host hold all that run, and TPOT SLOs are twice as long as a step
+            of a device full of newcomers or longer, more requests run than memory holds, and rotate
+            on the device (`pausing.rotation`); needs both of the above.
     """
 
     def __init__(
