@@ -65,14 +65,9 @@ class Running {
 
   // Norms of so many heads of each row: in `qkv`'s outputs they lie among the others.
   void heads(Norm norm, const Product& qkv, int64_t rows, int64_t count) const {
-    const int64_t bytes = norm.size * size_of(norm.type);
-    const char* from = static_cast<const char*>(norm.x);
-    char* to = static_cast<char*>(norm.out);
-    for (int64_t row = 0; row < rows; ++row) {
-      norm.x = from + row * qkv.outputs * (bytes / norm.size);
-      norm.out = to + row * count * bytes;
-      run(norm, count);
-    }
+    norm.rows = count;
+    norm.threads = step_.threads;
+    normalise_heads(norm, rows, qkv.outputs, of(norm.isa));
   }
 
   const Step& step_;

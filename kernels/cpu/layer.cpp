@@ -3,22 +3,39 @@
 
 #include <algorithm>
 
+#include "convert.h"
 #include "threads.h"
 
 namespace ellm {
 namespace {
 
-constexpr int64_t kPart = 16;  // rows
+constexpr int64_t kPart = 16;  // rows at most
 // Rough speed of one thread: elements per microsecond of a row that is in cache.
 constexpr double kElementsPerMicrosecond = 2e3;
 
-// Calls work(begin, end) for parts of `rows` rows of so many elements.
+// Calls work(begin, end) for parts of `rows` rows of so many elements: one for each thread that they
+// are worth, if there are few.
 template <class F>
 void split_rows(int threads, int64_t rows, int64_t elements, const F& work) {
-  split(threads, rows, kPart, rows * elements / kElementsPerMicrosecond, work);
+  const double microseconds = rows * elements / kElementsPerMicrosecond;
+  const int useful = useful_threads(threads, microseconds);
+  const int64_t part = std::clamp<int64_t>((rows + useful - 1) / useful, 1, kPart);
+  split(useful, rows, part, microseconds, work);
 }
 
 }  // namespace
+
+void normalise_heads(const Norm& norm, int64_t rows, int64_t stride, const Kernels& kernels) {
+  const int64_t bytes = norm.size * size_of(norm.type);
+  split_rows(norm.threads, rows, norm.rows * norm.size, [&](int64_t begin, int64_t end) {
+    Norm of_row = norm;
+    for (int64_t row = begin; row < end; ++row) {
+      of_row.x = static_cast<const char*>(norm.x) + row * stride * size_of(norm.type);
+      of_row.out = static_cast<char*>(norm.out) + row * norm.rows * bytes;
+      kernels.normalise(of_row, 0, norm.rows);
+    }
+  });
+}
 
 void normalise(const Norm& norm, const Kernels& kernels) {
   split_rows(norm.threads, norm.rows, norm.size, [&](int64_t begin, int64_t end) {

@@ -7,6 +7,9 @@ namespace ellm {
 // out = x · weight / sqrt(mean of x² + epsilon); where there is a residual, of x + residual, which
 // goes to out_residual.
 void normalise(const Norm& norm, const Kernels& kernels);
+// The same for the heads of each of `rows` rows, which begin `stride` elements after one another in
+// x and follow one another in the result; `norm` is of the first row's.
+void normalise_heads(const Norm& norm, int64_t rows, int64_t stride, const Kernels& kernels);
 
 // Whether there are cosines for all positions.
 bool knows_positions(const Rotation& rotation);

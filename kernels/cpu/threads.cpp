@@ -1,6 +1,7 @@
 #include "threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -42,7 +43,8 @@ class Workers {
     {
       std::lock_guard<std::mutex> guard(mutex_);
       try {
-        for (; workers_ < threads - 1; ++workers_) std::thread(&Workers::serve, this).detach();
+        const int most = std::min(threads, cpus_);
+        for (; workers_ < most - 1; ++workers_) std::thread(&Workers::serve, this).detach();
       } catch (const std::system_error&) {  // there may be no more: those that there are do it all
       }
       work_ = work;
@@ -51,7 +53,7 @@ class Workers {
       end_ = threads;
       calls_.fetch_add(1, std::memory_order_release);
     }
-    if (threads - 1 == workers_) {
+    if (threads > workers_) {
       wake_.notify_all();
     } else {
       for (int i = 1; i < threads; ++i) wake_.notify_one();
@@ -96,6 +98,15 @@ class Workers {
     lock.lock();
   }
 
+  // CPUs that the caller may use, which its threads inherit: where OpenMP has bound it to one
+  // (OMP_PROC_BIND), others would take turns with it there.
+  static int usable_cpus() {
+    cpu_set_t set;
+    const bool known = sched_getaffinity(0, sizeof(set), &set) == 0;
+    return known ? CPU_COUNT(&set) : 1 << 16;  // more than a set has
+  }
+
+  const int cpus_ = usable_cpus();
   std::mutex caller_;  // held by the thread whose work the workers do
   std::mutex mutex_;   // guards all below; `active_` and `calls_` may be read without it
   std::condition_variable wake_, idle_;

@@ -38,7 +38,9 @@ void run_on_threads(int threads, const F& work) {
 template <class F>
 void split(int threads, int64_t count, int64_t part, double microseconds, const F& work) {
   std::atomic<int64_t> next{0};
-  run_on_threads(useful_threads(threads, microseconds), [&](int) {
+  const int64_t parts = (count + part - 1) / part;
+  const auto most = static_cast<int>(std::min<int64_t>(threads, parts));
+  run_on_threads(useful_threads(most, microseconds), [&](int) {
     for (int64_t begin; (begin = next.fetch_add(part)) < count;) {
       work(begin, std::min(begin + part, count));
     }

@@ -56,6 +56,14 @@ def test_a_noise_whose_largest_is_no_number_bounds_nothing() -> None:
     assert why_not_rounding(NOISE, Spread(288, 0.001, math.nan), "bfloat16") is not None
 
 
+def test_rounding_is_the_larger_of_two_measures() -> None:
+    whole, parts = Spread(288, 0.0008, 0.028), Spread(290, 0.0019, 0.026)
+    assert Spread.larger(whole, parts) == Spread.larger(parts, whole) == Spread(288, 0.0019, 0.028)
+    assert Spread.larger(whole, None) is None
+    odd = Spread.larger(whole, Spread(288, math.nan, 0.01))
+    assert odd is not None and why_not_rounding(NOISE, odd, "bfloat16") is not None
+
+
 def test_noise_that_would_hide_errors_proves_nothing() -> None:
     why = why_not_rounding(NOISE, Spread(288, 0.2, 3.0), "bfloat16")
     assert why is not None and "would hide errors" in why

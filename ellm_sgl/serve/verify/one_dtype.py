@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -27,6 +28,10 @@ from ellm_sgl.serve.verify.stages import POOL_TOKENS
 from ellm_sgl.sglang import cuda
 
 T = TypeVar("T")
+FEW_ROWS = 64
+"""Of a prompt that stock SGLang computes at once, to tell how large rounding is: about what a span
+has that a step recomputes. Products of few rows sum in another order than those of many, and so
+does all KV that they give; a prompt in one chunk has none of it."""
 
 
 @dataclass(frozen=True)
@@ -87,23 +92,41 @@ class OneDtype:
 
     def _judged(self, runs: Sequence[Run]) -> list[Comparison]:
         """Compare every run with stock SGLang, which has everything cached."""
-        stock = [*self._model(), "--max-total-tokens", str(2 * POOL_TOKENS)]
-        with ServerProcess([*stock, *_reference_on_cuda(self.model.head_dim)]) as server:
-            _must_be_stock(server)
-            names = list(dict.fromkeys(run.setting.load for run in runs))
-            references = {}
-            for name in names:
-                progress_lines(f"{self.dtype}: stock SGLang, everything cached, {name}")
-                answer = partial(self.loads[name].answers, whole=True)
-                references[name] = self._with_client(server, name, answer)
+        names = list(dict.fromkeys(run.setting.load for run in runs))
+        in_parts: dict[str, list[Answer]] = {}
+        if self.dtype != EXACT:
+            with self._stock("--chunked-prefill-size", str(FEW_ROWS)) as server:
+                in_parts = self._references(server, names, f"chunks of {FEW_ROWS}")
+        with self._stock() as server:
+            references = self._references(server, names, "everything cached")
             # What is scored shares no KV with what was answered.
             server.flush_cache()
             noise = {name: self._forced(server, references[name], name) for name in names}
+            for name, answers in in_parts.items():
+                noise[name] = Spread.larger(noise[name], self._forced(server, answers, name))
             forced = [self._forced(server, run.answers, run.setting.name) for run in runs]
         return [
             self._comparison(run, references[run.setting.load], found, noise[run.setting.load])
             for run, found in zip(runs, forced, strict=True)
         ]
+
+    @contextmanager
+    def _stock(self, *more: str) -> Iterator[ServerProcess]:
+        arguments = [*self._model(), "--max-total-tokens", str(2 * POOL_TOKENS), *more]
+        with ServerProcess([*arguments, *_reference_on_cuda(self.model.head_dim)]) as server:
+            _must_be_stock(server)
+            yield server
+
+    def _references(
+        self, server: ServerProcess, names: Iterable[str], how: str
+    ) -> dict[str, list[Answer]]:
+        """What it answers to each of the loads."""
+        answers = {}
+        for name in names:
+            progress_lines(f"{self.dtype}: stock SGLang, {how}, {name}")
+            answer = partial(self.loads[name].answers, whole=True)
+            answers[name] = self._with_client(server, name, answer)
+        return answers
 
     def _model(self) -> list[str]:
         return ["--model-path", self.model_path, "--dtype", self.dtype, "--skip-tokenizer-init"]

@@ -6,7 +6,8 @@ may tip; what follows is then another text. So tokens decide nothing. Instead ea
 output is given to stock SGLang, alone and with everything cached, as a prompt: the log-probability
 that it gives each token (teacher forcing) would be equal to the one that the server told when it
 generated the token, but for rounding. How much rounding is, is measured in the same way: stock's
-own output of the whole load at once, scored alone. docs/reliability.md derives the bounds.
+own output of the whole load at once, its prompts computed whole and in small chunks, scored alone.
+docs/reliability.md derives the bounds.
 """
 
 from __future__ import annotations
@@ -56,6 +57,17 @@ class Spread:
         if not differences:
             return cls(0, math.nan, math.nan)
         return cls(len(differences), float(np.mean(differences)), float(np.max(differences)))
+
+    @classmethod
+    def larger(cls, one: Self | None, other: Self | None) -> Self | None:
+        """What rounding comes to where both are rounding alone; None where one is missing."""
+        if one is None or other is None:
+            return None
+        return cls(
+            min(one.tokens, other.tokens),
+            float(np.max([one.mean, other.mean])),
+            float(np.max([one.largest, other.largest])),
+        )
 
 
 def bounds(noise: Spread, dtype: str) -> tuple[float, float]:
