@@ -6,7 +6,8 @@ are measured in every round, every other round in reverse, and ratios are those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,15 +29,16 @@ def run(scenario: Scenario, say: Say, advance: Callable[[], None]) -> Result:
         KeyboardInterrupt: asked to stop (by SIGTERM or SIGHUP too); no server is left.
     """
     rounds = range(scenario.rounds)
-    lives = [[number] for number in rounds] if scenario.anew else [list(rounds)]
+    numbers = [[number] for number in rounds] if scenario.anew else [list(rounds)]
+    lives = list(itertools.product(filter(None, numbers), scenario.lives()))
     result = Result()
     with stop_on_signals():
-        for life in filter(None, lives):
+        for life, cells in lives:
             with _started(scenario, say) as servers:
                 for number in life:
-                    new = _round(scenario, number, servers, say, advance)
+                    new = _round(scenario, number, cells, servers, say, advance)
                     result = Result((*result.samples, *new))
-                if life[-1] == rounds[-1]:
+                if (life, cells) == lives[-1]:
                     result = Result(result.samples, scenario.finish(servers, result, say))
     return result
 
@@ -56,12 +58,13 @@ def _started(scenario: Scenario, say: Say) -> Iterator[dict[str, Any]]:
 def _round(
     scenario: Scenario,
     number: int,
+    cells: Sequence[Any],
     servers: Mapping[str, Any],
     say: Say,
     advance: Callable[[], None],
 ) -> Iterator[Sample]:
     first = scenario.columns[0]
-    for cell in scenario.cells():
+    for cell in cells:
         say(f"round {number + 1}/{scenario.rounds} {scenario.title(cell)}".rstrip())
         load = scenario.load(cell, number)
         taken = {}

@@ -122,6 +122,10 @@ class Scenario(ABC):
         """Loads, each of JSON's types."""
         return ("",)
 
+    def lives(self) -> Sequence[Sequence[Any]]:
+        """The cells, in groups for each of which servers are started anew. Here: all are one."""
+        return (self.cells(),)
+
     def title(self, cell: Any) -> str:
         return self.cell_form.format(*(cell if isinstance(cell, tuple) else (cell,)))
 

@@ -104,13 +104,14 @@ class _Engine:
         self._made_for = 0, 0
         """Sequences, and tokens of each, that the context has room for."""
 
-    def _make_room(self, sequences: int, tokens: int) -> None:
-        """A context of just that size, empty: each sequence has its own KV, which the library's
-        header advises where none share a prefix, and an equal part of the context."""
-        room = sequences, -(-tokens // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
+    def _make_room(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        """A context for these and so many tokens of output each, empty, whose memory has been used
+        before: each sequence has its own KV, which the library's header advises where none share a
+        prefix, and an equal part of the context."""
+        sequences, longest = len(prompts), max(map(len, prompts)) + tokens
+        room = sequences, -(-longest // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
         if self._made_for == room:
-            self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
-            return
+            return self._clear()
         if self._context:
             self._api.llama_free(self._context)
         given = self._api.llama_context_default_params()
@@ -122,9 +123,14 @@ class _Engine:
         if not self._context:
             raise SystemExit(f"llama.cpp makes no context of {room[0]} x {room[1]} tokens")
         self._made_for = room
+        list(self._prefill(prompts))
+        self._clear()
+
+    def _clear(self) -> None:
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Generated:
-        self._make_room(len(prompts), max(map(len, prompts)) + tokens)
+        self._make_room(prompts, tokens)
         began = time.perf_counter()
         outputs = [[token] for token in self._prefill(prompts)]
         first = time.perf_counter()

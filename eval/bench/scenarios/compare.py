@@ -2,7 +2,8 @@
 
 Arrivals, lengths and prompts are the same for all; the servers share the machine, but only one is
 under load at a time. Each round starts them anew: two processes of the same program differ, by up
-to a tenth of their speed, for as long as they live. Ample memory is eLLM's own server with all the
+to a tenth of their speed, for as long as they live. So does each kind of output lengths: eLLM
+learns lengths from the answers it has given. Ample memory is eLLM's own server with all the
 memory it wants. eLLM is held against the baseline with the most tokens per second within the SLO.
 
 The loads are for the demo model: oversubscribed, 24 requests whose KV is 1.5 and 3 times what the
@@ -161,6 +162,10 @@ class Compare(Scenario):
 
     def cells(self) -> list[Cell]:
         return self.sent.cells()
+
+    def lives(self) -> list[list[Cell]]:
+        every = self.cells()
+        return [[c for c in every if c.outputs == kind] for kind in self.sent.outputs]
 
     def load(self, cell: Cell, seed: int) -> list[Request]:
         return self.sent.drawn(cell, self.seed + seed)

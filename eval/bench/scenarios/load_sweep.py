@@ -72,9 +72,12 @@ class LoadSweep(Scenario):
     def finish(
         self, servers: Mapping[str, ServerProcess], result: Result, say: Say
     ) -> dict[str, Any]:
-        seeds = range(self.rounds)
-        return {s.name: tuple(self._goodput(servers[s.server], s, n, result, say) for n in seeds)
-                for s in self.settings()}  # fmt: skip
+        settings = self.settings()
+        found: dict[str, list[float]] = {setting.name: [] for setting in settings}
+        for seed in range(self.rounds):
+            for s in settings[:: -1 if seed % 2 else 1]:
+                found[s.name].append(self._goodput(servers[s.server], s, seed, result, say))
+        return {name: tuple(values) for name, values in found.items()}
 
     def _goodput(
         self, server: ServerProcess, setting: Setting, number: int, result: Result, say: Say

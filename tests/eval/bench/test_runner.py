@@ -83,6 +83,11 @@ class Anew(StandIn):
     anew = True
 
 
+class ByCell(Anew):
+    def lives(self) -> list[list[str]]:
+        return [[cell] for cell in self.cells()]
+
+
 class WarmedUp(StandIn):
     warm_up = Scenario.warm_up
 
@@ -103,6 +108,18 @@ def test_every_other_round_goes_in_reverse():
         for cell in ("light", "heavy")
         for setting in settings
     ]
+
+
+def test_groups_of_cells_have_servers_of_their_own():
+    scenario = ByCell()
+    result = ran(scenario)
+    assert [e for e in scenario.events if e == "start one"] == ["start one"] * 4
+    begun = [scenario.events[i + 1] for i, e in enumerate(scenario.events) if e == "warm two"]
+    assert begun == [
+        "measure a on one: light 0", "measure a on one: heavy 0",
+        "measure c on two: light 1", "measure c on two: heavy 1",
+    ]  # fmt: skip
+    assert len(result.samples) == 12 and result.extra["samples"] == 12
 
 
 def test_all_settings_of_a_round_get_the_same_load_on_their_own_server():
