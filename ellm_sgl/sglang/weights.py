@@ -14,7 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ellm_sgl.sglang.context import context_of
+from ellm_sgl.sglang.ranks import least_of_ranks
 from ellm_sgl.sglang.scheduler import scheduler_of
+from ellm_sgl.sglang.versions import adapter
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     )
 
 logger = logging.getLogger(__name__)
+_FROM_DISK = "UpdateWeightFromDiskReqInput"
+_IN_PART = "weights may be new in part: update them again"
 _OVERWRITES = "reset_tensors"
 """The one action of SGLang's weight checker that changes weights."""
 
@@ -36,13 +40,30 @@ def update(
     if problem := _drop_all_kv(updater.scheduler):
         return _answer(request, problem)
     try:
-        return original(updater, request)
-    except Exception as error:  # SGLang's scheduler would end
-        logger.exception("eLLM: new weights were not loaded to the end")
-        return _answer(request, f"{error!r}; weights may be new in part: update them again")
+        return _done_by_all(original, updater, request)
     finally:
         if (stored := context_of(updater.scheduler).stored) is not None:
             stored.drop()
+
+
+def _done_by_all(
+    original: Callable[..., Any], updater: SchedulerWeightUpdaterManager, request: Any
+) -> Any:
+    """SGLang's answer, or why it failed, which would end its scheduler: on every rank, or the ranks
+    would go on with different weights. With several, only where none waits for the others within
+    SGLang's own update: from disk."""
+    scheduler: Any = updater.scheduler
+    several = adapter().ranks(scheduler).tp_size > 1
+    if several and type(request).__name__ != _FROM_DISK:
+        return original(updater, request)
+    try:
+        answer = original(updater, request)
+    except Exception as error:
+        logger.exception("eLLM: new weights were not loaded to the end")
+        answer = _answer(request, f"{error!r}; {_IN_PART}")
+    if several and not least_of_ranks(scheduler, [int(answer.success)])[0] and answer.success:
+        return _answer(request, f"another rank could not load them; {_IN_PART}")
+    return answer
 
 
 def check(

@@ -52,9 +52,7 @@ class RestoringModel(LatencyModel):
         self._shares = np.array(shares)
         self._fused = fused
         self._overlapped = overlapped
-        fetched_only = StepWork(0, 0, restored_tokens=1.0, recompute_share=0.0)
-        nothing = inner.step_seconds(StepWork(0, 0))
-        self._restore_s = float(inner.step_seconds(fetched_only) - nothing)
+        self._restore_s = machine.profile.restore_overhead_s
         self._token_s = machine.shape.kv_bytes_per_token / machine.profile.link_bytes_per_s
         self._beside_s = machine.profile.fetch_share * self._token_s
         self._latency_s = machine.profile.link_latency_s

@@ -104,7 +104,6 @@ def test_what_no_replica_can_do_is_refused_once(replicas: ServerProcess) -> None
 
 def test_new_weights_are_for_all_replicas_or_for_none(replicas: ServerProcess) -> None:
     """One has KV of the present weights, the other none."""
-    sized = replicas.state()["device_units_total"]
     body = greedy(prompts(1, 60, 200, seed=7)[0], 1500) | {"routed_dp_rank": 0}
     update = {"model_path": str(DEMO_MODEL)}
     with ThreadPoolExecutor(1) as background:
@@ -118,7 +117,7 @@ def test_new_weights_are_for_all_replicas_or_for_none(replicas: ServerProcess) -
         httpx.post(f"{replicas.url}/continue_generation", json={}, timeout=60)
         assert len(token_ids(answer.result(timeout=60))[0]) == 1500
     done = httpx.post(f"{replicas.url}/update_weights_from_disk", json=update, timeout=60)
-    assert done.status_code == 200 and replicas.state()["device_units_total"] == sized
+    assert done.status_code == 200, done.text
 
 
 def test_the_end_of_a_replica_is_the_servers(replicas: ServerProcess) -> None:

@@ -69,6 +69,13 @@ def test_to_restore_anything_takes_its_time_however_it_comes_back():
         assert idle == pytest.approx(inner.step_seconds(work(0.0)))
 
 
+@pytest.mark.parametrize("paper", [False, True])
+def test_a_step_that_only_fetches_is_one_of_those_that_decode(paper):
+    fetching = work(0.001)  # in less time than the step takes
+    decoding = model("swap", paper=paper).step_seconds(work(0.0))
+    assert model("swap", paper=paper).step_seconds(fetching) == pytest.approx(decoding)
+
+
 def test_both_are_never_worse_than_either():
     for span in (0.01, 0.1, 0.3, 0.6, 0.95):
         either = [model(way).step_seconds(work(span)) for way in ("recompute", "swap")]

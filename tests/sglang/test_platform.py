@@ -119,13 +119,14 @@ def test_a_rank_runs_on_the_cores_that_sglang_gave_it(bound: Any, named: str | N
 def test_a_single_rank_is_bound_where_cores_were_named_for_it(bound: Any) -> None:
     assert bound(str(CPUS[0]), 1, str(CPUS[0])) == ([CPUS[0]], 1)
     assert bound(str(CPUS[0]), 1, "all") == (CPUS, 8)
-    assert bound(str(CPUS[0]), 1, None) == (CPUS, 8)
+    for nobody in (None, ""):
+        assert bound(str(CPUS[0]), 1, nobody) == bound("", 2, nobody) == (CPUS, 8)
 
 
 @pytest.mark.parametrize("wrong", ["", "a", "1-", "3-1", "0-1-2", "0,,1", "-1"])
 def test_cores_that_are_none_are_refused_by_name(bound: Any, wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"^{VARIABLE} {wrong!r}: name CPUs as 0-31"):
-        bound(wrong, 2, wrong)
+        bound(wrong, 2, f"{wrong}|0")
 
 
 def test_cores_of_others_are_refused_where_named_and_left_where_not(bound: Any) -> None:

@@ -20,6 +20,8 @@ def bind(cpus: str, **rank: int) -> None:
     where SGLang has answered that they shall, and memory they touch first is of that node. A
     single rank whose CPUs nobody named has the whole machine.
 
+    One that may not use all of its node, in a container, is left where it is.
+
     Args:
         cpus: SGLang's answer, as `0-31` or `0,2,4`.
         rank: `tp_size`, from SGLang 0.5.20 on `world_size`; and which of them this is.
@@ -27,13 +29,14 @@ def bind(cpus: str, **rank: int) -> None:
     Raises:
         ConfigError: these are no CPUs, or none this process may use.
     """
-    named = os.environ.get(VARIABLE, "all") != "all"
-    if not named and rank.get("world_size", rank.get("tp_size", 1)) == 1:
+    named = os.environ.get(VARIABLE, "") not in ("", "all")
+    alone = rank.get("world_size", rank.get("tp_size", 1)) == 1
+    if not named and (alone or not cpus):  # a container may have nothing of a rank's node
         return
     may_use = os.sched_getaffinity(0)
     chosen = cpus_of(cpus)
     if not chosen <= may_use:
-        if not named:  # a container that has a part of the node
+        if not named:
             return
         raise ConfigError(
             f"{VARIABLE} {cpus}: this process may use CPUs {','.join(map(str, sorted(may_use)))}; "

@@ -165,7 +165,9 @@ class Compare(Scenario):
 
     def lives(self) -> list[list[Cell]]:
         every = self.cells()
-        return [[c for c in every if c.outputs == kind] for kind in self.sent.outputs]
+        return [
+            [c for c in every if c.outputs == kind] for kind in dict.fromkeys(self.sent.outputs)
+        ]
 
     def load(self, cell: Cell, seed: int) -> list[Request]:
         return self.sent.drawn(cell, self.seed + seed)
