@@ -14,6 +14,7 @@ from ellm_sgl.client.workloads import paper_workload
 from ellm_sgl.config import ConfigError
 from ellm_sgl.eval.simulator import MODES, Load, Settings, Simulation, preset, simulate
 from ellm_sgl.eval.simulator import settings as settings_module
+from ellm_sgl.eval.simulator.admission.sglang import SglangAdmission
 from ellm_sgl.eval.simulator.elastic import Elastic
 from ellm_sgl.eval.simulator.report import sum_up
 from ellm_sgl.eval.simulator.restoring import RestoringModel
@@ -50,6 +51,21 @@ def served(settings: Settings, load: Load) -> Simulation:
     simulation = Simulation(L4, settings, load)
     simulation.run()
     return simulation
+
+
+def test_a_server_with_nothing_to_do_expects_outputs_as_at_first(monkeypatch):
+    rested, seen = SglangAdmission.rested, []
+
+    def noted(self):
+        before = self._ratio.current
+        rested(self)
+        seen.append((before, self._ratio.current))
+
+    monkeypatch.setattr(SglangAdmission, "rested", noted)
+    trace = paper_workload("sharegpt", 4, 0, per_second=0.01).scaled(lengths=0.15)
+    served(Settings("recompute"), Load.of(trace, 500, tpot_slo_s=0.1, ttft_slo_s=20.0))
+    assert len(seen) >= 3 and min(before for before, _ in seen) < 0.7
+    assert {after for _, after in seen} == {0.7}
 
 
 @pytest.mark.parametrize("settings", SERVERS, ids=lambda s: f"{s.mode}-{s.policy}-{s.restore}")

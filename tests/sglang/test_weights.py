@@ -30,9 +30,10 @@ def ours() -> Context:
     return Context(EllmConfig(), PageTable(SHAPE, 8, 16), pool, 64)
 
 
-def updater_of(ours: Context) -> Any:
+def updater_of(ours: Context, ranks: int = 1) -> Any:
     """SGLang's updater, as far as eLLM looks at it."""
-    return SimpleNamespace(scheduler=scheduler_of(ours))
+    place = SimpleNamespace(tp_size=ranks, tp_rank=0, dp_rank=None)
+    return SimpleNamespace(scheduler=scheduler_of(ours, ps=place))
 
 
 def scheduler_of(ours: Context, **attributes: Any) -> Any:
@@ -78,6 +79,33 @@ def test_blocks_that_cannot_be_dropped_refuse_it_too(ours: Context) -> None:
     updater = updater_of(ours)
     for request in requests()[:4]:
         assert weights.update(pytest.fail, updater, request).message == BLOCKS
+
+
+def fails(*_: Any) -> Any:
+    raise KeyError("no such group")
+
+
+def test_an_update_that_fails_is_answered(ours: Context) -> None:
+    for request in requests()[:4]:
+        said = weights.update(fails, updater_of(ours), request)
+        assert not said.success and "no such group" in said.message
+        assert "weights may be new in part" in said.message
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_with_several_ranks_an_update_from_disk_is_all_ranks_or_none(
+    ours: Context, others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In others SGLang's ranks wait for one another, so one that fails may not go on."""
+    monkeypatch.setattr(weights, "least_of_ranks", lambda _, mine: [min(*mine, int(others))])
+    disk, *others_of_it = requests()[:4]
+    done = SimpleNamespace(success=True, message="")
+    said = weights.update(lambda *_: done, updater_of(ours, 2), disk)
+    assert said is done if others else "another rank could not" in said.message
+    assert "no such group" in weights.update(fails, updater_of(ours, 2), disk).message
+    for request in others_of_it:
+        with pytest.raises(KeyError):
+            weights.update(fails, updater_of(ours, 2), request)
 
 
 def test_weights_are_looked_at_whatever_runs(ours: Context) -> None:
