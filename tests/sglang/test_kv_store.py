@@ -6,7 +6,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -377,19 +376,23 @@ def test_what_a_short_answer_leaves_to_store_is_stored_later(
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_update_of_the_weights_lets_the_store_go(tmp_path: Path, fails: bool) -> None:
     """Whether it worked or not: weights may be others by now."""
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
     from ellm_sgl.sglang import weights
 
     scene = Scene(tmp_path, 8, store_blocks=64)
     scene.plane.context.stored = scene.stored
     allocator = SimpleNamespace(ellm=scene.plane.context)
-    updater: Any = SimpleNamespace(scheduler=SimpleNamespace(token_to_kv_pool_allocator=allocator))
+    place = SimpleNamespace(tp_size=1, tp_rank=0, dp_rank=None)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, ps=place)
+    updater: Any = SimpleNamespace(scheduler=scheduler)
     before = scene.stored.store
 
-    def update(*_: Any) -> str:
+    def update(*_: Any) -> Any:
         if fails:
             raise RuntimeError("half of the weights have come")
-        return "updated"
+        return SimpleNamespace(success=True)
 
-    with pytest.raises(RuntimeError) if fails else nullcontext():
-        assert weights.update(update, updater, None) == "updated"
+    asked = UpdateWeightFromDiskReqInput(model_path="new")
+    assert weights.update(update, updater, asked).success == (not fails)
     assert scene.openings == 1 and scene.stored.store is not before
