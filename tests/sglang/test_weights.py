@@ -17,6 +17,7 @@ from ellm_sgl.sglang import occupation, weights
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.platform.torchvision_ops import declare
 from ellm_sgl.sglang.scheduler import EllmScheduler, Released
+from ellm_sgl.sglang.versions import adapter
 from tests.latency.machines import GPU, TINY
 
 declare()
@@ -28,6 +29,12 @@ SHAPE = PoolShape(num_layers=2, layer_group=1, block_tokens=4)
 def ours() -> Context:
     pool = KVPool(SHAPE, 1, 1, 8, torch.float32, "cpu")
     return Context(EllmConfig(), PageTable(SHAPE, 8, 16), pool, 64)
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the schedulers here: from SGLang 0.5.23 on a real one is needed to ask."""
+    monkeypatch.setattr(type(adapter()), "ranks", lambda _, scheduler: scheduler.ps)
 
 
 def updater_of(ours: Context, ranks: int = 1) -> Any:
