@@ -13,13 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from ellm_sgl.policies.base import BoolArray, IntArray, SystemState
-from ellm_sgl.policies.pausing.resuming import (
-    COUNT_EVERY,
-    GAIN,
-    brought_back,
-    computed_again,
-    with_paused,
-)
+from ellm_sgl.policies.pausing.resuming import GAIN, brought_back, computed_again, with_paused
 from ellm_sgl.policies.pausing.turns import AMPLE_STEPS, exchange, pause_order
 from ellm_sgl.policies.planned import select
 from ellm_sgl.policies.problem.batch_size import BatchProblem
@@ -38,6 +32,9 @@ from ellm_sgl.policies.problem.left_over import rate_of_all
 from ellm_sgl.policies.problem.on_host import copies_of_first, fetching
 from ellm_sgl.policies.problem.standing import Standing
 
+COUNT_EVERY = 16
+"""Iterations after which it is asked again who takes part, though nobody has come or gone, nor has
+twice as much memory come to be missing."""
 GROWTH_STEPS = 4
 """What is evicted of those that pause makes room for so many further steps at once: what is kept
 need not be brought back."""

@@ -12,17 +12,13 @@ from ellm_sgl.policies.problem.candidates import Candidates
 from ellm_sgl.policies.problem.forecast import Forecast
 from ellm_sgl.policies.problem.on_host import copies_of_first, fetching
 
-COUNT_EVERY = 4
-"""Iterations after which it is asked again who takes part, though nobody has come or gone, nor has
-twice as much memory come to be missing. So long each of those who take part may grow, and room is
-kept for that: with 16, a block each, a request of 250 tokens cost 6 % of its memory."""
 GAIN = 0.05
 """Requests begin to pause when that decodes so much more per second."""
 
 
 def with_paused(state: SystemState, short: FloatArray, rows: FloatArray | IntArray) -> FloatArray:
     """Device tokens that are missing with the last of the running requests paused: they hold what
-    cannot be evicted; and until it is asked again each of the others grows by a token a step.
+    cannot be evicted; and until it is asked again each of the others may grow by a block.
 
     Args:
         short: without those that pause, [..., b], up to all requests;
@@ -32,7 +28,7 @@ def with_paused(state: SystemState, short: FloatArray, rows: FloatArray | IntArr
     held = (candidates.charged - candidates.evictable).astype(np.float64)
     beyond = np.append(np.cumsum(held[::-1])[::-1], 0.0)
     beyond = beyond[-short.shape[-1] :]
-    return np.asarray(short + beyond + COUNT_EVERY * rows)
+    return np.asarray(short + beyond + state.memory.block_tokens * rows)
 
 
 def brought_back(state: SystemState, active: int, short: FloatArray, value: FloatArray) -> int:

@@ -13,7 +13,6 @@ from ellm_sgl.policies import Batch, SystemState
 from ellm_sgl.policies.checks import check_batch, check_ratios
 from ellm_sgl.policies.fcfs import Fcfs
 from ellm_sgl.policies.pausing.choice import GROWTH_STEPS, evicted_tokens, participants
-from ellm_sgl.policies.pausing.resuming import COUNT_EVERY
 from ellm_sgl.policies.pausing.turns import AMPLE_STEPS
 from ellm_sgl.policies.planned import planned_tokens
 from ellm_sgl.policies.problem.candidates import SLO_SHARE, decode_seconds, slack_s
@@ -77,12 +76,10 @@ def test_a_small_gain_is_not_worth_it() -> None:
 
 
 def test_they_resume_when_there_is_room_for_what_comes_back() -> None:
-    # Each has 11 blocks and grows by a token a step until it is asked again; of who pauses two
-    # blocks stay.
-    each = 11 * BLOCK + COUNT_EVERY
-    three, all_four = 3 * each + 2 * BLOCK, 4 * each
-    for tokens, count in ((three - 1, 2), (three, 3), (all_four - 1, 3), (all_four, 4)):
-        assert participants(four(tokens, CHEAP, missing=144, most=64), active=2) == count
+    # Each has 11 blocks, and a further one stays free; of who pauses two stay.
+    three, all_four = 3 * 12 + 2, 4 * 12
+    for blocks, count in ((three - 1, 2), (three, 3), (all_four - 1, 3), (all_four, 4)):
+        assert participants(four(blocks * BLOCK, CHEAP, missing=144, most=64), active=2) == count
 
 
 def test_they_resume_where_others_wait_if_that_makes_up_for_bringing_them_back() -> None:
