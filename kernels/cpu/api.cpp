@@ -2,6 +2,14 @@
 #include <cstdint>
 #include <vector>
 
+#ifdef ELLM_X86
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 #include "attention.h"
 #include "decoder.h"
 #include "layer.h"
@@ -23,8 +31,25 @@ const Kernels* const kTable[] = {
     &kAvx2,
     &kAvx512,
     &kAvx512Bf16,
+    &kAmx,
 #endif
 };
+
+#ifdef ELLM_X86
+// Whether the processor has AMX in bf16, and Linux lets this process use it, which has to be asked
+// for once: its registers are large.
+bool may_use_tiles() {
+#ifdef __linux__
+  constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;  // of CPUID 7's EDX
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, its component
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (kBf16 | kTiles)) != 0) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 bool runs_here(int isa) {
 #ifdef ELLM_X86
@@ -36,7 +61,9 @@ bool runs_here(int isa) {
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
   if (isa == 2) return avx512;
-  if (isa == 3) return avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (isa == 3) return avx512_bf16;
+  if (isa == 4) return avx512_bf16 && may_use_tiles();
 #endif
   return isa == 0;
 }

@@ -121,7 +121,8 @@ struct Kernels {
                int64_t first, int columns, float* scratch);
 
   // Matrix products: rows of x as `multiply` wants them, product_floats(...) long; and outputs
-  // [first, last) of all rows.
+  // [first, last) of all rows, best a multiple of product_outputs(...).
+  int64_t (*product_outputs)(const Product&);
   int64_t (*product_floats)(const Product&);
   void (*prepare)(const Product&, float* prepared);
   void (*multiply)(const Product&, const float* prepared, int64_t first, int64_t last);
@@ -137,6 +138,7 @@ extern const Kernels kPortable;
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
+extern const Kernels kAmx;
 #endif
 
 }  // namespace ellm

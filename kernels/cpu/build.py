@@ -100,7 +100,8 @@ def _translation_units() -> Iterator[tuple[str, list[str]]]:
     variants: list[tuple[str, tuple[str, ...]]] = [("Portable", ())]
     if x86:
         variants += [("Avx2", _AVX2), ("Avx512", _AVX512)]
-        variants += [("Avx512Bf16", (*_AVX512, "-mavx512bf16"))]
+        bf16 = (*_AVX512, "-mavx512bf16")
+        variants += [("Avx512Bf16", bf16), ("Amx", (*bf16, "-mamx-tile", "-mamx-bf16"))]
     for name, flags in variants:
         names = [f"-DELLM_KERNELS=k{name}", f'-DELLM_NAME="{name.lower()}"']
         yield "kernels.cpp", [*common, *names, *flags]

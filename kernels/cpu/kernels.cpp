@@ -2,7 +2,9 @@
 #include "decode.h"
 #include "operators.h"
 #include "products.h"
+#include "products_amx.h"
 #include "tile.h"
+#include "tile_amx.h"
 
 namespace {
 
@@ -40,18 +42,16 @@ void decode(const Call& call, const Part& tokens, const Part* ahead, int64_t row
 
 void tile(const Call& call, const Source& source, int64_t row, int64_t position, int kv_head,
           int64_t first, int columns, float* scratch) {
-#ifdef __AVX512BF16__
-  if (dots(call)) {
-    return tile_as<BFloat16Dots>(call, source, row, position, kv_head, first, columns, scratch);
-  }
+  const TileColumns of{row, position, kv_head, first, columns};
+#if defined(__AMX_BF16__)
+  if (dots(call)) return tile_by_unit(call, source, of, scratch);
+#elif defined(__AVX512BF16__)
+  if (dots(call)) return tile_as<BFloat16Dots>(call, source, of, scratch);
 #endif
   switch (call.pool_type) {
-    case ellm::kFloat32:
-      return tile_as<Float32>(call, source, row, position, kv_head, first, columns, scratch);
-    case ellm::kBFloat16:
-      return tile_as<BFloat16>(call, source, row, position, kv_head, first, columns, scratch);
-    default:
-      return tile_as<Float16>(call, source, row, position, kv_head, first, columns, scratch);
+    case ellm::kFloat32: return tile_as<Float32>(call, source, of, scratch);
+    case ellm::kBFloat16: return tile_as<BFloat16>(call, source, of, scratch);
+    default: return tile_as<Float16>(call, source, of, scratch);
   }
 }
 
@@ -88,17 +88,37 @@ void with_type(const ellm::Product& product, const F& work) {
 #endif
 }
 
+#ifdef __AMX_BF16__
+bool is_paired(const ellm::Product& product) { return product.type == ellm::kBFloat16; }
+#endif
+
+int64_t product_outputs([[maybe_unused]] const ellm::Product& product) {
+#ifdef __AMX_BF16__
+  if (is_paired(product)) return kBlocks * kSide;
+#endif
+  return kOutputs;
+}
+
 int64_t product_floats(const ellm::Product& product) {
+#ifdef __AMX_BF16__
+  if (is_paired(product)) return product.rows * whole_pairs(product.size) / 2;
+#endif
   int64_t floats = 0;
   with_type(product, [&](auto type) { floats = product.rows * padded<decltype(type)>(product.size); });
   return floats;
 }
 
 void prepare(const ellm::Product& product, float* prepared) {
+#ifdef __AMX_BF16__
+  if (is_paired(product)) return prepare_pairs(product, prepared);
+#endif
   with_type(product, [&](auto type) { prepare_as<decltype(type)>(product, prepared); });
 }
 
 void multiply(const ellm::Product& product, const float* prepared, int64_t first, int64_t last) {
+#ifdef __AMX_BF16__
+  if (is_paired(product)) return multiply_pairs(product, prepared, first, last);
+#endif
   with_type(product, [&](auto type) { multiply_as<decltype(type)>(product, prepared, first, last); });
 }
 
@@ -107,5 +127,5 @@ void multiply(const ellm::Product& product, const float* prepared, int64_t first
 namespace ellm {
 extern const Kernels ELLM_KERNELS = {
     ELLM_NAME, W,       scratch_floats, decode,    tile,
-    product_floats, prepare, multiply,       normalise, rotate, gate};
+    product_outputs, product_floats, prepare, multiply, normalise, rotate, gate};
 }

@@ -24,7 +24,7 @@ import torch
 
 from ellm_sgl.kernels.cpu.build import FOLDER, LIBRARY, source_hash
 
-INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512bf16")
+INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 """In the order of the table in api.cpp, each better than the one before."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

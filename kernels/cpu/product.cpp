@@ -13,7 +13,6 @@ namespace {
 
 // Weights of one part: large enough to be read at full speed, small enough to share evenly.
 constexpr int64_t kPartBytes = 128 << 10;
-constexpr int64_t kOutputsAtOnce = 4;
 
 // Rows [first, first + kProductRows) of a product, as far as there are.
 Product rows_of(const Product& product, int64_t first) {
@@ -35,8 +34,8 @@ void multiply(const Product& product, const Kernels& kernels) {
     kernels.prepare(rows_of(product, group * kProductRows), prepared + group * floats);
   }
   const int64_t row_bytes = product.size * size_of(product.type);
-  const int64_t rows = std::max(int64_t{1}, kPartBytes / row_bytes / kOutputsAtOnce);
-  const int64_t part = rows * kOutputsAtOnce;
+  const int64_t outputs = kernels.product_outputs(product);
+  const int64_t part = outputs * std::max(int64_t{1}, kPartBytes / row_bytes / outputs);
   const double microseconds = std::max(
       product.outputs * row_bytes / kBytesPerMicrosecond,
       2.0 * product.rows * product.outputs * product.size / kFlopsPerMicrosecond);

@@ -6,7 +6,13 @@ from ctypes import byref
 
 import torch
 
-from ellm_sgl.kernels.cpu.library import TYPES, Product, best_instruction_set, load
+from ellm_sgl.kernels.cpu.library import (
+    INSTRUCTION_SETS,
+    TYPES,
+    Product,
+    best_instruction_set,
+    load,
+)
 from ellm_sgl.kernels.cpu.prefetch import DEFAULT, Prefetch
 
 MOST_ROWS = {torch.float32: 512, torch.bfloat16: 32, torch.float16: 32}
@@ -18,7 +24,10 @@ SHORT_SUM, MOST_ROWS_OF_SHORT = 512, 16
 LONG_SUM, MOST_ROWS_OF_LONG = 513, 64
 """fp32 sums of so many elements or more: up to so many rows; of more oneDNN is faster, by more than
 what Python between a layer's operators takes."""
+MOST_ROWS_OF_TILES = 64
+"""bf16 by a processor's tile unit (AMX), which takes 16 rows in little more time than one."""
 
+_TILES = INSTRUCTION_SETS.index("amx")
 _DEFAULT = DEFAULT.numbers
 _PLAIN = torch.Tensor.__torch_dispatch__
 """Of tensors that lie in memory as they say. Others' numbers may be elsewhere, and quantised: what
@@ -42,6 +51,8 @@ def most_rows(size: int, dtype: torch.dtype) -> int:
     """Rows of sums of `size` elements up to which `linear` does the product."""
     if dtype is torch.float32:
         return MOST_ROWS_OF_LONG if size >= LONG_SUM else MOST_ROWS[dtype]
+    if dtype is torch.bfloat16 and best_instruction_set() >= _TILES:
+        return MOST_ROWS_OF_TILES
     return MOST_ROWS_OF_SHORT if size < SHORT_SUM else MOST_ROWS[dtype]
 
 

@@ -260,16 +260,22 @@ INLINE void find_words(const Tokens& tokens, int kv_head, int head_dim, const Ti
   }
 }
 
+// Columns [first, first + columns) of rows row, row + 1, ... at positions position, ...
+struct TileColumns {
+  int64_t row, position;
+  int kv_head;
+  int64_t first;
+  int columns;
+};
+
 template <class T>
-void tile_as(const Call& call, const Source& source, int64_t row, int64_t position, int kv_head,
-             int64_t first, int columns, float* scratch) {
+INLINE void begin_tile(const Call& call, const TileColumns& of, const TileMemory& t) {
   const int head_dim = call.head_dim, group = call.heads / call.kv_heads;
-  const TileMemory t = divide(scratch, head_dim);
   for (int c = 0; c < kColumns; ++c) {
     // Columns beyond the last repeat it: they compute, and nobody looks.
-    const int64_t column = first + (c < columns ? c : columns - 1);
-    const int64_t r = column / group, head = kv_head * group + column % group;
-    const int64_t at = (row + r) * call.q_stride + head * head_dim;
+    const int64_t column = of.first + (c < of.columns ? c : of.columns - 1);
+    const int64_t r = column / group, head = of.kv_head * group + column % group;
+    const int64_t at = (of.row + r) * call.q_stride + head * head_dim;
     if constexpr (T::dots) {
       const auto* const q = static_cast<const uint16_t*>(call.q) + at;
       for (int d = 0; d < head_dim; d += 2) __builtin_memcpy(t.q + d / 2 * kColumns + c, q + d, 4);
@@ -278,19 +284,40 @@ void tile_as(const Call& call, const Source& source, int64_t row, int64_t positi
         t.q[d * kColumns + c] = ellm::load_as_float(call.q, at + d, call.row_type) * call.scale;
       }
     }
-    t.position[c] = static_cast<int32_t>(position + r);
+    t.position[c] = static_cast<int32_t>(of.position + r);
     t.maximum[c] = -__builtin_inff();
     t.total[c] = 0;
   }
   for (int i = 0; i < head_dim * kColumns; ++i) t.o[i] = 0;
+}
 
+// Divides by the sums of weights, and writes the rows. Element d of column c is o[d * d_step +
+// c * c_step].
+INLINE void finish_tile(const Call& call, const TileColumns& of, const TileMemory& t, int64_t d_step,
+                        int64_t c_step) {
+  const int head_dim = call.head_dim, group = call.heads / call.kv_heads;
+  for (int c = 0; c < of.columns; ++c) {
+    const int64_t column = of.first + c, head = of.kv_head * group + column % group;
+    const int64_t at = ((of.row + column / group) * call.heads + head) * head_dim;
+    const float factor = 1.0f / t.total[c];
+    for (int d = 0; d < head_dim; ++d) {
+      ellm::store_float(call.out, at + d, call.row_type, t.o[d * d_step + c * c_step] * factor);
+    }
+  }
+}
+
+template <class T>
+void tile_as(const Call& call, const Source& source, const TileColumns& of, float* scratch) {
+  const int head_dim = call.head_dim, columns = of.columns;
+  const TileMemory t = divide(scratch, head_dim);
+  begin_tile<T>(call, of, t);
   Tokens tokens;
   Words<T> words;
   const int64_t end = t.position[columns - 1] + 1;
   for (int64_t from = 0; from < end; from += kKeys) {
     const int count = end - from < kKeys ? static_cast<int>(end - from) : kKeys;
     locate(call, source, from, count, sizeof(typename T::bits), tokens);
-    find_words(tokens, kv_head, head_dim, t, words);
+    find_words(tokens, of.kv_head, head_dim, t, words);
     const bool masked = from + count - 1 > t.position[0];
     for (int c = 0; c < columns; c += kVectors * W) {
       const int vectors = (columns - c + W - 1) / W;
@@ -302,15 +329,7 @@ void tile_as(const Call& call, const Source& source, int64_t row, int64_t positi
       }
     }
   }
-
-  for (int c = 0; c < columns; ++c) {
-    const int64_t r = (first + c) / group, head = kv_head * group + (first + c) % group;
-    const int64_t at = ((row + r) * call.heads + head) * head_dim;
-    const float factor = 1.0f / t.total[c];
-    for (int d = 0; d < head_dim; ++d) {
-      ellm::store_float(call.out, at + d, call.row_type, t.o[d * kColumns + c] * factor);
-    }
-  }
+  finish_tile(call, of, t, kColumns, 1);
 }
 
 }  // namespace

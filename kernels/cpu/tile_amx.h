@@ -1,0 +1,151 @@
+// K1 in bf16 by the matrix unit (amx.h): tile.h with its two products replaced. Scores and weights are
+// as there, and rounded alike; sums are kept a column at a time, [kColumns, head_dim].
+#pragma once
+
+#ifdef __AMX_BF16__
+#include "amx.h"
+#include "fetch.h"
+#include "tile.h"
+
+namespace {
+
+// Calls work(i, j) for the four sums of two matrices a and two b, constants both.
+template <class F>
+INLINE void for_two_by_two(const F& work) {
+  work(Count<0>{}, Count<0>{});
+  work(Count<0>{}, Count<1>{});
+  work(Count<1>{}, Count<0>{});
+  work(Count<1>{}, Count<1>{});
+}
+
+// Registers by number.
+constexpr int sum_at(int i, int j) { return 2 * i + j; }
+constexpr int a_at(int i) { return 4 + i; }
+constexpr int b_at(int j) { return 6 + j; }
+
+// Sixteen tokens' rows of K: where they are, if equally far apart.
+struct KeyRows {
+  const char* const* rows;
+  int64_t stride;  // bytes; 0: they are not
+
+  explicit KeyRows(const char* const* of) : rows(of), stride(of[1] - of[0]) {
+    for (int n = 2; n < kSide; ++n) {
+      if (of[n] - of[n - 1] != stride) stride = 0;
+    }
+  }
+
+  // 32 elements of each, `offset` bytes from where its row begins.
+  template <int kNumber>
+  void load(int64_t offset) const {
+    if (stride != 0) return load_register<kNumber>(rows[0] + offset, stride);
+    uint16_t copy[kSide][kPairs];
+    for (int n = 0; n < kSide; ++n) __builtin_memcpy(copy[n], rows[n] + offset, sizeof copy[n]);
+    load_register<kNumber>(copy, sizeof copy[0]);
+  }
+};
+
+// Unscaled scores of 32 keys and 32 columns from `column` on. `offset`: of the head in a row, bytes.
+INLINE void score_by_unit(const KeyRows (&keys)[2], int64_t offset, const float* q, int head_dim,
+                          float* scores) {
+  for_two_by_two([](auto i, auto j) { clear_register<sum_at(i.value, j.value)>(); });
+  for (int d = 0; d < head_dim; d += kPairs) {
+    const float* const pairs = q + d / 2 * kColumns;
+    keys[0].load<a_at(0)>(offset + d * 2);
+    keys[1].load<a_at(1)>(offset + d * 2);
+    load_register<b_at(0)>(pairs, kColumns * sizeof *q);
+    load_register<b_at(1)>(pairs + kSide, kColumns * sizeof *q);
+    for_two_by_two([](auto i, auto j) {
+      add_product<sum_at(i.value, j.value), a_at(i.value), b_at(j.value)>();
+    });
+  }
+  for_two_by_two([&](auto i, auto j) {
+    store_register<sum_at(i.value, j.value)>(scores + (i.value * kColumns + j.value) * kSide,
+                                             kColumns * sizeof *scores);
+  });
+}
+
+// o[c] += Σ_n weights[c][n] v[n] of 32 columns c, and 32 dimensions from `d` on. `weights`: pairs of tokens,
+// [32, kKeys / 2]; `v`: [pairs, head_dim, 2].
+INLINE void add_values(const uint32_t* weights, const float* v, int pairs, int head_dim, float* o) {
+  const int64_t row = head_dim * sizeof *o;
+  for_two_by_two([&](auto i, auto j) {
+    load_register<sum_at(i.value, j.value)>(o + i.value * kSide * head_dim + j.value * kSide, row);
+  });
+  for (int n = 0; n < pairs; n += kSide) {
+    load_register<a_at(0)>(weights + n, kKeys / 2 * sizeof *weights);
+    load_register<a_at(1)>(weights + kSide * kKeys / 2 + n, kKeys / 2 * sizeof *weights);
+    load_register<b_at(0)>(v + n * head_dim, row);
+    load_register<b_at(1)>(v + n * head_dim + kSide, row);
+    for_two_by_two([](auto i, auto j) {
+      add_product<sum_at(i.value, j.value), a_at(i.value), b_at(j.value)>();
+    });
+  }
+  for_two_by_two([&](auto i, auto j) {
+    store_register<sum_at(i.value, j.value)>(o + i.value * kSide * head_dim + j.value * kSide, row);
+  });
+}
+
+// Multiplies the sums of a column: most of the time by 1, since maxima are whole numbers.
+INLINE void rescale_column(float* o, int head_dim, float by) {
+  if (by == 1) return;
+  for (int d = 0; d < head_dim; d += W) store(o + d, load(o + d) * by);
+}
+
+// Up to kKeys tokens, [first_key, ...). `weights`: [kColumns, kKeys / 2] words of memory.
+INLINE void attend_by_unit(const Call& call, const TileColumns& of, const TileMemory& t,
+                           const Tokens& tokens, int64_t first_key, uint32_t* weights) {
+  const int head_dim = call.head_dim, count = tokens.count;
+  const int64_t offset = int64_t{of.kv_head} * head_dim * 2;
+  const float scale = scale_of<BFloat16Dots>(call.scale);
+  for (int n = 0; n < count; n += 2 * kSide) {
+    const KeyRows keys[2] = {KeyRows(tokens.k + n), KeyRows(tokens.k + n + kSide)};
+    for (int c = 0; c < of.columns; c += 2 * kSide) {
+      score_by_unit(keys, offset, t.q + c, head_dim, t.scores + n * kColumns + c);
+    }
+  }
+  const bool masked = first_key + count - 1 > t.position[0];
+  const int pairs = (count + kPairs - 1) / kPairs * kSide;  // the last ones are zeros
+  for (int c = 0; c < of.columns; c += W) {
+    float* const scores = t.scores + c;
+    for (int n = 0; n < count; ++n) {
+      store(scores + n * kColumns, load(scores + n * kColumns) * scale);
+    }
+    weigh_columns<BFloat16Dots>(t, c, first_key, count, masked);
+    for (int n = (count + 1) / 2; n < pairs; ++n) store(scores + n * kColumns, vf{});
+    for (int n = 0; n < pairs; n += kSide) {
+      transpose_words(scores + n * kColumns, kColumns, weights + c * (kKeys / 2) + n, kKeys / 2);
+    }
+    for (int i = c; i < c + W; ++i) rescale_column(t.o + i * head_dim, head_dim, t.rescale[i]);
+  }
+  for (int c = 0; c < of.columns; c += 2 * kSide) {
+    for (int d = 0; d < head_dim; d += 2 * kSide) {
+      add_values(weights + c * (kKeys / 2), t.v + d, pairs, head_dim, t.o + c * head_dim + d);
+    }
+  }
+}
+
+void tile_by_unit(const Call& call, const Source& source, const TileColumns& of, float* scratch) {
+  const int head_dim = call.head_dim;
+  const TileMemory t = divide(scratch, head_dim);
+  // K is read where it is, and its place free for the weights.
+  static_assert(kColumns * kKeys / 2 <= 2 * W * kKeys, "head_dim is a multiple of 2 * W");
+  auto* const weights = reinterpret_cast<uint32_t*>(t.k);
+  begin_tile<BFloat16Dots>(call, of, t);
+  load_shapes(whole_registers());
+  Tokens tokens;
+  Words<BFloat16Dots> words;
+  const int64_t end = t.position[of.columns - 1] + 1;
+  for (int64_t from = 0; from < end; from += kKeys) {
+    const int count = end - from < kKeys ? static_cast<int>(end - from) : kKeys;
+    locate(call, source, from, count, sizeof(uint16_t), tokens);
+    pair_words(tokens, of.kv_head, head_dim, t.v, words);
+    const int pairs = (count + 1) / 2, padded = (count + kPairs - 1) / kPairs * kSide;
+    for (int i = pairs * head_dim; i < padded * head_dim; i += W) store(t.v + i, vf{});
+    attend_by_unit(call, of, t, tokens, from, weights);
+  }
+  release_registers();
+  finish_tile(call, of, t, 1, head_dim);
+}
+
+}  // namespace
+#endif
