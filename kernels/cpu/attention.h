@@ -115,6 +115,9 @@ struct Kernels {
   void (*decode)(const Call&, const Part& tokens, const Part* ahead, int64_t row, float* scratch,
                  float* o, float* m, float* l);
 
+  // Most columns of one call of `tile`, kColumns or a multiple of it.
+  int (*tile_columns)(const Call&);
+
   // Columns [first, first + columns) of rows row, row + 1, ... at positions position, ...;
   // column c is row c / group, head c % group of the heads that share `kv_head`. Writes `out`.
   void (*tile)(const Call&, const Source&, int64_t row, int64_t position, int kv_head,

@@ -74,6 +74,8 @@ def mixed_attention(
     q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
     if k.shape[0] < groups.rows or q.shape[0] < rows or keys.shape[0] <= plan.largest_unit:
         raise ValueError(f"fewer rows or units than the layout speaks of: {q.shape}, {keys.shape}")
+    if not q.dtype is k.dtype is v.dtype:
+        raise ValueError(f"rows of {q.dtype}, {k.dtype} and {v.dtype}")
     if keys.stride() != values.stride() or keys.stride()[2:] != (head_dim, 1):
         raise ValueError(f"strides of keys and values: {keys.stride()}, {values.stride()}")
     try:

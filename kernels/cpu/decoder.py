@@ -114,6 +114,8 @@ class CompiledDecoder:
         self._block_tokens, self._head_size = keys[0].shape[1], heads.size
         self._units = min(len(of) for of in keys)
         widths = {x.mlp[1].weight.shape[1] for x in layers if x.mlp is not None}
+        if len({len(layer.cosines) for layer in layers}) > 1:
+            raise ValueError("layers' cosines are for different numbers of positions")
         if len(widths) > 1:
             raise ValueError(f"MLPs of {' and '.join(map(str, sorted(widths)))} elements")
         self._buffers = _Buffers(first, heads, max(widths, default=0), self.most_rows)

@@ -8,11 +8,6 @@
 
 namespace {
 
-int64_t scratch_floats(const Call& call) {
-  const int64_t decode = RowMemory::floats(call), tile = tile_floats(call.head_dim);
-  return decode > tile ? decode : tile;
-}
-
 #ifdef __AVX512BF16__
 // Of both kernels, which then round weights alike.
 bool dots(const Call& call) {
@@ -20,6 +15,23 @@ bool dots(const Call& call) {
          call.head_dim % (2 * W) == 0;
 }
 #endif
+
+int64_t scratch_floats(const Call& call) {
+  const int64_t decode = RowMemory::floats(call);
+#ifdef __AMX_BF16__
+  const int64_t tile = dots(call) ? shared_floats(call.head_dim) : tile_floats(call.head_dim);
+#else
+  const int64_t tile = tile_floats(call.head_dim);
+#endif
+  return decode > tile ? decode : tile;
+}
+
+int tile_columns([[maybe_unused]] const Call& call) {
+#ifdef __AMX_BF16__
+  if (dots(call)) return kShares * kColumns;
+#endif
+  return kColumns;
+}
 
 void decode(const Call& call, const Part& tokens, const Part* ahead, int64_t row, float* scratch,
             float* o, float* m, float* l) {
@@ -126,6 +138,6 @@ void multiply(const ellm::Product& product, const float* prepared, int64_t first
 
 namespace ellm {
 extern const Kernels ELLM_KERNELS = {
-    ELLM_NAME, W,       scratch_floats, decode,    tile,
+    ELLM_NAME, W, scratch_floats, decode, tile_columns, tile,
     product_outputs, product_floats, prepare, multiply, normalise, rotate, gate};
 }

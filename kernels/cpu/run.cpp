@@ -62,6 +62,8 @@ void write_rows(const Call& call, const Plan& plan) {
   });
 }
 
+constexpr int64_t kItemsOfThread = 4;  // of K1
+
 struct TileItem {  // K1
   const Range* range;
   int kv_head;
@@ -153,8 +155,11 @@ class Work {
 
   void add_tiles(const Range& range) {
     const int64_t group = call_.heads / call_.kv_heads, all = range.count * group;
-    for (int64_t first = 0; first < all; first += kColumns) {
-      const int columns = static_cast<int>(std::min<int64_t>(kColumns, all - first));
+    int64_t most = kernels_.tile_columns(call_);
+    // Work for all threads comes before reading K and V for more columns at once.
+    while (most > kColumns && all * call_.kv_heads < kItemsOfThread * call_.threads * most) most /= 2;
+    for (int64_t first = 0; first < all; first += most) {
+      const int columns = static_cast<int>(std::min(most, all - first));
       const int64_t keys = range.position + (first + columns - 1) / group + 1;
       for (int kv_head = 0; kv_head < call_.kv_heads; ++kv_head) {
         tiles_.push_back({&range, kv_head, first, columns, keys});

@@ -124,27 +124,45 @@ INLINE void attend_by_unit(const Call& call, const TileColumns& of, const TileMe
   }
 }
 
+// Columns of an item: so many times kColumns, which share what is read of K and V.
+constexpr int kShares = 4;
+
+// Memory of all of them: their own queries and sums; scores, weights and values one after the other.
+INLINE int64_t shared_floats(int head_dim) { return kShares * tile_floats(head_dim); }
+
 void tile_by_unit(const Call& call, const Source& source, const TileColumns& of, float* scratch) {
-  const int head_dim = call.head_dim;
-  const TileMemory t = divide(scratch, head_dim);
-  // K is read where it is, and its place free for the weights.
+  const int head_dim = call.head_dim, shares = (of.columns + kColumns - 1) / kColumns;
+  TileColumns columns[kShares];
+  TileMemory memory[kShares];
+  for (int i = 0; i < shares; ++i) {
+    const int before = i * kColumns, left = of.columns - before;
+    columns[i] = {of.row, of.position, of.kv_head, of.first + before, left < kColumns ? left : kColumns};
+    memory[i] = divide(scratch + i * tile_floats(head_dim), head_dim);
+    memory[i].scores = memory[0].scores;
+    memory[i].v = memory[0].v;
+    begin_tile<BFloat16Dots>(call, columns[i], memory[i]);
+  }
+  // K is read where it is: the place of its copy is free for the weights.
   static_assert(kColumns * kKeys / 2 <= 2 * W * kKeys, "head_dim is a multiple of 2 * W");
-  auto* const weights = reinterpret_cast<uint32_t*>(t.k);
-  begin_tile<BFloat16Dots>(call, of, t);
+  auto* const weights = reinterpret_cast<uint32_t*>(memory[0].k);
+  float* const v = memory[0].v;
   load_shapes(whole_registers());
   Tokens tokens;
   Words<BFloat16Dots> words;
-  const int64_t end = t.position[of.columns - 1] + 1;
+  const auto end_of = [&](int i) { return memory[i].position[columns[i].columns - 1] + 1; };
+  const int64_t end = end_of(shares - 1);
   for (int64_t from = 0; from < end; from += kKeys) {
     const int count = end - from < kKeys ? static_cast<int>(end - from) : kKeys;
     locate(call, source, from, count, sizeof(uint16_t), tokens);
-    pair_words(tokens, of.kv_head, head_dim, t.v, words);
+    pair_words(tokens, of.kv_head, head_dim, v, words);
     const int pairs = (count + 1) / 2, padded = (count + kPairs - 1) / kPairs * kSide;
-    for (int i = pairs * head_dim; i < padded * head_dim; i += W) store(t.v + i, vf{});
-    attend_by_unit(call, of, t, tokens, from, weights);
+    for (int i = pairs * head_dim; i < padded * head_dim; i += W) store(v + i, vf{});
+    for (int i = 0; i < shares; ++i) {
+      if (from < end_of(i)) attend_by_unit(call, columns[i], memory[i], tokens, from, weights);
+    }
   }
   release_registers();
-  finish_tile(call, of, t, 1, head_dim);
+  for (int i = 0; i < shares; ++i) finish_tile(call, columns[i], memory[i], 1, head_dim);
 }
 
 }  // namespace

@@ -223,6 +223,8 @@ def test_refuses_what_it_cannot_do() -> None:
         replace(inputs, **odd).run(mixed_attention)
     with pytest.raises(ValueError, match="fewer rows or units"):
         replace(inputs, keys=inputs.keys[:2], values=inputs.values[:2]).run(mixed_attention)
+    with pytest.raises(ValueError, match=r"float32, torch\.bfloat16 and torch\.float32"):
+        replace(inputs, k=inputs.k.bfloat16()).run(mixed_attention)
 
 
 NO_THREADS = """

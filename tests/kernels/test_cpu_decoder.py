@@ -335,6 +335,7 @@ DOWN = ProductWeights(torch.randn(HIDDEN, INNER), None)
         ({"input_norm": NormWeights(torch.randn(HIDDEN).double(), 1e-6)}, "input norm: "),
         ({"query_norm": NormWeights(torch.randn(16), 1e-6)}, "not of both"),
         ({"cosines": torch.randn(POSITIONS, 18)}, "18 elements of heads of 16"),
+        ({"cosines": torch.randn(POSITIONS - 1, 16)}, "different numbers of positions"),
     ],
 )  # fmt: skip
 def test_what_the_kernels_do_not_take_is_named(

@@ -117,7 +117,8 @@ class CpuAttention(TorchNativeAttnBackend):
             return None
         keys, values = pool.get_kv_buffer(layer.layer_id)
         size = layer.qk_head_dim
-        if keys.dim() != 3 or not supports(size, q.dtype, keys.dtype):
+        of_one_type = q.dtype is k.dtype is v.dtype
+        if keys.dim() != 3 or not of_one_type or not supports(size, q.dtype, keys.dtype):
             return None
         out = mixed_attention(
             q.view(-1, layer.tp_q_head_num, size),
