@@ -170,7 +170,13 @@ INLINE void weigh_columns(const TileMemory& t, int column, int64_t first_key, in
       largest = larger(seen, largest);
     }
   } else {
-    for (int n = 0; n < count; ++n) largest = larger(load(scores + n * kColumns), largest);
+    vf of_odd = before;  // two chains of comparisons: one would be waited for
+    for (int n = 0; n + 1 < count; n += 2) {
+      largest = larger(load(scores + n * kColumns), largest);
+      of_odd = larger(load(scores + (n + 1) * kColumns), of_odd);
+    }
+    if (count % 2 != 0) largest = larger(load(scores + (count - 1) * kColumns), largest);
+    largest = larger(of_odd, largest);
   }
   if constexpr (T::dots) largest = round_up(largest);
   const vf sum = T::dots ? pairs_of_weights(scores, count, largest)
