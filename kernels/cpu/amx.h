@@ -1,12 +1,11 @@
-// The matrix unit of x86 processors (AMX) in bf16. Its eight registers (Intel: tiles) hold matrices of 16
-// rows of 64 bytes, or of what `Shapes` says: sums [16, 16] in fp32, += a [16, 32] · b [32, 16] in bf16,
-// where b is [16, 16, 2]: pairs of elements that are multiplied with neighbours of a row of a.
-// Products are exact, each sum is rounded as a multiply-add of fp32 rounds it (subnormals count as 0).
+// The matrix unit of x86 processors (AMX) in bf16. Its eight registers (Intel: tiles) hold matrices
+// of 16 rows of 64 bytes, or of what `Shapes` says: sums [16, 16] in fp32, += a [16, 32] · b [32, 16]
+// in bf16, where b is [16, 16, 2]: pairs of elements that are multiplied with neighbours of a row of
+// a. Products are exact, each sum is rounded as a multiply-add of fp32 rounds it (subnormals count as
+// 0).
 #pragma once
 
 #ifdef __AMX_BF16__
-#include <immintrin.h>
-
 #include <cstdint>
 
 #include "simd.h"
@@ -35,12 +34,13 @@ INLINE Shapes whole_registers() {
   return shapes;
 }
 
-// Of this thread, until `release_registers`, which whoever loaded shapes calls soon: what a thread has in
-// them is saved whenever it loses the processor.
+// Of this thread, until `release_registers`, which whoever loaded shapes calls soon: what a thread
+// has in them is saved whenever it loses the processor.
 INLINE void load_shapes(const Shapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
 INLINE void release_registers() { asm volatile("tilerelease"); }
 
-// (g++'s own intrinsics take a register's number as a literal only, and do not say that they read memory.)
+// (g++'s own intrinsics take a register's number as a literal only, and do not say that they read
+// memory.)
 template <int kNumber>
 INLINE void clear_register() {
   asm volatile("tilezero %%tmm%c0" : : "i"(kNumber));
@@ -62,38 +62,56 @@ INLINE void add_product() {
   asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" : : "i"(kB), "i"(kA), "i"(kSums));
 }
 
+// Of two vectors, words by turns from both: of each lane the first two, or the last two; pairs of
+// words likewise; and the even lanes, or the odd ones, of both. (g++ warns of its own header's
+// functions.)
+INLINE vu first_words(vu a, vu b) {
+  return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+}
+INLINE vu last_words(vu a, vu b) {
+  return SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+INLINE vu first_pairs(vu a, vu b) {
+  return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+}
+INLINE vu last_pairs(vu a, vu b) {
+  return SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+INLINE vu even_lanes(vu a, vu b) {
+  return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+}
+INLINE vu odd_lanes(vu a, vu b) {
+  return SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
 // Words [16, 16] to their transpose. Strides are in words.
 INLINE void transpose_words(const void* from, int64_t stride, uint32_t* to, int64_t to_stride) {
-  __m512i a[kSide], b[kSide];
+  vu a[kSide], b[kSide];
 #pragma GCC unroll 16
   for (int i = 0; i < kSide; ++i) {
-    a[i] = _mm512_loadu_si512(static_cast<const uint32_t*>(from) + i * stride);
+    a[i] = load_words(static_cast<const uint32_t*>(from) + i * stride);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kSide; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    b[i] = first_words(a[i], a[i + 1]);
+    b[i + 1] = last_words(a[i], a[i + 1]);
   }
   // In lane L of a[4 i + j] then: column 4 L + j of rows 4 i to 4 i + 3.
 #pragma GCC unroll 4
   for (int i = 0; i < kSide; i += 4) {
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    a[i] = first_pairs(b[i], b[i + 2]);
+    a[i + 1] = last_pairs(b[i], b[i + 2]);
+    a[i + 2] = first_pairs(b[i + 1], b[i + 3]);
+    a[i + 3] = last_pairs(b[i + 1], b[i + 3]);
   }
-  constexpr int kEvenLanes = 0x88, kOddLanes = 0xdd;
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
-    const __m512i even = _mm512_shuffle_i32x4(a[j], a[4 + j], kEvenLanes),
-                  odd = _mm512_shuffle_i32x4(a[j], a[4 + j], kOddLanes),
-                  more_even = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], kEvenLanes),
-                  more_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], kOddLanes);
-    const auto put = [&](int column, __m512i x) { _mm512_storeu_si512(to + column * to_stride, x); };
-    put(j, _mm512_shuffle_i32x4(even, more_even, kEvenLanes));
-    put(4 + j, _mm512_shuffle_i32x4(odd, more_odd, kEvenLanes));
-    put(8 + j, _mm512_shuffle_i32x4(even, more_even, kOddLanes));
-    put(12 + j, _mm512_shuffle_i32x4(odd, more_odd, kOddLanes));
+    const vu even = even_lanes(a[j], a[4 + j]), odd = odd_lanes(a[j], a[4 + j]);
+    const vu more_even = even_lanes(a[8 + j], a[12 + j]), more_odd = odd_lanes(a[8 + j], a[12 + j]);
+    store_words(to + j * to_stride, even_lanes(even, more_even));
+    store_words(to + (4 + j) * to_stride, even_lanes(odd, more_odd));
+    store_words(to + (8 + j) * to_stride, odd_lanes(even, more_even));
+    store_words(to + (12 + j) * to_stride, odd_lanes(odd, more_odd));
   }
 }
 

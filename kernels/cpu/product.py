@@ -24,10 +24,11 @@ SHORT_SUM, MOST_ROWS_OF_SHORT = 512, 16
 LONG_SUM, MOST_ROWS_OF_LONG = 513, 64
 """fp32 sums of so many elements or more: up to so many rows; of more oneDNN is faster, by more than
 what Python between a layer's operators takes."""
-MOST_ROWS_OF_TILES = 64
-"""bf16 by a processor's tile unit (AMX), which takes 16 rows in little more time than one."""
+MOST_ROWS_OF_UNIT, MOST_ROWS_OF_SHORT_BY_UNIT = 64, 32
+"""The same in bf16 on processors with a matrix unit (AMX), to which 16 rows are little more than
+one: of sums of any size; of fewer than `SHORT_SUM` elements."""
 
-_TILES = INSTRUCTION_SETS.index("amx")
+_UNIT = INSTRUCTION_SETS.index("amx")
 _DEFAULT = DEFAULT.numbers
 _PLAIN = torch.Tensor.__torch_dispatch__
 """Of tensors that lie in memory as they say. Others' numbers may be elsewhere, and quantised: what
@@ -51,8 +52,8 @@ def most_rows(size: int, dtype: torch.dtype) -> int:
     """Rows of sums of `size` elements up to which `linear` does the product."""
     if dtype is torch.float32:
         return MOST_ROWS_OF_LONG if size >= LONG_SUM else MOST_ROWS[dtype]
-    if dtype is torch.bfloat16 and best_instruction_set() >= _TILES:
-        return MOST_ROWS_OF_TILES
+    if dtype is torch.bfloat16 and best_instruction_set() >= _UNIT:
+        return MOST_ROWS_OF_SHORT_BY_UNIT if size < SHORT_SUM else MOST_ROWS_OF_UNIT
     return MOST_ROWS_OF_SHORT if size < SHORT_SUM else MOST_ROWS[dtype]
 
 

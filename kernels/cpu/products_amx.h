@@ -1,6 +1,7 @@
-// Matrix products of few rows in bf16 by the matrix unit (amx.h). As in products.h weights are read
-// as they lie, and a row's outputs are the same to the bit whatever rows it shares the call with; but
-// sixteen rows take little longer than one. Of a register's sums a row is an output, a column a row of x.
+// Matrix products of few rows in bf16 by the matrix unit (amx.h). As in products.h weights are read as
+// they lie, and a row's outputs are the same to the bit whatever rows it shares the call with; but
+// sixteen rows take little longer than one. Of a register's sums a row is an output, a column a row
+// of x.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -108,7 +109,8 @@ void multiply_blocks(const Product& p, const float* prepared, const uint16_t* w,
     if constexpr (G > 1) load_register<rows_at(1)>(last + d / 2 * last_rows, 4 * last_rows);
     load_weights<weights_of_block(0)>(w + d, p.size, outputs, p.size - d);
     if constexpr (B > 1) {
-      load_weights<weights_of_block(1)>(w + kSide * p.size + d, p.size, outputs - kSide, p.size - d);
+      load_weights<weights_of_block(1)>(w + kSide * p.size + d, p.size, outputs - kSide,
+                                        p.size - d);
     }
     for_each_of<B, G>([](auto b, auto g) {
       add_product<sums_of(b.value, g.value), weights_of_block(b.value), rows_at(g.value)>();

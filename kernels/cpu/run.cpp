@@ -157,7 +157,8 @@ class Work {
     const int64_t group = call_.heads / call_.kv_heads, all = range.count * group;
     int64_t most = kernels_.tile_columns(call_);
     // Work for all threads comes before reading K and V for more columns at once.
-    while (most > kColumns && all * call_.kv_heads < kItemsOfThread * call_.threads * most) most /= 2;
+    const int64_t items = kItemsOfThread * call_.threads;
+    while (most > kColumns && all * call_.kv_heads < items * most) most /= 2;
     for (int64_t first = 0; first < all; first += most) {
       const int columns = static_cast<int>(std::min(most, all - first));
       const int64_t keys = range.position + (first + columns - 1) / group + 1;

@@ -299,8 +299,8 @@ INLINE void begin_tile(const Call& call, const TileColumns& of, const TileMemory
 
 // Divides by the sums of weights, and writes the rows. Element d of column c is o[d * d_step +
 // c * c_step].
-INLINE void finish_tile(const Call& call, const TileColumns& of, const TileMemory& t, int64_t d_step,
-                        int64_t c_step) {
+INLINE void finish_tile(const Call& call, const TileColumns& of, const TileMemory& t,
+                        int64_t d_step, int64_t c_step) {
   const int head_dim = call.head_dim, group = call.heads / call.kv_heads;
   for (int c = 0; c < of.columns; ++c) {
     const int64_t column = of.first + c, head = of.kv_head * group + column % group;

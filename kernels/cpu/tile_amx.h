@@ -1,5 +1,5 @@
-// K1 in bf16 by the matrix unit (amx.h): tile.h with its two products replaced. Scores and weights are
-// as there, and rounded alike; sums are kept a column at a time, [kColumns, head_dim].
+// K1 in bf16 by the matrix unit (amx.h): tile.h with its two products replaced. Scores and weights
+// are as there, and rounded alike; sums are kept a column at a time, [kColumns, head_dim].
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -44,7 +44,7 @@ struct KeyRows {
   }
 };
 
-// Unscaled scores of 32 keys and 32 columns from `column` on. `offset`: of the head in a row, bytes.
+// Unscaled scores of 32 keys and 32 columns. `offset`: of the head in a row, bytes.
 INLINE void score_by_unit(const KeyRows (&keys)[2], int64_t offset, const float* q, int head_dim,
                           float* scores) {
   for_two_by_two([](auto i, auto j) { clear_register<sum_at(i.value, j.value)>(); });
@@ -64,7 +64,7 @@ INLINE void score_by_unit(const KeyRows (&keys)[2], int64_t offset, const float*
   });
 }
 
-// o[c] += Σ_n weights[c][n] v[n] of 32 columns c, and 32 dimensions from `d` on. `weights`: pairs of tokens,
+// o[c] += Σ_n weights[c][n] v[n] of 32 columns c, and 32 dimensions. `weights`: pairs of tokens,
 // [32, kKeys / 2]; `v`: [pairs, head_dim, 2].
 INLINE void add_values(const uint32_t* weights, const float* v, int pairs, int head_dim, float* o) {
   const int64_t row = head_dim * sizeof *o;
@@ -127,8 +127,21 @@ INLINE void attend_by_unit(const Call& call, const TileColumns& of, const TileMe
 // Columns of an item: so many times kColumns, which share what is read of K and V.
 constexpr int kShares = 4;
 
-// Memory of all of them: their own queries and sums; scores, weights and values one after the other.
-INLINE int64_t shared_floats(int head_dim) { return kShares * tile_floats(head_dim); }
+// Memory of all of them. What lasts from key to key is their own: queries, sums, maxima and totals.
+INLINE int64_t own_floats(int head_dim) { return (2 * int64_t{head_dim} + 4) * kColumns; }
+INLINE int64_t shared_floats(int head_dim) {
+  return tile_floats(head_dim) + (kShares - 1) * own_floats(head_dim);
+}
+
+INLINE TileMemory with_own(TileMemory t, float* own, int head_dim) {
+  t.q = own;
+  t.o = t.q + head_dim * kColumns;
+  t.maximum = t.o + head_dim * kColumns;
+  t.total = t.maximum + kColumns;
+  t.rescale = t.total + kColumns;
+  t.position = reinterpret_cast<int32_t*>(t.rescale + kColumns);
+  return t;
+}
 
 void tile_by_unit(const Call& call, const Source& source, const TileColumns& of, float* scratch) {
   const int head_dim = call.head_dim, shares = (of.columns + kColumns - 1) / kColumns;
@@ -136,10 +149,10 @@ void tile_by_unit(const Call& call, const Source& source, const TileColumns& of,
   TileMemory memory[kShares];
   for (int i = 0; i < shares; ++i) {
     const int before = i * kColumns, left = of.columns - before;
-    columns[i] = {of.row, of.position, of.kv_head, of.first + before, left < kColumns ? left : kColumns};
-    memory[i] = divide(scratch + i * tile_floats(head_dim), head_dim);
-    memory[i].scores = memory[0].scores;
-    memory[i].v = memory[0].v;
+    columns[i] = {of.row, of.position, of.kv_head, of.first + before,
+                  left < kColumns ? left : kColumns};
+    float* const own = scratch + tile_floats(head_dim) + (i - 1) * own_floats(head_dim);
+    memory[i] = i == 0 ? divide(scratch, head_dim) : with_own(memory[0], own, head_dim);
     begin_tile<BFloat16Dots>(call, columns[i], memory[i]);
   }
   // K is read where it is: the place of its copy is free for the weights.
