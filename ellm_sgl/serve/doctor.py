@@ -98,7 +98,7 @@ def _kernels() -> Finding:
 
     chosen = choose(torch.device("cpu"), 128, torch.float32, torch.float32)
     hint = (
-        "; install g++ 10 or newer, or clang, then: ellm-sgl kernels build"
+        "; install g++ 11 or newer, or clang, then: ellm-sgl kernels build"
         if load().problem
         else ""
     )

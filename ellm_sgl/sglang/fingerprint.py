@@ -17,7 +17,7 @@ from torch import nn
 from ellm_sgl.config.sizes import read_size
 from ellm_sgl.host_file import file_of
 from ellm_sgl.kernels.cpu.build import source_hash
-from ellm_sgl.kernels.cpu.library import ISA_VARIABLE, instruction_set, load
+from ellm_sgl.kernels.cpu.library import ANY_SIZE, ISA_VARIABLE, instruction_set, load
 from ellm_sgl.memory import KVPool
 from ellm_sgl.sglang.kv_store import StoredPrefixes
 from ellm_sgl.sglang.versions import adapter
@@ -103,7 +103,9 @@ def _facts(ours: Context, scheduler: Scheduler) -> dict[str, Any]:
     kernels = None
     if load().library is not None:
         limit = os.environ.get(ISA_VARIABLE)
-        kernels = [source_hash(), instruction_set(buffer.shape[-1], limit)]
+        # Attention's, and that of all else: its best depends on no size.
+        sets = [instruction_set(size, limit) for size in (buffer.shape[-1], ANY_SIZE)]
+        kernels = [source_hash(), *sets]
     return {
         "format": FORMAT,
         "sglang": sglang.__version__,

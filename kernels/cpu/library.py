@@ -33,6 +33,9 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ISA_VARIABLE = "ELLM_SGL_CPU_ISA"
 """Environment: attention uses no better instruction set than this. For tests and comparisons."""
 
+ANY_SIZE = 64
+"""Of heads: no size has better instruction sets."""
+
 
 class Call(Structure):
     """`ellm::Call` of attention.h."""
@@ -231,6 +234,6 @@ def instruction_set(head_dim: int, most: str | None = None) -> tuple[int, str] |
 def best_instruction_set() -> int:
     """The index of the best there is, or of the environment's, for all but attention; what the
     environment says is read once."""
-    found = instruction_set(64, os.environ.get(ISA_VARIABLE))  # there is none better for any size
+    found = instruction_set(ANY_SIZE, os.environ.get(ISA_VARIABLE))
     assert found is not None
     return found[0]

@@ -48,11 +48,16 @@ def weight_prefetch(dtype: torch.dtype, rows: int) -> tuple[int, int]:
     return _chosen.get(dtype, _DEFAULT) if rows <= BOUND_BY_READING else _DEFAULT
 
 
+def by_unit(dtype: torch.dtype) -> bool:
+    """Whether a matrix unit does products of this type, which asks for no weights ahead."""
+    return dtype is torch.bfloat16 and best_instruction_set() >= _UNIT
+
+
 def most_rows(size: int, dtype: torch.dtype) -> int:
     """Rows of sums of `size` elements up to which `linear` does the product."""
     if dtype is torch.float32:
         return MOST_ROWS_OF_LONG if size >= LONG_SUM else MOST_ROWS[dtype]
-    if dtype is torch.bfloat16 and best_instruction_set() >= _UNIT:
+    if by_unit(dtype):
         return MOST_ROWS_OF_SHORT_BY_UNIT if size < SHORT_SUM else MOST_ROWS_OF_UNIT
     return MOST_ROWS_OF_SHORT if size < SHORT_SUM else MOST_ROWS[dtype]
 

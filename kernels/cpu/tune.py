@@ -19,7 +19,7 @@ from ellm_sgl.kernels.cpu.prefetch import (
     Prefetch,
     from_environment,
 )
-from ellm_sgl.kernels.cpu.product import linear, prefetch_weights
+from ellm_sgl.kernels.cpu.product import by_unit, linear, prefetch_weights
 from ellm_sgl.kernels.layout import GroupLayout, RequestLayout, RowRange
 from ellm_sgl.memory.arena import on_huge_pages
 
@@ -68,7 +68,8 @@ def choose_prefetch(shape: Shape) -> Prefetch:
 def choose_weight_prefetch(dtype: torch.dtype) -> Prefetch:
     """Of weights of this type, in products of few rows, which ask for them so from now on: see
     `choose_prefetch`; a tenth of a second."""
-    chosen = from_environment() or _fastest(_products(dtype), OF_WEIGHTS)
+    given = from_environment()
+    chosen = given or (DEFAULT if by_unit(dtype) else _fastest(_products(dtype), OF_WEIGHTS))
     prefetch_weights(dtype, chosen)
     return chosen
 

@@ -126,6 +126,21 @@ def test_the_same_to_the_bit_however_the_work_is_divided(
             assert torch.equal(alone, together)
 
 
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 3, 32), (4, 4, 96)])
+def test_ranges_are_the_same_to_the_bit_in_items_of_any_width(
+    isa: str, kv_heads: int, group: int, head_dim: int
+) -> None:
+    """How many columns an item has depends on the threads (run.cpp, `add_tiles`)."""
+    inputs = make(Sizes(((37, 300), (0, 45)), 7, kv_heads, group, head_dim, BF16, BF16, 0.1))
+    with threads(1):
+        check(inputs, inputs.tolerance(337))
+        alone, _, _ = inputs.run(mixed_attention)
+    for count in (4, 16):
+        with threads(count):
+            together, _, _ = inputs.run(mixed_attention)
+            assert torch.equal(alone, together)
+
+
 @random_steps
 @given(inputs=attention_inputs(TYPES))
 def test_new_rows_come_out_the_same_to_the_bit_as_with_nothing_missing(

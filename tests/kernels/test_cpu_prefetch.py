@@ -50,7 +50,7 @@ def forget() -> Iterator[None]:
 
 
 @built
-@pytest.mark.parametrize("isa", [INSTRUCTION_SETS[0], INSTRUCTION_SETS[-1]])
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize(
     ("heads", "group", "head_dim", "dtype"), [(2, 4, 128, BF16), (8, 1, 128, F32), (2, 3, 32, F32)]
 )
@@ -125,7 +125,7 @@ def test_measuring_finds_one_of_the_candidates(monkeypatch: pytest.MonkeyPatch) 
 
 
 @built
-@pytest.mark.parametrize("isa", [INSTRUCTION_SETS[0], INSTRUCTION_SETS[-1]])
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("outputs", "size"), [(1, 64), (7, 1031), (37, 192), (64, 512)])
 def test_products_are_the_same_to_the_bit(
@@ -143,6 +143,16 @@ def test_products_are_the_same_to_the_bit(
             out = linear(x[:rows], weight, prefetch=prefetch)
             assert out is not None
             assert torch.equal(out, expected), prefetch
+
+
+@built
+def test_nothing_is_measured_for_products_that_ask_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if INSTRUCTION_SETS[best_instruction_set()] != "amx":
+        pytest.skip("this processor has no amx")
+    monkeypatch.setattr(tune, "_fastest", lambda *_: pytest.fail("measured"))
+    assert tune.choose_weight_prefetch(BF16) == DEFAULT
 
 
 @built

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ellm_sgl.config import EllmConfig
-from ellm_sgl.kernels.cpu.library import ISA_VARIABLE, load
+from ellm_sgl.kernels.cpu.library import ISA_VARIABLE, instruction_set, load
 from ellm_sgl.memory import KVPool, PageTable, PoolShape
 from ellm_sgl.sglang.context import Context
 from ellm_sgl.sglang.platform.torchvision_ops import declare
@@ -79,6 +79,9 @@ def test_the_fingerprint_knows_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.backends.cpu.get_cpu_capability() in before["torch"]
     if load().library is None:
         pytest.skip("C++ kernels are not built")
+    if instruction_set(64) != instruction_set(64, "avx2"):  # which heads of 8 have in any case
+        monkeypatch.setenv(ISA_VARIABLE, "avx2")
+        assert facts() != before
     monkeypatch.setenv(ISA_VARIABLE, "portable")
     portable = facts()
     assert portable != before
