@@ -140,7 +140,8 @@ class Simulation:
     # -- steps ------------------------------------------------------------------------------
 
     def _fetch(self, requests: Sequence[int]) -> None:
-        """These come back from host memory; meanwhile nothing else happens."""
+        """These come back from host memory; meanwhile nothing else happens. A step that restores
+        whole requests takes as much longer as one that restores parts."""
         host = self.mode.host
         assert host is not None, "only what was swapped out comes back"
         for request in requests:
@@ -149,6 +150,7 @@ class Simulation:
             self.clock.now_s += host.seconds(tokens)
             self.progress.kv_tokens[request] = tokens
             self.progress.on_host[request] = False
+        self.clock.now_s += self.machine.profile.restore_overhead_s
         self._running.extend(requests)
         self._waiting = self._waiting[~np.isin(self._waiting, requests)]
 

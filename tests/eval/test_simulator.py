@@ -147,6 +147,21 @@ def test_nobody_new_joins_before_who_was_swapped_out_is_back(monkeypatch):
     assert simulation.progress.first_s[3] > back_s
 
 
+def test_whole_requests_come_back_in_steps_that_restore():
+    """As in eLLM such a step takes longer; all requests are there from the beginning."""
+    load, overhead_s = Load.of(Trace(np.zeros(3), np.full(3, 128), np.full(3, 100))), 0.5
+    settings = Settings("swap", stride=1, conservativeness=0.02)
+    profile = dataclasses.replace(L4.profile, restore_overhead_s=overhead_s)
+    slower = dataclasses.replace(L4, profile=profile)
+    ends = []
+    for machine in (L4, slower):
+        simulation = Simulation(machine.limited(512, None), settings, load)
+        simulation.run()
+        ends.append(simulation.clock.now_s)
+    assert simulation.record.retractions == 1
+    assert ends[1] == pytest.approx(ends[0] + overhead_s)
+
+
 def test_what_a_full_host_has_not_kept_is_computed_again(monkeypatch):
     """A transfer of KV that is nowhere would hide beside the step."""
     load, settings = small_load(), Settings("ellm", "stock", conservativeness=0.02, restore="swap")
