@@ -38,7 +38,7 @@ const Kernels* const kTable[] = {
 #ifdef ELLM_X86
 // Whether the processor has AMX in bf16, and Linux lets this process use it, which has to be asked
 // for once: its registers are large.
-bool may_use_tiles() {
+bool may_use_matrix_unit() {
 #ifdef __linux__
   constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;  // of CPUID 7's EDX
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, its component
@@ -63,7 +63,7 @@ bool runs_here(int isa) {
   if (isa == 2) return avx512;
   const bool avx512_bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   if (isa == 3) return avx512_bf16;
-  if (isa == 4) return avx512_bf16 && may_use_tiles();
+  if (isa == 4) return avx512_bf16 && may_use_matrix_unit();
 #endif
   return isa == 0;
 }

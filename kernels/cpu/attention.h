@@ -18,7 +18,7 @@ constexpr int kKeys = 64;          // keys between two updates of the running ma
 constexpr int kDecodeStep = 32;    // ... and K2
 constexpr int kDecodeKeys = 512;   // keys of one work item of a decode row, or twice as many, ...
 constexpr int kDecodeParts = 128;  // ... until the row has no more work items than these
-constexpr int kColumns = 64;       // query rows × query heads of a tile; a work item has so many times
+constexpr int kColumns = 64;       // query rows × query heads of a tile; of a work item, or a multiple
 constexpr int kProductRows = 32;   // of a matrix product, for which weights are read once
 constexpr int kMostStepsAhead = 4; // of kDecodeStep tokens, between asking for KV and reading it
 

@@ -52,22 +52,30 @@ INLINE vf multiply_add(vf sum, WordOf<T> a, V b) {
   else return sum + splat(a) * b;
 }
 
-INLINE TileMemory divide(float* scratch, int head_dim) {
-  TileMemory t;
-  t.q = scratch;
+// What lasts from key to key: queries, sums, maxima and totals.
+INLINE int64_t own_floats(int head_dim) { return (2 * int64_t{head_dim} + 4) * kColumns; }
+
+INLINE int64_t tile_floats(int head_dim) {
+  return own_floats(head_dim) + kKeys * kColumns + 2 * int64_t{head_dim} * kKeys;
+}
+
+// `t` with `own` for that.
+INLINE TileMemory with_own(TileMemory t, float* own, int head_dim) {
+  t.q = own;
   t.o = t.q + head_dim * kColumns;
-  t.scores = t.o + head_dim * kColumns;
-  t.maximum = t.scores + kKeys * kColumns;
+  t.maximum = t.o + head_dim * kColumns;
   t.total = t.maximum + kColumns;
   t.rescale = t.total + kColumns;
   t.position = reinterpret_cast<int32_t*>(t.rescale + kColumns);
-  t.k = t.rescale + 2 * kColumns;
-  t.v = t.k + kKeys * head_dim;
   return t;
 }
 
-INLINE int64_t tile_floats(int head_dim) {
-  return (2 * int64_t{head_dim} + kKeys + 4) * kColumns + 2 * int64_t{head_dim} * kKeys;
+INLINE TileMemory divide(float* scratch, int head_dim) {
+  TileMemory t{};
+  t.scores = scratch + own_floats(head_dim);
+  t.k = t.scores + kKeys * kColumns;
+  t.v = t.k + kKeys * head_dim;
+  return with_own(t, scratch, head_dim);
 }
 
 // scores[n][c] = Σ_d k[n][d] q[d][c] for R keys and NV vectors of columns; times `scale` of a type

@@ -127,20 +127,9 @@ INLINE void attend_by_unit(const Call& call, const TileColumns& of, const TileMe
 // Columns of an item: so many times kColumns, which share what is read of K and V.
 constexpr int kShares = 4;
 
-// Memory of all of them. What lasts from key to key is their own: queries, sums, maxima and totals.
-INLINE int64_t own_floats(int head_dim) { return (2 * int64_t{head_dim} + 4) * kColumns; }
+// Memory of all of them.
 INLINE int64_t shared_floats(int head_dim) {
   return tile_floats(head_dim) + (kShares - 1) * own_floats(head_dim);
-}
-
-INLINE TileMemory with_own(TileMemory t, float* own, int head_dim) {
-  t.q = own;
-  t.o = t.q + head_dim * kColumns;
-  t.maximum = t.o + head_dim * kColumns;
-  t.total = t.maximum + kColumns;
-  t.rescale = t.total + kColumns;
-  t.position = reinterpret_cast<int32_t*>(t.rescale + kColumns);
-  return t;
 }
 
 void tile_by_unit(const Call& call, const Source& source, const TileColumns& of, float* scratch) {

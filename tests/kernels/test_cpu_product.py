@@ -75,6 +75,14 @@ def test_a_row_does_not_depend_on_the_others(
         torch.set_num_threads(before)
 
 
+def test_how_many_rows_it_does_in_16_bits(isa: str) -> None:
+    """Of more PyTorch's are faster: sooner where sums are short, later by a matrix unit."""
+    for size, most in ((64, 32 if isa == "amx" else 16), (1024, 64 if isa == "amx" else 32)):
+        x, weight = torch.randn(most + 1, size).to(BF16), torch.randn(8, size).to(BF16)
+        assert linear(x, weight) is None
+        assert linear(x[:most], weight) is not None
+
+
 def test_rows_that_lie_apart_and_more_dimensions() -> None:
     x, weight = torch.randn(6, 400), torch.randn(30, 100)
     apart = x[:, 100:200]
