@@ -88,50 +88,57 @@ void gate(const Gate& gate, int64_t first, int64_t last) {
   with_plain_type(gate.type, [&](auto type) { gate_as<decltype(type)>(gate, first, last); });
 }
 
-// Calls work(T{}) for the type T of a product's elements.
+// How products are done: products.h ...
+template <class T>
+struct ByVectors {
+  static int64_t outputs() { return kOutputs; }
+  static int64_t floats(const Product& p) { return p.rows * padded<T>(p.size); }
+  static void prepare(const Product& p, float* to) { prepare_as<T>(p, to); }
+  static void multiply(const Product& p, const float* prepared, int64_t first, int64_t last) {
+    multiply_as<T>(p, prepared, first, last);
+  }
+};
+
+#ifdef __AMX_BF16__
+// ... and products_amx.h.
+struct ByUnit {
+  static int64_t outputs() { return kBlocks * kSide; }
+  static int64_t floats(const Product& p) { return p.rows * whole_pairs(p.size) / 2; }
+  static void prepare(const Product& p, float* to) { prepare_pairs(p, to); }
+  static void multiply(const Product& p, const float* prepared, int64_t first, int64_t last) {
+    multiply_pairs(p, prepared, first, last);
+  }
+};
+#endif
+
+// What work(how) returns, `how` being one of these, by the type of a product's elements.
 template <class F>
-void with_type(const ellm::Product& product, const F& work) {
-  if (product.type == ellm::kFloat32) return work(Float32{});
-  if (product.type == ellm::kFloat16) return work(Float16{});
-#ifdef __AVX512BF16__
-  work(BFloat16Dots{});
+auto with_method(const Product& product, const F& work) {
+  if (product.type == ellm::kFloat32) return work(ByVectors<Float32>{});
+  if (product.type == ellm::kFloat16) return work(ByVectors<Float16>{});
+#if defined(__AMX_BF16__)
+  return work(ByUnit{});
+#elif defined(__AVX512BF16__)
+  return work(ByVectors<BFloat16Dots>{});
 #else
-  work(BFloat16Pairs{});
+  return work(ByVectors<BFloat16Pairs>{});
 #endif
 }
 
-#ifdef __AMX_BF16__
-bool is_paired(const ellm::Product& product) { return product.type == ellm::kBFloat16; }
-#endif
-
-int64_t product_outputs([[maybe_unused]] const ellm::Product& product) {
-#ifdef __AMX_BF16__
-  if (is_paired(product)) return kBlocks * kSide;
-#endif
-  return kOutputs;
+int64_t product_outputs(const Product& product) {
+  return with_method(product, [](auto how) { return how.outputs(); });
 }
 
-int64_t product_floats(const ellm::Product& product) {
-#ifdef __AMX_BF16__
-  if (is_paired(product)) return product.rows * whole_pairs(product.size) / 2;
-#endif
-  int64_t floats = 0;
-  with_type(product, [&](auto type) { floats = product.rows * padded<decltype(type)>(product.size); });
-  return floats;
+int64_t product_floats(const Product& product) {
+  return with_method(product, [&](auto how) { return how.floats(product); });
 }
 
-void prepare(const ellm::Product& product, float* prepared) {
-#ifdef __AMX_BF16__
-  if (is_paired(product)) return prepare_pairs(product, prepared);
-#endif
-  with_type(product, [&](auto type) { prepare_as<decltype(type)>(product, prepared); });
+void prepare(const Product& product, float* prepared) {
+  with_method(product, [&](auto how) { how.prepare(product, prepared); });
 }
 
-void multiply(const ellm::Product& product, const float* prepared, int64_t first, int64_t last) {
-#ifdef __AMX_BF16__
-  if (is_paired(product)) return multiply_pairs(product, prepared, first, last);
-#endif
-  with_type(product, [&](auto type) { multiply_as<decltype(type)>(product, prepared, first, last); });
+void multiply(const Product& product, const float* prepared, int64_t first, int64_t last) {
+  with_method(product, [&](auto how) { how.multiply(product, prepared, first, last); });
 }
 
 }  // namespace
