@@ -115,5 +115,32 @@ INLINE void transpose_words(const void* from, int64_t stride, uint32_t* to, int6
   }
 }
 
+// Sixteen tokens' rows of K or V: where they are, if equally far apart.
+struct TokenRows {
+  const char* const* rows;
+  int64_t stride;  // bytes; 0: they are not
+
+  explicit TokenRows(const char* const* of) : rows(of), stride(of[1] - of[0]) {
+    for (int n = 2; n < kSide; ++n) {
+      if (of[n] - of[n - 1] != stride) stride = 0;
+    }
+  }
+
+  // 32 elements of each, `offset` bytes from where its row begins.
+  template <int kNumber>
+  void load(int64_t offset) const {
+    if (stride != 0) return load_register<kNumber>(rows[0] + offset, stride);
+    uint16_t copy[kSide][kPairs];
+    for (int n = 0; n < kSide; ++n) __builtin_memcpy(copy[n], rows[n] + offset, sizeof copy[n]);
+    load_register<kNumber>(copy, sizeof copy[0]);
+  }
+};
+
+// Multiplies a row of sums of attention: most of the time by 1, since maxima are whole numbers.
+INLINE void rescale_sums(float* o, int head_dim, float by) {
+  if (by == 1) return;
+  for (int d = 0; d < head_dim; d += W) store(o + d, load(o + d) * by);
+}
+
 }  // namespace
 #endif

@@ -1,5 +1,6 @@
 // The vector kernels, compiled once per instruction set; ELLM_KERNELS names the table.
 #include "decode.h"
+#include "decode_amx.h"
 #include "operators.h"
 #include "products.h"
 #include "products_amx.h"
@@ -17,10 +18,11 @@ bool dots(const Call& call) {
 #endif
 
 int64_t scratch_floats(const Call& call) {
-  const int64_t decode = RowMemory::floats(call);
 #ifdef __AMX_BF16__
+  const int64_t decode = dots(call) ? UnitMemory::floats(call) : RowMemory::floats(call);
   const int64_t tile = dots(call) ? shared_floats(call.head_dim) : tile_floats(call.head_dim);
 #else
+  const int64_t decode = RowMemory::floats(call);
   const int64_t tile = tile_floats(call.head_dim);
 #endif
   return decode > tile ? decode : tile;
@@ -35,7 +37,9 @@ int tile_columns([[maybe_unused]] const Call& call) {
 
 void decode(const Call& call, const Part& tokens, const Part* ahead, int64_t row, float* scratch,
             float* o, float* m, float* l) {
-#ifdef __AVX512BF16__
+#if defined(__AMX_BF16__)
+  if (dots(call)) return decode_by_unit(call, tokens, ahead, row, scratch, o, m, l);
+#elif defined(__AVX512BF16__)
   if (dots(call)) return decode_as<BFloat16Dots>(call, tokens, ahead, row, scratch, o, m, l);
 #endif
   switch (call.pool_type) {

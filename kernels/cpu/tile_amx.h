@@ -23,29 +23,8 @@ constexpr int sum_at(int i, int j) { return 2 * i + j; }
 constexpr int a_at(int i) { return 4 + i; }
 constexpr int b_at(int j) { return 6 + j; }
 
-// Sixteen tokens' rows of K: where they are, if equally far apart.
-struct KeyRows {
-  const char* const* rows;
-  int64_t stride;  // bytes; 0: they are not
-
-  explicit KeyRows(const char* const* of) : rows(of), stride(of[1] - of[0]) {
-    for (int n = 2; n < kSide; ++n) {
-      if (of[n] - of[n - 1] != stride) stride = 0;
-    }
-  }
-
-  // 32 elements of each, `offset` bytes from where its row begins.
-  template <int kNumber>
-  void load(int64_t offset) const {
-    if (stride != 0) return load_register<kNumber>(rows[0] + offset, stride);
-    uint16_t copy[kSide][kPairs];
-    for (int n = 0; n < kSide; ++n) __builtin_memcpy(copy[n], rows[n] + offset, sizeof copy[n]);
-    load_register<kNumber>(copy, sizeof copy[0]);
-  }
-};
-
 // Unscaled scores of 32 keys and 32 columns. `offset`: of the head in a row, bytes.
-INLINE void score_by_unit(const KeyRows (&keys)[2], int64_t offset, const float* q, int head_dim,
+INLINE void score_by_unit(const TokenRows (&keys)[2], int64_t offset, const float* q, int head_dim,
                           float* scores) {
   for_two_by_two([](auto i, auto j) { clear_register<sum_at(i.value, j.value)>(); });
   for (int d = 0; d < head_dim; d += kPairs) {
@@ -85,12 +64,6 @@ INLINE void add_values(const uint32_t* weights, const float* v, int pairs, int h
   });
 }
 
-// Multiplies the sums of a column: most of the time by 1, since maxima are whole numbers.
-INLINE void rescale_column(float* o, int head_dim, float by) {
-  if (by == 1) return;
-  for (int d = 0; d < head_dim; d += W) store(o + d, load(o + d) * by);
-}
-
 // Up to kKeys tokens, [first_key, ...). `weights`: [kColumns, kKeys / 2] words of memory.
 INLINE void attend_by_unit(const Call& call, const TileColumns& of, const TileMemory& t,
                            const Tokens& tokens, int64_t first_key, uint32_t* weights) {
@@ -98,7 +71,7 @@ INLINE void attend_by_unit(const Call& call, const TileColumns& of, const TileMe
   const int64_t offset = int64_t{of.kv_head} * head_dim * 2;
   const float scale = scale_of<BFloat16Dots>(call.scale);
   for (int n = 0; n < count; n += 2 * kSide) {
-    const KeyRows keys[2] = {KeyRows(tokens.k + n), KeyRows(tokens.k + n + kSide)};
+    const TokenRows keys[2] = {TokenRows(tokens.k + n), TokenRows(tokens.k + n + kSide)};
     for (int c = 0; c < of.columns; c += 2 * kSide) {
       score_by_unit(keys, offset, t.q + c, head_dim, t.scores + n * kColumns + c);
     }
@@ -115,7 +88,7 @@ INLINE void attend_by_unit(const Call& call, const TileColumns& of, const TileMe
     for (int n = 0; n < pairs; n += kSide) {
       transpose_words(scores + n * kColumns, kColumns, weights + c * (kKeys / 2) + n, kKeys / 2);
     }
-    for (int i = c; i < c + W; ++i) rescale_column(t.o + i * head_dim, head_dim, t.rescale[i]);
+    for (int i = c; i < c + W; ++i) rescale_sums(t.o + i * head_dim, head_dim, t.rescale[i]);
   }
   for (int c = 0; c < of.columns; c += 2 * kSide) {
     for (int d = 0; d < head_dim; d += 2 * kSide) {

@@ -126,6 +126,18 @@ def test_the_same_to_the_bit_however_the_work_is_divided(
             assert torch.equal(alone, together)
 
 
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 4), (1, 16), (2, 12), (1, 11), (3, 1)])
+@pytest.mark.parametrize(("head_dim", "block_tokens"), [(32, 16), (96, 7), (128, 48), (256, 1)])
+def test_decoded_rows_of_bf16_agree_with_the_reference(
+    isa: str, kv_heads: int, group: int, head_dim: int, block_tokens: int
+) -> None:
+    """By a matrix unit, too (decode_amx.h): heads that go together, tokens wherever they lie."""
+    rows = ((700, 1), (16, 1), (1, 1), (47, 1))
+    inputs = make(Sizes(rows, block_tokens, kv_heads, group, head_dim, BF16, BF16, 0.1))
+    with threads(2):
+        check(inputs, inputs.tolerance(700))
+
+
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 3, 32), (4, 4, 96)])
 def test_ranges_are_the_same_to_the_bit_in_items_of_any_width(
     isa: str, kv_heads: int, group: int, head_dim: int
@@ -193,15 +205,27 @@ def test_long_rows_are_merged_the_same_whoever_merges(isa: str, tokens: int) -> 
         assert torch.equal(inputs.run(mixed_attention)[0], together)
 
 
-@pytest.mark.parametrize(("kv_heads", "group"), [(4, 1), (2, 3), (1, 8)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "block_tokens"),
+    # More query heads to a KV head than a matrix unit takes at once: in equal parts, or one by one.
+    [
+        (4, 1, 64, 16),
+        (2, 3, 64, 16),
+        (1, 8, 64, 16),
+        (1, 16, 32, 16),
+        (2, 12, 96, 7),
+        (1, 11, 128, 16),
+    ],
+)
 @pytest.mark.parametrize("factor", [1, 6])
 def test_rows_of_bf16_round_alike_decoded_and_in_ranges(
-    isa: str, kv_heads: int, group: int, factor: int
+    isa: str, kv_heads: int, group: int, head_dim: int, block_tokens: int, factor: int
 ) -> None:
     """Where weights are rounded to bf16, both kernels round them to the same digits, so that what
     is computed again is what was decoded: but where a sum's last bit turns the scale, 1 element in
     1,000; with weights that are rounded to other digits it is 1 in 4 to 1 in 2."""
-    inputs = make(Sizes(((900, 100),), 16, kv_heads, group, 64, BF16, BF16, 0.0))
+    sizes = Sizes(((900, 100),), block_tokens, kv_heads, group, head_dim, BF16, BF16, 0.0)
+    inputs = make(sizes)
     inputs = replace(inputs, q=inputs.q * factor)
     out, keys, values = inputs.run(mixed_attention)
     layout = inputs.layout
