@@ -2,8 +2,9 @@
 // elements of each, are one operand, of scores with the pairs of q of the query heads that share
 // them. For sums the other operand has each head's weights twice, once in the first and once in the
 // second halves of words, the other halves zeros: one row of sums of the elements of V with an even
-// number, one of the others. Scores lie by token, [tokens, heads], so that maxima, exponentials and
-// sums are taken for sixteen heads at once without an operation across a vector.
+// number, one of the others (what is not finite in V spoils its neighbour, too). Scores lie by
+// token, [tokens, heads], so that maxima, exponentials and sums are taken for sixteen heads at once
+// without an operation across a vector.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -47,10 +48,10 @@ struct UnitMemory {
   }
 };
 
-// Shapes of both products: scores [tokens, heads] in 0 to 3, rows of K in 4 and 5, q in 6 and 7.
+// Shapes of both products: scores [tokens, heads] in 0 and 1, rows of K in 4 and 5, q in 7.
 INLINE Shapes shapes_of_scores(int heads) {
   Shapes shapes = whole_registers();
-  const int narrow[] = {0, 1, 2, 3, 7};
+  const int narrow[] = {0, 1, 7};
   for (const int number : narrow) shapes.set(number, heads * 4);
   return shapes;
 }
@@ -95,7 +96,7 @@ INLINE void score_heads(const Call& call, const UnitMemory& t, const TokenRows (
     load_register<7>(t.q + d / 2 * call.heads + first, q_stride);
     for_each<kSixteens>([&](auto j) {
       ahead.fetch(j.value * kSide, offset + d * 2);
-      constexpr int kPlace = 4 + j.value % 3;
+      constexpr int kPlace = 4 + j.value;
       k[j.value].template load<kPlace>(offset + d * 2);
       add_product<j.value, kPlace, 7>();
     });
@@ -123,7 +124,7 @@ INLINE void add_heads(const UnitMemory& t, const TokenRows (&v)[kSixteens], int 
   for_each<kCount>([&](auto j) { store_register<j.value>(o + j.value * kSide, row); });
 }
 
-// Scores of `count` tokens to weights, as `weigh` does it.
+// Unscaled scores of `count` tokens to weights, rounded as in `weigh`, in both rows of each head.
 NOINLINE void weigh_heads(const Call& call, const UnitMemory& t, int count) {
   const vf scale = splat(scale_of<BFloat16Dots>(call.scale));
   for (int h = 0; h < t.padded; h += W) {
@@ -161,11 +162,11 @@ NOINLINE void weigh_heads(const Call& call, const UnitMemory& t, int count) {
   }
 }
 
-void attend_by_unit(const Call& call, int together, const Shapes (&shapes)[2], const Tokens& tokens,
+void attend_step(const Call& call, int together, const Shapes (&shapes)[2], const Tokens& tokens,
                     const Tokens* next, const UnitMemory& t, float* o) {
   const int head_dim = call.head_dim, group = call.heads / call.kv_heads;
   // Calls work(first head, offset of the KV head in a row, bytes; what is asked for meanwhile).
-  const auto for_heads = [&](const char* const* ahead, const auto& work) {
+  const auto for_parts = [&](const char* const* ahead, const auto& work) {
     for (int h = 0; h < call.heads; h += together) {
       const bool leads = h % group == 0;  // of its KV head
       work(h, int64_t{h / group} * head_dim * 2, TilesAhead{leads ? ahead : nullptr, call.hint});
@@ -174,7 +175,7 @@ void attend_by_unit(const Call& call, int together, const Shapes (&shapes)[2], c
   load_shapes(shapes[0]);
   const TokenRows k[] = {TokenRows(tokens.k), TokenRows(tokens.k + kSide)};
   const auto* const keys = next != nullptr ? next->k : nullptr;
-  for_heads(keys, [&](int h, int64_t offset, const TilesAhead& ahead) {
+  for_parts(keys, [&](int h, int64_t offset, const TilesAhead& ahead) {
     score_heads(call, t, k, offset, h, ahead);
   });
   weigh_heads(call, t, tokens.count);
@@ -182,7 +183,7 @@ void attend_by_unit(const Call& call, int together, const Shapes (&shapes)[2], c
   load_shapes(shapes[1]);
   const TokenRows v[] = {TokenRows(tokens.v), TokenRows(tokens.v + kSide)};
   const auto* const values = next != nullptr ? next->v : nullptr;
-  for_heads(values, [&](int h, int64_t offset, const TilesAhead& ahead) {
+  for_parts(values, [&](int h, int64_t offset, const TilesAhead& ahead) {
     int d = 0;
     const auto add = [&](auto registers) {
       constexpr int kCount = decltype(registers)::value;
@@ -216,10 +217,10 @@ void decode_by_unit(const Call& call, const Part& part, const Part* ahead, int64
   StepsAhead steps(call, part, ahead, sizeof(uint16_t));
   for (int64_t from = part.begin; from < part.end; from += kDecodeStep) {
     const Tokens* const next = steps.advance();
-    attend_by_unit(call, together, shapes, steps.now(), next, t, o);
+    attend_step(call, together, shapes, steps.now(), next, t, o);
   }
   release_registers();
-  float* const sums = scratch;  // q is not needed any more
+  float* const sums = scratch;  // neither q nor scores are needed any more
   for (int h = 0; h < heads; ++h) {
     float* const own = o + h * head_dim;
     m[h] = t.maximum[h] / kLogarithmOfE;

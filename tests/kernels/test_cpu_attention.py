@@ -112,12 +112,15 @@ def test_groups_that_are_alike_are_prepared_at_once(isa: str) -> None:
 
 
 @pytest.mark.parametrize("shared", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 2, 64), (8, 1, 128)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "dtype"),
+    [(2, 2, 64, F32), (8, 1, 128, F32), (2, 12, 64, BF16), (3, 4, 96, BF16)],
+)
 def test_the_same_to_the_bit_however_the_work_is_divided(
-    isa: str, kv_heads: int, group: int, head_dim: int, shared: float
+    isa: str, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype, shared: float
 ) -> None:
-    steps = ((2000, 1), (900, 70), (5, 1), (0, 90))
-    inputs = make(Sizes(steps, 16, kv_heads, group, head_dim, F32, F32, 0.1))
+    steps = ((2000, 1), (900, 70), (5, 1), (0, 90), (700, 1))
+    inputs = make(Sizes(steps, 16, kv_heads, group, head_dim, dtype, dtype, 0.1))
     with threads(1):
         alone, _, _ = inputs.run(mixed_attention)
     with threads(4):
