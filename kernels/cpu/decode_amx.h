@@ -163,7 +163,7 @@ NOINLINE void weigh_heads(const Call& call, const UnitMemory& t, int count) {
 }
 
 void attend_step(const Call& call, int together, const Shapes (&shapes)[2], const Tokens& tokens,
-                    const Tokens* next, const UnitMemory& t, float* o) {
+                 const Tokens* next, const UnitMemory& t, float* o) {
   const int head_dim = call.head_dim, group = call.heads / call.kv_heads;
   // Calls work(first head, offset of the KV head in a row, bytes; what is asked for meanwhile).
   const auto for_parts = [&](const char* const* ahead, const auto& work) {

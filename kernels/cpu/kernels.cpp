@@ -18,12 +18,12 @@ bool dots(const Call& call) {
 #endif
 
 int64_t scratch_floats(const Call& call) {
+  int64_t decode = RowMemory::floats(call), tile = tile_floats(call.head_dim);
 #ifdef __AMX_BF16__
-  const int64_t decode = dots(call) ? UnitMemory::floats(call) : RowMemory::floats(call);
-  const int64_t tile = dots(call) ? shared_floats(call.head_dim) : tile_floats(call.head_dim);
-#else
-  const int64_t decode = RowMemory::floats(call);
-  const int64_t tile = tile_floats(call.head_dim);
+  if (dots(call)) {
+    decode = UnitMemory::floats(call);
+    tile = shared_floats(call.head_dim);
+  }
 #endif
   return decode > tile ? decode : tile;
 }
